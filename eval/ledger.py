@@ -88,7 +88,7 @@ class Ledger:
         Raises InputError where the file cannot be written.
         """
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("ab") as file:
+        with self.file.open("ab", buffering=0) as file:
             file.truncate(self.length)  # without a damaged end
             Lines(self.file, file, self.entries).append({"kind": kind, **fields})
             self.length = file.tell()

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from httpx import Client
+
+    from treespec.api.spec import Spec
     from treespec.cli.config import ChatConfig
+    from treespec.serve.state import State
     from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,6 +47,31 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> "ChatConfig":
     folder = tmp_path_factory.mktemp("chats")
     save_models(folder)
     return chat_config(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> "Spec":
+    """A small random target with a head, tokenizer and chat template; its completions end by their limit alone."""
+    from http_serving import tiny_spec
+
+    return tiny_spec(context=4200)
+
+
+@pytest.fixture(scope="session")
+def server(tiny: "Spec") -> "Iterator[State]":
+    """A server of `tiny`."""
+    from http_serving import serving
+
+    with serving(tiny) as state:
+        yield state
+
+
+@pytest.fixture(scope="session")
+def http(server: "State") -> "Iterator[Client]":
+    from http_serving import client
+
+    with client(server) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

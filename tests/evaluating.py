@@ -1,15 +1,14 @@
 """What tests of evaluations share: a target, a head and questions on disk, and a run of them."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
 import transformers as hf
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treespec.cli import main
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
 from treespec.heads.checkpoint import save_head
@@ -63,13 +62,14 @@ def config_in(home, out, **changes):
     return EvalConfig(**options_in(home, out, **changes))
 
 
-def run_command(monkeypatch, options):
+def words_of(options):
+    """Options as words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def run_command(options):
     """The exit code of `treespec eval`."""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["treespec", "eval", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
+    return run(app, ["eval", *words_of(options)])
 
 
 def answered(out):

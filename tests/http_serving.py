@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 
 import httpx
+import openai
 import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
@@ -58,3 +59,7 @@ def serving(spec, columns=None, **options):
 
 def client(state, **options):
     return httpx.Client(base_url=state.url, timeout=60, **options)
+
+
+def openai_client(state):
+    return openai.OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0)

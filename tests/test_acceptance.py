@@ -3,21 +3,18 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from enumeration import random_law
-from models import random_head, save_model, target, tokenizer
-from torch import Tensor
+from models import random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
-from treespec.eval.acceptance.rates import Mean, Row, average, rate
+from treespec.eval.acceptance.rates import Mean, average, rate
 from treespec.eval.acceptance.run import accept, schemes_of
 from treespec.eval.acceptance.sources import Logits, logits_of
 from treespec.eval.acceptance.table import table_of, verdict
@@ -34,20 +31,20 @@ FIGURE_2 = [  # t1, t2, α*, kseq, rrs
 LOSSLESS = schemes_of("all")
 
 
-def random_laws(number: int, size: int) -> Logits:
+def random_laws(number, size):
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.stack([random_law(size, generator) for _ in range(number)]).log() for _ in range(2))
     return Logits(p, q, torch.arange(number))
 
 
 @pytest.fixture(scope="module")
-def figure_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def figure_2(tmp_path_factory):
     out = tmp_path_factory.mktemp("figure")
     [rows] = accept(AcceptanceConfig(out=str(out), preset="khisti-figure2", samples=16))["sweeps"]
     return rows
 
 
-def test_figure_2_of_khisti_et_al(figure_2: list[dict[str, Any]]) -> None:
+def test_figure_2_of_khisti_et_al(figure_2):
     for t1, t2, *published in FIGURE_2:
         here = [row for row in figure_2 if row["at"].get("t1") == t1 and abs(row["at"]["t2"] - t2) < 1e-4]
         rates = {row["method"]: row["rate"]["value"] for row in here}
@@ -55,20 +52,20 @@ def test_figure_2_of_khisti_et_al(figure_2: list[dict[str, Any]]) -> None:
         assert found == [pytest.approx(value, abs=5.1e-5) for value in published]
 
 
-def test_the_toy_example(figure_2: list[dict[str, Any]]) -> None:
+def test_the_toy_example(figure_2):
     rates = {row["method"]: row["rate"]["value"] for row in figure_2 if "law" in row["at"] and not row["optimum"]}
     published = {"rrs": 0.8, "kseq": 0.815, "rrs-wo": 0.94, "spechub": 1, "greedy": 1}
     assert {name: rates[name] for name in published} == pytest.approx(published, abs=5e-4)
 
 
-def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2: list[dict[str, Any]]) -> None:
+def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2):
     table = table_of(figure_2, "rate").filled
     assert len(table.rows) == 2 * 13 + 1
     assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
 
 
 @pytest.mark.parametrize(("draft", "k"), [((1.0,), 1), ((1.0,), 2), ((0.5,), 3), ((1.3, 0.7), 2)])
-def test_sampled_outputs_confirm_every_rate(draft: tuple[float, ...], k: int) -> None:
+def test_sampled_outputs_confirm_every_rate(draft, k):
     case = Case(0.8, "", draft, k, 4, 1.0)
     generator = torch.Generator().manual_seed(k)
     columns, refused = rate(random_laws(20, 6), case, LOSSLESS, 400, generator)
@@ -80,34 +77,19 @@ def test_sampled_outputs_confirm_every_rate(draft: tuple[float, ...], k: int) ->
             assert abs(column.hits.mean() - column.values.mean()) <= 5 * variance.sqrt() + 1e-9, column.method
 
 
-def test_no_scheme_accepts_more_than_the_optimum_of_its_draws() -> None:
-    for k in (1, 2):
-        columns, _ = rate(random_laws(20, 6), Case(1.0, "same", (1.0,), k, 0, 1.0), LOSSLESS, 100, torch.Generator())
-        optima = {column.drawn: column.values for column in columns if column.optimum}
-        assert {*optima} == {"with replacement", "without replacement", "greedy", "tops and tail"}
-        for column in columns:
-            if column.drawn in optima:
-                errors = column.errors
-                assert (column.values <= optima[column.drawn] + 5 * errors + 1e-9).all(), column.method
-
-
-def test_the_error_is_that_of_the_mean_of_groups() -> None:
+def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(figure_2):
+    """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
     values = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     group = torch.arange(30) // 5
     for means, groups in ((values.view(6, 5).mean(1), group), (values, torch.arange(30))):
         error = means.std().item() / len(means) ** 0.5
         assert average(values, groups) == pytest.approx({"value": means.mean().item(), "error": error})
     assert average(values, torch.zeros(30, dtype=torch.int64))["error"] is None
-
-
-def test_the_sampling_error_is_in_the_brackets_of_a_sampled_rate(figure_2: list[dict[str, Any]]) -> None:
-    """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
+    assert average(torch.full((3,), 0.5), torch.arange(3), noise=0.2)["error"] == 0.2
     sampled = [row for row in figure_2 if row["noise"] is not None]
     assert len(sampled) > 9
     assert all(row["rate"]["error"] == row["noise"] for row in sampled)
     assert all(row["gap"]["error"] == row["noise"] for row in sampled if row["gap"])
-    values = torch.tensor([0.5, 0.5, 0.5])
-    assert average(values, torch.arange(3), noise=0.2)["error"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -119,8 +101,8 @@ def test_the_sampling_error_is_in_the_brackets_of_a_sampled_rate(figure_2: list[
         ((0.710, 0.010, 0.72), "is-lp, kseq"),
     ],
 )
-def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates: tuple[float, ...], said: str) -> None:
-    def row(method: str, value: float, noise: float | None, drawn: str | None = "with replacement") -> Row:
+def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates, said):
+    def row(method, value, noise, drawn="with replacement"):
         mean: Mean = {"value": value, "error": noise}
         of_method = {"method": method, "optimum": method == drawn, "drawn": drawn, "noise": noise, "rate": mean}
         return {"at": {"temperature": 1.0}, "positions": 1, "groups": 1, "gap": None, "measured": None, **of_method}
@@ -131,14 +113,14 @@ def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates: tupl
     assert verdict(rows) == [f"Most is accepted by {said} at T=1 (72.0%)."]
 
 
-def text(length: int, prompt: int = 0, seed: int = 4) -> Passage:
+def text(length, prompt=0, seed=4):
     tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
     return Passage(tokens, torch.arange(length) >= prompt, seed)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step: int) -> None:
+def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step):
     model = target("llama")
     head = random_head(model)
     whole = text(12, prompt=5)
@@ -158,7 +140,7 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step: int) -> Non
         torch.testing.assert_close(q, logits[0], atol=1e-4, rtol=1e-4)
 
 
-def test_fewer_positions_are_some_of_all_evenly_spread() -> None:
+def test_fewer_positions_are_some_of_all_evenly_spread():
     spec = Spec(target("llama"), random_head(target("llama")))
     texts = [text(12, 4, seed=0), text(4, seed=1), text(20, 3, seed=2)]
     whole, some = logits_of(spec, texts, 1), logits_of(spec, texts, 1, positions=9)
@@ -171,71 +153,62 @@ def test_fewer_positions_are_some_of_all_evenly_spread() -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a chat template, a head for it, questions, conversations and a text."""
-    folder = tmp_path_factory.mktemp("lab")
-    save_model(folder / "target")
-    save_head(random_head(Target.load(str(folder / "target"))), folder / "head")
-    questions = [{"question_id": i, "turns": ["What does the user ask?", "And then?"]} for i in range(2)]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+def lab(home):
+    """`home`, with conversations and a text."""
     turns = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the user answers"}]
-    (folder / "data.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
-    (folder / "words.txt").write_text("the assistant answers the question " * 4)
-    return folder
+    (home / "data.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
+    (home / "words.txt").write_text("the assistant answers the question " * 4)
+    return home
 
 
-def config_in(home: Path, out: Path, **changes: Any) -> AcceptanceConfig:
+def config_in(home, out, **changes):
     options = {"questions": str(home / "questions.jsonl"), "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
     options |= {"draws": "2", "temperature": "1", "dtype": "float32"}
     return AcceptanceConfig(out=str(out), target=str(home / "target"), head=str(home / "head"), **options | changes)
 
 
-def test_a_rerun_takes_the_logits_that_are_there(home: Path, tmp_path: Path) -> None:
-    shutil.copytree(home / "target", tmp_path / "target")
-    config = replace(config_in(home, tmp_path / "out"), target=str(tmp_path / "target"))
+def test_a_rerun_takes_the_logits_that_are_there_unless_the_models_changed(home, tmp_path):
+    target, head = (shutil.copytree(home / name, tmp_path / name) for name in ("target", "head"))
+    config = replace(config_in(home, tmp_path / "out"), target=str(target), head=str(head))
     first = accept(config)
-    shutil.rmtree(tmp_path / "target")
+    target.rename(tmp_path / "moved")
     assert accept(config) == first
     other = accept(replace(config, temperature="0.5,1", top_k=5))
     assert {row["at"]["temperature"] for row in other["sweeps"][0]} == {0.5, 1.0}
-    assert first["sweeps"][0][0]["groups"] == 2
+    assert first["sweeps"][0][0]["groups"] == 3
     assert "α* without replacement" in (tmp_path / "out" / "acceptance.md").read_text()
     with pytest.raises(InputError, match="step was 1, now 2"):
         accept(replace(config, step=2))
+    (tmp_path / "moved").rename(target)
+    save_head(random_head(Target.load(str(home / "target")), seed=1), head)
+    with pytest.raises(InputError, match=r"head have changed since .*logits\.safetensors was made"):
+        accept(config)
     file = tmp_path / "out" / "logits.safetensors"
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(InputError, match=r"logits\.safetensors is damaged: delete it to collect"):
         accept(config)
 
 
-def test_logits_of_a_head_that_was_trained_again_are_not_taken(home: Path, tmp_path: Path) -> None:
-    head = shutil.copytree(home / "head", tmp_path / "head")
-    config = replace(config_in(home, tmp_path / "out"), head=str(head))
-    accept(config)
-    save_head(random_head(Target.load(str(home / "target")), seed=1), head)
-    with pytest.raises(InputError, match=r"head have changed since .*logits\.safetensors was made"):
-        accept(config)
-
-
-def test_given_text_is_read_as_what_it_is(home: Path, tmp_path: Path) -> None:
-    words = accept(config_in(home, tmp_path / "words", text=str(home / "words.txt"), max_length=10))
-    tokens = len(tokenizer().encode("the assistant answers the question " * 4))
-    pieces = [10] * (tokens // 10) + [tokens % 10]
+def test_given_text_is_read_as_what_it_is(lab, tmp_path):
+    """One token a byte: the pieces of a text without their first two, and the answers with what ends them."""
+    words = accept(config_in(lab, tmp_path / "words", text=str(lab / "words.txt"), max_length=10))
+    length = len("the assistant answers the question " * 4)
+    pieces = [10] * (length // 10) + [length % 10]
     assert words["sweeps"][0][0]["positions"] == sum(max(0, piece - 2) for piece in pieces)
-    data = accept(config_in(home, tmp_path / "data", text=str(home / "data.jsonl")))
-    answer = tokenizer()("the user answers</s>", add_special_tokens=False)["input_ids"]
-    assert data["sweeps"][0][0]["positions"] == 3 * len(answer)
+    data = accept(config_in(lab, tmp_path / "data", text=str(lab / "data.jsonl")))
+    answer = len(" the user answers\nassistant:")  # as `home`'s template ends every text
+    assert data["sweeps"][0][0]["positions"] == 3 * answer
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_sweeps_of_verifiers_that_exist(name: str, tmp_path: Path) -> None:
+def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
     for sweep in sweeps(AcceptanceConfig(out=str(tmp_path), target="t", head="h", preset=name)):
         assert cases(sweep)
         for verifier in (sweep.verifier or "").replace(",is-lp", " is-lp").split():
             assert verifier == "all" or scheme_by_name(verifier).lossless
 
 
-def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str:
+def laws_file(folder, p, q):
     file = folder / "laws.json"
     file.write_text(json.dumps({"p": torch.as_tensor(p).tolist(), "q": torch.as_tensor(q).tolist()}))
     return str(file)
@@ -246,12 +219,7 @@ def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str
     [
         ({"laws": None}, "--target and --head"),
         ({"preset": "khan"}, "must be hu, khisti-draws"),
-        ({"samples": 1}, "--samples is 1, must be a whole number from 2"),
-        ({"draws": "two"}, "--draws: 'two' is not a whole number"),
         ({"draws": "2", "draft_temperature": "1/1/1"}, "no list for --draws 2"),
-        ({"temperature": "hot"}, "--temperature: 'hot' is not a number"),
-        ({"temperature": "-1"}, "--temperature is -1"),
-        ({"top_p": 0.0}, "--top-p is 0"),
         ({"verifier": "best"}, "unknown verifier 'best'"),
         ({"verifier": "typical"}, "typical is not lossless"),
         ({"verifier": "rrs:draft-temperatures=1/2"}, "by --draft-temperature"),
@@ -259,7 +227,7 @@ def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str
         ({"laws": "nowhere.json"}, "cannot read laws from nowhere.json"),
     ],
 )
-def test_bad_input_is_explained(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_input_is_explained(changes, message, tmp_path):
     laws = laws_file(tmp_path, [[0.5, 0.5]], [[0.1, 0.9]])
     with pytest.raises(InputError, match=message):
         accept(AcceptanceConfig(out=str(tmp_path), **{"laws": laws} | changes))
@@ -269,13 +237,13 @@ def test_bad_input_is_explained(changes: dict[str, Any], message: str, tmp_path:
     "content",
     ["[]", "{}", '{"p": [[1]], "q": []}', '{"p": [[0.5, 0.6]], "q": [[1, 0]]}', '{"p": [[2, -1]], "q": [[1, 0]]}'],
 )
-def test_laws_that_are_none_are_refused(content: str, tmp_path: Path) -> None:
+def test_laws_that_are_none_are_refused(content, tmp_path):
     (tmp_path / "laws.json").write_text(content)
     with pytest.raises(InputError, match=r"laws\.json"):
         accept(AcceptanceConfig(out=str(tmp_path), laws=str(tmp_path / "laws.json")))
 
 
-def test_a_text_that_cannot_be_used_is_explained(home: Path, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_used_is_explained(home, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     for name, message in {"none.txt": "cannot read --text", "latin.txt": "UTF-8", "short.txt": "longer texts"}.items():

@@ -86,16 +86,6 @@ def test_several_prompts_have_a_list_of_samples_each(spec):
     assert [len(samples) for samples in outputs] == [2, 2]
 
 
-def test_a_template_gets_the_variables_of_a_request(spec):
-    words = spec.target.tokenizer
-    words.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %} question{% endif %}"
-    )
-    messages = [{"role": "user", "content": "the user"}]
-    plain, told = (spec.request(messages, chat_template_kwargs={"enable_thinking": on}).prompt for on in (False, True))
-    assert words.decode(told) == words.decode(plain) + " question"
-
-
 def failing(input_ids, scores):
     raise KeyError("of the processor")
 

@@ -9,7 +9,6 @@ from test_formats import write
 from treespec.draft.trained.load import trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import HeadError, load_head, save_head
-from treespec.heads.formats.block import spaced
 from treespec.heads.known import kind_of, levels_of
 
 QWEN3 = {
@@ -157,12 +156,11 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
         ("z-lab", {"dflash_config": {"mask_token_id": 64}}, "mask_token_id is 64, must be a token below 64"),
         ("z-lab", {"dflash_config": {"projector_type": "dspark"}}, "projector_type is 'dspark'"),
         ("z-lab", {"attention_bias": True}, "attention_bias"),
-        ("z-lab", {"is_neox_style": False}, "is_neox_style is false"),
+        ("z-lab", {"dflash_config": [1]}, "head: "),
+        ("P-EAGLE of SpecForge", {"speculators_config": [1]}, "head: "),
         ("z-lab", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ("speculators", {"aux_hidden_state_layer_ids": None}, "the layers that it taps"),
-        ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is missing"),
         ("P-EAGLE of speculators", {"mask_token_id": None}, "add the token that the head was trained with"),
-        ("P-EAGLE of SpecForge", {"mask_token_id": 99}, "mask_token_id is 99"),
     ],
 )
 def test_a_config_that_does_not_tell_enough_is_refused_by_its_field(name, changes, complaint, tmp_path):
@@ -183,17 +181,6 @@ def test_a_head_with_fewer_tokens_of_its_own_output_is_saved_and_loaded_again(tm
     torch.testing.assert_close(levels(again), before[:, [3, 8, 40]], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("z-lab", {"dflash_config": [1]}), ("P-EAGLE of SpecForge", {"speculators_config": [1]})]
-)
-def test_a_config_of_other_types_tells_no_levels_and_is_refused_at_loading(name, changes, tmp_path):
-    config, tensors_of, make, built = FORMATS[name]
-    tensors = tensors_of(make(**built))
-    assert levels_of({k: v for k, v in config.items() if k != "block_size"} | changes, tensors) is None
-    with pytest.raises(HeadError, match="head: "):
-        load_head(write(tmp_path / "head", config | changes, tensors))
-
-
 @pytest.mark.parametrize(("name", "dropped"), [("z-lab", "fc.weight"), ("P-EAGLE of speculators", "mask_hidden")])
 def test_a_missing_and_an_unknown_tensor_are_named(name, dropped, tmp_path):
     config, tensors_of, make, built = FORMATS[name]
@@ -203,9 +190,3 @@ def test_a_missing_and_an_unknown_tensor_are_named(name, dropped, tmp_path):
     del tensors[dropped]
     with pytest.raises(HeadError, match=dropped):
         load_head(write(tmp_path / "less", config, tensors))
-
-
-def test_a_head_without_layer_ids_taps_what_z_lab_taps():
-    """The published ids of Qwen3-8B's head, of five layers for a target of 36."""
-    assert spaced(36, 5) == [1, 9, 17, 25, 33]
-    assert spaced(36, 1) == [18]

@@ -3,7 +3,6 @@
 from itertools import product
 from math import prod
 
-import numpy as np
 import pytest
 import torch
 from models import draft_tree, follow, random_head, target
@@ -15,7 +14,6 @@ from treespec.draft.trained.proposers import BlockProposer
 from treespec.errors import InputError
 from treespec.shaping.distribution import node_paths
 from treespec.shaping.sampling import SamplingParams
-from treespec.trees.likeliest import likeliest
 
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
@@ -160,26 +158,6 @@ def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
     output = Spec(target("llama"), head, tree, verifier).generate(TEXT.tolist(), max_new_tokens=24)
     assert output.token_ids == Spec(target("llama"), None).generate(TEXT.tolist(), max_new_tokens=24).token_ids
     assert len(calls) == output.stats.cycles
-
-
-def test_the_likeliest_shape_is_a_slow_enumeration_of_the_best_products():
-    rng = np.random.default_rng(0)
-    for depth, ranks, nodes in ((3, 4, 12), (4, 3, 30), (2, 5, 40), (1, 6, 4)):
-        chances = -np.sort(-rng.dirichlet(np.ones(6), depth))[:, :ranks]
-        worth = {
-            path: np.prod([chances[level, rank] for level, rank in enumerate(path)])
-            for length in range(1, depth + 1)
-            for path in product(range(ranks), repeat=length)
-        }
-        best = sorted(worth, key=lambda path: -worth[path])[: nodes - 1]
-        assert set(likeliest(chances, nodes).paths[1:]) == set(best)
-
-
-def test_a_path_that_no_draw_gives_has_no_node():
-    """As many nodes as there are paths that q gives, however many are asked for."""
-    chances = np.array([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0]])
-    paths = [(0,), (0, 0), (0, 0, 0), (0, 0, 1), (1,), (1, 0), (1, 0, 0), (1, 0, 1)]
-    assert sorted(likeliest(chances, 60).paths[1:]) == paths
 
 
 @torch.no_grad()

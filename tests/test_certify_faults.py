@@ -8,7 +8,6 @@ import torch
 from certifying import CONFIG, PROMPTS, tiny
 from scipy.stats import kstest
 
-from treespec.draft.calibration import Calibration
 from treespec.eval.certify.places import places
 from treespec.eval.certify.run import TESTS, Examination
 from treespec.eval.certify.statistics import least_gap
@@ -80,23 +79,6 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
     assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS
 
 
-def test_phantoms_dropped_from_a_tree_that_rarely_repeats_a_draw_are_found():
-    """Those of `optimal` on a sampled tree, which takes likely tokens for sure."""
-    chances = (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0)
-    spec = tiny("sampled:price=0.02", "optimal", Calibration(*chances))
-    faults.phantoms_dropped(spec)
-    assert p_values(spec, 96)[REPEATS] < CONFIG.error / TESTS
-
-
 def test_a_chain_that_drops_the_doubted_token_is_found(monkeypatch):
     faults.doubted_token_dropped(monkeypatch)
     assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 96)[POWERS] < CONFIG.error / TESTS
-
-
-def test_phantoms_dropped_for_what_was_drawn_below_a_gap_are_found(tmp_path):
-    """`rrs-wo` told of the first and the third draw as if there had been no second."""
-    shape = tmp_path / "gap.json"
-    shape.write_text("[[0], [3]]")
-    spec = tiny(str(shape), "rrs-wo")
-    faults.phantoms_dropped(spec)
-    assert p_values(spec, 800)[DRAWS] < CONFIG.error / TESTS

@@ -100,22 +100,6 @@ def test_what_is_saved_is_read_for_training(conversation, tmp_path):
             run(conversation, f"/save {bad}")
 
 
-def test_a_turn_without_an_answer_is_dropped(conversation):
-    stream = conversation.ask("Hello there")
-    assert not conversation.keep("Hello there", stream.output, interrupted=True)
-    assert conversation.messages == []
-
-
-def test_the_system_message_opens_the_prompt(spec, config):
-    prompts = []
-    for system in (None, "Be brief."):
-        stream = Conversation(spec, replace(config, system=system)).ask("Hello there")
-        next(iter(stream))
-        prompts.append(stream.output.stats.prompt_tokens)
-    opening = spec.encode([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}])
-    assert prompts[0] < prompts[1] == len(opening)
-
-
 def test_totals_are_sums_over_the_answers(conversation):
     stats = []
     for text in ("Hello there", "And then?"):
@@ -170,10 +154,6 @@ def test_no_word_is_broken_at_the_right_edge_however_the_text_is_cut_into_pieces
         if letters == "ab":
             assert " ".join(lines).split() == words
         assert "".join("".join(lines).split()) == "".join(words)
-
-
-def test_a_word_longer_than_a_line_fills_lines_as_it_comes():
-    assert shown_in(5, ["a ", "bcdefgh", "ijkl", "mn op"]) == ["a", "bcdef", "ghijk", "lmn", "op", ""]
 
 
 @pytest.mark.parametrize(

@@ -59,27 +59,6 @@ def test_a_command_shows_its_value_and_changes_it_alone(conversation, command, b
         assert run(conversation, "/system none") == before
 
 
-def test_the_same_seed_and_messages_are_the_same_answer(conversation):
-    run(conversation, "/seed 11")
-    twice = []
-    for _ in range(2):
-        stream = conversation.ask("More")
-        list(stream)
-        twice.append(stream.output.token_ids)
-    assert twice[0] == twice[1]
-    run(conversation, "/seed 12")
-    stream = conversation.ask("More")
-    list(stream)
-    assert stream.output.token_ids != twice[0]
-
-
-def test_no_answer_is_longer_than_max_tokens(conversation):
-    run(conversation, "/max 2")
-    stream = conversation.ask("More")
-    list(stream)
-    assert stream.output.stats.new_tokens <= 2
-
-
 def test_a_retry_is_what_a_fresh_target_says_in_its_place(conversation, config):
     """With another seed and system message, over whatever the cache holds of the answer that it replaces."""
     run(conversation, "/seed 77")

@@ -3,61 +3,38 @@
 import shutil
 
 import pytest
-from models import save_model
 
 from treespec import load
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
-from treespec.draft.trained.kinds import new_eagle as new_head
-from treespec.heads.checkpoint import save_head
-from treespec.model.target import Target
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def pair(home):
     """A target and a head for it, as directories."""
-    folder = tmp_path_factory.mktemp("cli")
-    model = save_model(folder / "model")
-    save_head(new_head(Target.load(str(model))), folder / "head")
-    return str(model), str(folder / "head")
+    return str(home / "target"), str(home / "head")
 
 
-def test_generate_prints_what_the_api_says(folders, capsys):
-    target, head = folders
-    options = ["--target", target, "--head", head, "--prompt", "the question", "--max-new-tokens", "12"]
-    assert run(app, ["generate", *options]) == 0
-    message = [{"role": "user", "content": "the question"}]
-    wanted = load(target, head).generate(message, max_new_tokens=12)
-    printed = capsys.readouterr()
-    assert printed.out == wanted.text + "\n"
-    assert f"{wanted.stats.new_tokens} tokens · τ {wanted.stats.acceptance_length:.2f} ({TAU}) · " in printed.err
-
-
-def test_generate_answers_several_prompts_together(folders, capsys):
-    target, head = folders
+def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, capsys):
     texts = ["the question", "answers", "the user asks"]
-    options = ["--target", target, "--head", head, "--max-new-tokens", "8", "--dtype", "float32", "--batch", "2"]
-    assert run(app, ["generate", *options, *(word for text in texts for word in ("--prompt", text))]) == 0
-    spec = load(target, head, dtype="float32")
-    wanted = [spec.generate([{"role": "user", "content": text}], max_new_tokens=8) for text in texts]
-    printed = capsys.readouterr()
-    assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
-    assert f"{sum(one.stats.new_tokens for one in wanted)} tokens" in printed.err
-    for prompt, complaint in (("", "--prompt is empty"), ("long " * 600, "the target's context holds 512")):
+    options = ["--target", pair[0], "--head", pair[1], "--max-new-tokens", "8", "--dtype", "float32", "--batch", "2"]
+    spec = load(*pair, dtype="float32")
+    for asked in (texts[:1], texts):
+        assert run(app, ["generate", *options, *(word for text in asked for word in ("--prompt", text))]) == 0
+        wanted = [spec.generate([{"role": "user", "content": text}], max_new_tokens=8) for text in asked]
+        printed = capsys.readouterr()
+        assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
+        assert f"{sum(one.stats.new_tokens for one in wanted)} tokens · τ " in printed.err
+        assert TAU in printed.err
+    for prompt, complaint in (("", "--prompt is empty"), ("long " * 600, "the target's context holds 256")):
         assert run(app, ["generate", *options, "--prompt", "a", "--prompt", prompt]) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_lossy_verifier_runs_where_it_is_allowed(folders):
-    target, head = folders
-    options = ["--target", target, "--head", head, "--prompt", "the question", "--max-new-tokens", "4"]
-    assert run(app, ["generate", *options, "--temperature", "1", "--verifier", "typical", "--allow-lossy"]) == 0
-
-
-def test_a_calibrated_head_drafts_sampled_trees(folders, tmp_path, capsys):
-    target, head = folders
+def test_a_calibrated_head_drafts_sampled_trees(pair, tmp_path, capsys):
+    target, head = pair
     own = shutil.copytree(head, tmp_path / "head")
     text = tmp_path / "text.txt"
     text.write_text("no")
@@ -74,8 +51,8 @@ def test_a_calibrated_head_drafts_sampled_trees(folders, tmp_path, capsys):
     assert run(app, ["generate", *models, *drafting, *said]) == 0
 
 
-def test_a_head_from_elsewhere_gets_a_draft_vocabulary(folders, tmp_path, capsys):
-    target, head = folders
+def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
+    target, head = pair
     own = shutil.copytree(head, tmp_path / "head")
     (own / "draft_vocab.json").write_text("damaged")
     text = tmp_path / "text.txt"
@@ -88,16 +65,8 @@ def test_a_head_from_elsewhere_gets_a_draft_vocabulary(folders, tmp_path, capsys
     assert len(load(target, str(own)).head.vocabulary) == 20
 
 
-def test_the_targets_own_answers_calibrate_a_head(folders, tmp_path):
-    target, head = folders
-    own = shutil.copytree(head, tmp_path / "head")
-    options = ["--limit", "1", "--max-new-tokens", "30", "--depth", "2", "--positions", "40"]
-    assert run(app, ["calibrate", "--target", target, "--head", str(own), *options]) == 0
-    assert load_calibration(own)
-
-
-def test_generate_takes_what_a_request_may_ask(folders, capsys):
-    target, head = folders
+def test_generate_takes_what_a_request_may_ask(pair, capsys):
+    target, head = pair
     asked = {"temperature": 1.0, "seed": 3, "max_new_tokens": 9, "min_tokens": 5, "frequency_penalty": 0.7}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += ["--logit-bias", "7=-inf", "--logit-bias", "9=1.5", "--chat-template-kwargs", '{"enable_thinking": false}']

@@ -3,39 +3,33 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from models import save_model
 
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
-from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
-from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
-from treespec.model.target import Target
 from treespec.text.strings import printable, readable
 
 OSC = "\x1b]0;owned\x07"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A target, one that says an escape for every e, and a head, as directories."""
-    folder = tmp_path_factory.mktemp("cli")
-    model = save_model(folder / "model")
-    save_head(new_head(Target.load(str(model))), folder / "head")
-    escaping = save_model(folder / "escaping")
-    file = folder / "escaping" / "tokenizer.json"
+def folders(home, tmp_path_factory):
+    """A target, and one that says an escape for every letter, as directories."""
+    escaping = shutil.copytree(home / "target", tmp_path_factory.mktemp("cli") / "escaping")
+    file = escaping / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
-    replace = {"type": "Replace", "pattern": {"Regex": "[a-z]"}, "content": OSC}
+    replace = {"type": "Replace", "pattern": {"Regex": "[a-zA-Z]"}, "content": OSC}
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
     file.write_text(json.dumps(tokenizer))
-    return {"target": str(model), "escaping": str(escaping), "head": str(folder / "head")}
+    return {"target": str(home / "target"), "escaping": str(escaping)}
 
 
 class Terminal(io.StringIO):
@@ -166,12 +160,9 @@ def test_an_answer_ends_before_a_stop_text(folders, capsys):
 
 def test_the_page_says_which_heads_which_engine_takes():
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
-    table = {
-        engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if engine in HEADS[kind].writers]
-        for engine in ENGINES
-    }
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| head | `--to", "| `"))]
     head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")
     for column, title in enumerate(head[1:], start=1):
         engine = next(name for name in ENGINES if f"`--to {name}`" in title)
-        assert table[engine] == [row[0] for row in rows[:4] if row[column].startswith("yes")]
+        taken = [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if engine in HEADS[kind].writers]
+        assert taken == [row[0] for row in rows[:4] if row[column].startswith("yes")]

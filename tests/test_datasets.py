@@ -90,12 +90,6 @@ def test_an_index_without_the_package_is_told_in_one_line(index):
     assert "\n" not in str(told.value)
 
 
-def test_pip_takes_no_module_from_the_folder_in_which_it_is_started(index, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pip.py").write_text("raise SystemExit('this is no pip')")
-    assert data_file("sharegpt").exists()
-
-
 def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, monkeypatch):
     """As uv makes one."""
     bare = tmp_path / "python"

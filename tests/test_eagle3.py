@@ -12,8 +12,6 @@ from transformers import LlamaConfig
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import Cost
 from treespec.draft.trained.load import fit
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.errors import InputError
@@ -22,8 +20,6 @@ from treespec.heads.eagle3 import default_taps
 from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
-CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))
-TIMES = Cost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
 PROMPTS = [[5, 9, 33, 12, 7], [8, 4], [11, 60, 3, 3, 21, 40, 17, 9]]
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
@@ -125,12 +121,10 @@ def test_the_published_taps_and_three_of_a_small_target(layers, taps):
     [
         ({"norm__weight": None}, r"lacks norm\.weight; is it an EAGLE-3 head"),
         ({"t2d": None}, "lacks t2d"),
-        ({"extra": torch.zeros(2)}, "unknown tensors extra"),
         ({"lm_head__weight": torch.zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], config\.json says \[32, 32\]"),
         ({"d2t": HALF - torch.arange(32) + 9}, "d2t leads to token 68, outside the vocabulary of 64"),
         ({"d2t": torch.zeros(32, dtype=torch.int64)}, "t2d does not mark the tokens that d2t leads to"),
         ({"d2t": 5 - torch.arange(32)}, "d2t leads to token 5 twice"),
-        ({"d2t": torch.zeros(32)}, "d2t is of torch.float32, must be torch.int64"),
         ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"t2d does not mark .* they differ at token {HALF[-1]}"),
     ],
 )
@@ -183,32 +177,13 @@ def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("drafted", [None, HALF])
-@pytest.mark.parametrize(
-    ("verifier", "tree"),
-    [
-        ("topk", "dynamic:depth=3,topk=40,nodes=60"),
-        ("rrs-wo", "eagle"),
-        ("traversal", "sampled:price=.02,depth=3"),
-        ("topk", "auto"),
-    ],
-)
-def test_greedy_text_is_the_targets_token_for_token_three_at_a_time(verifier, tree, drafted):
-    model = target("llama")
-    head = random_eagle3(model, drafted=drafted)
-    spec = Spec(model, head, tree, verifier, calibration=CALIBRATION, times=TIMES)
-    outputs = spec.generate(PROMPTS, max_new_tokens=20)
-    for prompt, out in zip(PROMPTS, outputs, strict=True):
-        assert out.token_ids == spec.baseline().generate(prompt, max_new_tokens=20).token_ids
-        assert sum(out.stats.drafted) > 20
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
-def test_greedy_text_is_the_targets_for_every_architecture(name):
+@pytest.mark.parametrize("drafted", [None, HALF], ids=["all", "half"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_text_is_the_targets_for_every_architecture(name, drafted):
     model = target(name)
-    spec = Spec(model, random_eagle3(model), "dynamic:depth=3,topk=4,nodes=9")
-    wanted = spec.baseline().generate(PROMPTS[0], max_new_tokens=16).token_ids
-    assert spec.generate(PROMPTS[0], max_new_tokens=16).token_ids == wanted
+    spec = Spec(model, random_eagle3(model, drafted=drafted), "dynamic:depth=3,topk=4,nodes=9")
+    wanted = [spec.baseline().generate(prompt, max_new_tokens=16).token_ids for prompt in PROMPTS]
+    assert [out.token_ids for out in spec.generate(PROMPTS, max_new_tokens=16)] == wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

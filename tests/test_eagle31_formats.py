@@ -92,27 +92,24 @@ def test_a_head_goes_out_where_its_parts_have_a_place_and_is_refused_elsewhere(n
 
 
 def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
-    head = saved(made(VARIANTS["all"]), tmp_path / "head")
-    export(head, "vllm", tmp_path / "vllm", SERVED)
-    export(head, "speculators", tmp_path / "speculators", SERVED)
-    two = {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2}
-    export(saved(made(two), tmp_path / "two"), "sglang", tmp_path / "sglang", SERVED)
-    vllm, speculators, sglang = (
-        json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "speculators", "sglang")
-    )
+    def exported(to, parts):
+        export(saved(made(parts), tmp_path / f"for-{to}"), to, tmp_path / to, SERVED)
+        return json.loads((tmp_path / to / "config.json").read_text())
+
+    vllm, speculators = (exported(to, VARIANTS["all"]) for to in ("vllm", "speculators"))
+    sglang = exported("sglang", {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2})
     assert vllm["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     layer = speculators["transformer_layer_config"]
     assert layer["architectures"] == ["Qwen3ForCausalLM"]
-    for where in (vllm, layer):
-        assert where["model_type"] == "qwen3"
-        assert where["layer_types"] == ["sliding_attention", "full_attention"]
-        assert (where["sliding_window"], where["use_sliding_window"], where["num_hidden_layers"]) == (3, True, 2)
+    told = {"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+    told |= {"use_sliding_window": True, "num_hidden_layers": 2}
+    assert told.items() <= vllm.items()
+    assert told.items() <= layer.items()
     for config in (vllm, speculators, sglang):
         assert config["fc_norm"] is config["norm_output"] is True
     names = load_file(tmp_path / "sglang" / "model.safetensors").keys()
-    assert "layers.1.hidden_norm.weight" in names
+    assert {"layers.1.hidden_norm.weight", "fc_norm.2.weight"} <= names
     assert "layers.1.input_layernorm.weight" not in names
-    assert "fc_norm.2.weight" in names
 
 
 @pytest.mark.parametrize(
@@ -120,10 +117,8 @@ def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
     [
         (SLIDING | {"sliding_window": None}, "layer_types has sliding_attention, and sliding_window is None"),
         ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention', must be full_attention or"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be at least 1"),
         ({"num_hidden_layers": 2}, r"lacks layers\.1\.input_layernorm\.weight"),
         ({"qk_norm": True}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
-        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
     ],
 )
 def test_layers_that_cannot_be_are_refused_in_a_line(parts, complaint, tmp_path):
@@ -161,12 +156,10 @@ NOT_READ = "is no architecture of an EAGLE-.* head that treespec reads$"
             LLAMA | {"use_last_layernorm": True},
             "use_last_layernorm is True: an EAGLE-1 or EAGLE-2 head has no such norm",
         ),
-        (LLAMA | {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
         (THREE | {"use_last_layernorm": False}, "use_last_layernorm is False: an EAGLE-3 head has that norm"),
         (THREE | {"eagle_config": {"use_input_layernorm_in_first_layer": False}}, "in_first_layer is False"),
         (THREE | {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
         (LLAMA | {"architectures": ["MLPSpeculatorPreTrainedModel"]}, f"; MLPSpeculatorPreTrainedModel {NOT_READ}"),
-        (LLAMA | {"model_type": "redrafter"}, f"; redrafter {NOT_READ}"),
         (LLAMA | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, f"; Eagle3DeepseekV2ForCausalLM {NOT_READ}"),
     ],
 )

@@ -132,14 +132,6 @@ def test_an_incomplete_character_is_held_back(name):
         assert "".join(pieces) == text
 
 
-def test_a_character_is_shown_with_the_token_that_completes_it():
-    words = tokenizer()
-    first, second = (words.encode(character) for character in "我们")
-    ending = Ending(words, NEVER, (), 100)
-    shown = [ending.take([token])[1] for token in first + second]
-    assert shown == ["", "", "我", "", "", "们"]
-
-
 def test_what_stays_incomplete_is_shown_at_the_end():
     words = tokenizer()
     ids = words.encode("a我")[:-1]
@@ -212,22 +204,6 @@ def test_a_stop_string_is_found_in_a_token_that_also_begins_a_character():
     until = [*words.encode("ask"), len(words) - 1]
     kept, pieces = streamed(words, until + words.encode("question"), random.Random(0), ("!",))
     assert (kept, "".join(pieces)) == (until, "ask")
-
-
-def test_no_piece_shows_the_beginning_of_a_stop_string_that_comes():
-    words = tokenizer()
-    ids = words.encode("question STOP more")
-    ending = Ending(words, NEVER, ("STOP",), 100)
-    shown = "".join(ending.take([token])[1] for token in ids)
-    assert shown == "question "
-    assert ending.finished
-
-
-def test_what_only_began_a_stop_string_is_shown_at_the_end():
-    words, rng = tokenizer(), random.Random(0)
-    ids = words.encode("question STO")
-    assert "".join(streamed(words, ids, rng, ("STOP",))[1]) == "question STO"
-    assert "".join(streamed(words, [*ids, 2], rng, ("STOP",), frozenset([2]), 100)[1]) == "question STO"
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_text():

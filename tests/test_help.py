@@ -86,6 +86,12 @@ def test_every_option_has_a_plain_line_of_help(command):
         assert not re.search(r"\b(so|as) many\b", text), text
 
 
+def test_every_command_that_loads_a_target_may_trust_its_code():
+    loading = {name for name, lines in HELP.items() if "target" in lines and "dtype" in lines}
+    assert len(loading) > 10
+    assert {name for name in loading if "trust_remote_code" not in HELP[name]} == set()
+
+
 def test_the_names_that_help_lists_are_those_of_the_registries():
     assert {name for name, row in ROWS.items() if row.is_head} == {"head", *KINDS}
     assert tuple(SETS) == options.QUESTIONS

@@ -133,33 +133,6 @@ def test_the_command_line_loads_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train",
-        "chat",
-        "eval",
-        "acceptance",
-        "calibrate",
-        "tree",
-        "skip",
-        "serve",
-        "certify",
-        "generate",
-        "trace",
-        "quickstart",
-        "regenerate",
-        "datastore",
-        "export",
-    ],
-)
-def test_every_command_explains_its_options(command):
-    code = f"import sys; sys.argv = ['treespec', '{command}', '--help']; from treespec.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--help" in done.stdout
-
-
 def test_no_source_file_is_over_300_lines():
     files = [*(file for _, _, file in sources()), *(ROOT / "tests").rglob("*.py")]
     long = {file.name: n for file in files if (n := len(file.read_text().splitlines())) > 300}

@@ -61,28 +61,24 @@ def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp
 
 
 def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, tmp_path, monkeypatch):
-    config = begun(options(home, tmp_path / "out"))
+    config = begun(options(home, tmp_path / "out", questions=counting(tmp_path / "q.jsonl", 3)))
     questions = counting(tmp_path / "questions.jsonl", 3)
-    shutil.copy(home / "questions.jsonl", tmp_path / "same.jsonl")
+    monkeypatch.setattr("treespec.eval.run.describe", lambda target: {"device": "abacus"})
+    with pytest.raises(InputError, match=r"device was .*, now abacus"):
+        evaluate(config)
+    monkeypatch.undo()
     for change, words in (
         ({"max_new_tokens": 5}, r"another evaluation \(max_new_tokens was 4, now 5\): choose another --out"),
         ({"verifier": "rrs", "seed": 1}, "verifier was topk, now rrs; seed was 0, now 1"),
         ({"questions": questions}, "questions was .*, now .*"),
         ({"limit": 1}, "limit was None, now 1"),
+        ({}, "the questions changed"),
     ):
+        if not change:
+            counting(tmp_path / "q.jsonl", 4)
         with pytest.raises(InputError, match=words) as caught:
             evaluate(replace(config, **change))
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr("treespec.eval.run.describe", lambda target: {"device": "abacus"})
-    with pytest.raises(InputError, match=r"device was .*, now abacus"):
-        evaluate(config)
-
-
-def test_other_questions_in_the_same_file_are_refused(home, tmp_path):
-    config = begun(options(home, tmp_path / "out", questions=counting(tmp_path / "q.jsonl", 3)))
-    counting(tmp_path / "q.jsonl", 4)
-    with pytest.raises(InputError, match="the questions changed"):
-        evaluate(config)
 
 
 def test_another_format_is_refused(tmp_path):

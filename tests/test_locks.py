@@ -1,8 +1,8 @@
 """Threads take turns at a model, in the order in which they came."""
 
 import threading
+from contextlib import suppress
 
-import pytest
 from torch import nn
 
 from treespec.files.locks import Turns, alone_with
@@ -31,29 +31,20 @@ def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on()
     assert not thread.is_alive()
 
 
-def test_turns_go_by_arrival():
+def test_turns_go_by_arrival_after_one_that_ended_with_an_error():
     lock, order, threads = Turns(), [], []
-    with lock:
+
+    def entered(number):
+        with lock:
+            order.append(number)
+
+    with suppress(LookupError), lock:
         for number in range(5):
-            threads.append(threading.Thread(target=lambda number=number: entered(lock, order, number)))
+            threads.append(threading.Thread(target=entered, args=(number,)))
             threads[-1].start()
             while len(lock._line) <= number:
                 pass
+        raise LookupError
     for thread in threads:
         thread.join(10)
     assert order == list(range(5))
-
-
-def entered(lock, order, number):
-    with lock:
-        order.append(number)
-
-
-def test_an_error_inside_ends_the_turn():
-    lock, order = Turns(), []
-    with pytest.raises(LookupError), lock:
-        raise LookupError
-    thread = threading.Thread(target=entered, args=(lock, order, 1))
-    thread.start()
-    thread.join(10)
-    assert order == [1]

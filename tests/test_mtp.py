@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import source_of
-from models import follow, random_model
+from models import random_model
 from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
 from safetensors.torch import load_file
 from tiny_configs import MODELS, tiny
@@ -92,33 +92,8 @@ def loaded(folder):
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
 @torch.no_grad()
-def test_drafts_are_what_the_layers_give_over_the_whole_path_without_a_cache(folders, name):
-    """Two branches of four levels, of text that was observed in three pieces after a longer one."""
-    target = loaded(folders[name])
-    plain = Plain(folders[name], name.partition(" ")[0])
-    text, other = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33]), torch.tensor([7, 3, 9, 1, 1, 1])
-    proposer = MtpProposer(load_mtp(target), target, chunk=3)
-    follow(proposer, target.features(other[None, :-1])[0], other[1:])
-    proposer.begin(None)
-    proposer.rewind([2])
-    features = target.features(text[None, :-1])[0]
-    follow(proposer, features[2:4], text[3:5])
-    proposer.begin(None)
-    follow(proposer, features[4:], text[5:])
-    (logits,) = proposer.begin(None)
-    torch.testing.assert_close(logits[0], plain.logits(text, text[:0]), atol=2e-4, rtol=1e-4)
-    branches = torch.tensor([[4, 6], [11, 50], [2, 17], [30, 31]])
-    for level in range(4):
-        (logits,) = proposer.extend([Frontier(branches[level], torch.tensor([0, 1 if level else 0]))])
-        for branch in (0, 1):
-            expected = plain.logits(text, branches[: level + 1, branch])
-            torch.testing.assert_close(logits[branch], expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["deepseek", "mimo of 3"])
-@torch.no_grad()
-def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, name):
-    """One of nine tokens, one of two, and one that was observed in two pieces; three levels deep."""
+def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_without_a_cache(folders, name):
+    """Texts of nine and two tokens, and one observed in two pieces; two branches of four levels each."""
     target = loaded(folders[name])
     plain = Plain(folders[name], name.partition(" ")[0])
     texts = [torch.tensor(ids) for ids in ([7, 3, 9, 12, 5, 40, 8, 21, 33], [4, 44], [11, 50, 2, 17, 30, 31])]
@@ -129,14 +104,15 @@ def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, n
     proposer.begin(None)
     proposer.rewind([4, 0, 3])
     proposer.observe([features[0][4:], features[1], features[2][3:]], [texts[0][4:], texts[1], texts[2][3:]])
-    logits = proposer.begin(None)
-    drafted = [torch.tensor(ids) for ids in ([6, 11, 3], [9, 9, 20], [1, 5, 60])]
+    for row, logits in enumerate(proposer.begin(None)):
+        torch.testing.assert_close(logits[0], plain.logits(texts[row], texts[row][:0]), atol=2e-4, rtol=1e-4)
+    branches = torch.tensor([[[4, 6], [11, 50], [2, 17], [30, 31]], [[9, 1], [9, 3], [20, 5], [8, 8]]])[[0, 1, 0]]
     for level in range(4):
-        for row, text in enumerate(texts):
-            expected = plain.logits(text, drafted[row][:level])
-            torch.testing.assert_close(logits[row][0], expected, atol=2e-4, rtol=1e-4)
-        if level < 3:
-            logits = proposer.extend([Frontier(ids[level : level + 1], torch.tensor([0])) for ids in drafted])
+        parents = torch.tensor([0, 1 if level else 0])
+        for row, logits in enumerate(proposer.extend([Frontier(own[level], parents) for own in branches])):
+            for branch in (0, 1):
+                expected = plain.logits(texts[row], branches[row, : level + 1, branch])
+                torch.testing.assert_close(logits[branch], expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])

@@ -93,9 +93,7 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
     [
         ("Why is the sky blue?", None),
         ("Why is the sky", "no end"),
-        (" ?! 12", "empty"),
         ("Why \ufffd is it", "broken characters"),
-        ("Why \x07 is it", "broken characters"),
         ("and the sky is blue " * 5, "repeats itself"),
         ("Was ist das und wie heisst die", "not english"),
     ],

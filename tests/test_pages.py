@@ -120,13 +120,6 @@ def test_the_example_runs(example, pair, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def test_published_methods_are_credited_where_they_are_made():
-    sources = {file.name: " ".join(file.read_text().split()) for file in (ROOT / "treespec/verify").glob("*.py")}
-    assert "Cha, Cho and Yun" in sources["layer.py"]
-    assert "2511.15898" in sources["optimal.py"]  # Global Resolution, and how it differs
-    assert not [name for name, text in sources.items() if "this repository" in text.lower()]
-
-
 def test_treespec_is_typed_for_those_who_import_it():
     for folder in ("treespec", "heads", "trees", "train", "eval"):
         assert (ROOT / folder / "py.typed").exists()

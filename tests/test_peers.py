@@ -112,7 +112,7 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
 def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(contestants.METHODS, "prompt lookup 3", {"prompt_lookup_num_tokens": 0})
     options = options_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4)
-    assert run_command(monkeypatch, options) == 0
+    assert run_command(options) == 0
     said = (tmp_path / "report.md").read_text()
     assert said == capsys.readouterr().out
     (failed,) = {entry["why"] for entry in Ledger(tmp_path).of("failed")}
@@ -135,10 +135,11 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
 )
 def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, capsys, change, complaint):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     if change.get("assistant") == "other":
         random_model(hf.LlamaConfig(**GROUPED)).save_pretrained("other")
         hf.AutoTokenizer.from_pretrained(home / "target").save_pretrained("other")
-    assert run_command(monkeypatch, options_in(home, tmp_path / "out", limit=1, **change)) == 2
+    assert run_command(options_in(home, tmp_path / "out", limit=1, **change)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
     assert complaint in line
     assert not list(tmp_path.glob("out/[!.]*"))

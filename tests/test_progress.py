@@ -2,7 +2,6 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
 from treespec.cli.progress import remark, show_result, with_progress
@@ -35,16 +34,6 @@ def test_on_a_terminal_a_step_is_shown_as_it_is_and_does_nothing_else():
     assert "[bold]x[/bold] [/nothing]" in file.getvalue()
     assert "\x1b]0;" not in file.getvalue()
     assert "\u202e" not in file.getvalue()
-
-
-def test_an_error_of_the_work_is_the_works_own():
-    def fails(report):
-        report(Step(0, 1, "begun"))
-        raise ValueError("its own")
-
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with pytest.raises(ValueError, match="its own"):
-        with_progress(fails, console)
 
 
 def test_a_pipe_gets_the_markdown_and_nothing_else(capsys):

@@ -3,7 +3,6 @@
 import copy
 import math
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,11 +42,8 @@ def answer(spec, ids):
 IDS = [5, 9, 7]
 SINGLE = {
     "list": IDS,
-    "tuple": tuple(IDS),
     "range": range(5, 8),
-    "numpy integers": list(np.array(IDS)),
     "tensor": torch.tensor(IDS),
-    "narrow tensor": torch.tensor(IDS, dtype=torch.uint8),
     "array": np.array(IDS, dtype=np.int32),
     "one row of a tokenizer": hf.BatchEncoding({"input_ids": IDS, "attention_mask": [1, 1, 1]}),
     "padded": hf.BatchEncoding({"input_ids": [0, *IDS], "attention_mask": [0, 1, 1, 1]}),
@@ -75,14 +71,10 @@ def test_text_and_messages_are_one_prompt_each(spec, words):
 OTHER = [5, 9, 7, 4]
 SEVERAL = {
     "tensor": torch.tensor([IDS, OTHER[:3]]),
-    "array": np.array([IDS, OTHER[:3]]),
     "lists": [IDS, OTHER],
-    "tuples": (tuple(IDS), tuple(OTHER)),
     "tensors": [torch.tensor(IDS), torch.tensor(OTHER)],
-    "arrays and lists": [np.array(IDS), OTHER],
     "encodings": [hf.BatchEncoding({"input_ids": IDS}), hf.BatchEncoding({"input_ids": torch.tensor([OTHER])})],
     "ragged": hf.BatchEncoding({"input_ids": [IDS, OTHER]}),
-    "rows of tensors": hf.BatchEncoding({"input_ids": [torch.tensor(IDS), torch.tensor(OTHER)]}),
     "padded left": hf.BatchEncoding(
         {
             "input_ids": torch.tensor([[0, *IDS], OTHER]),
@@ -155,51 +147,32 @@ REFUSED = {
     "a dict": ({"input_ids": IDS}, "not a dict"),
     "a message alone": (MESSAGES[0], "not a dict .a message goes into a list"),
     "bytes": (b"the user", "not bytes .decode"),
-    "a set": ({5, 9}, "not a set"),
     "a generator": ((token for token in IDS), "not a generator"),
-    "a path": (Path("prompt.txt"), "not a PosixPath"),
     "floats": ([5.0, 9.0], "token 1 of the prompt is 5.0"),
     "bools": ([True, False], "token 1 of the prompt is True"),
-    "NumPy bools": (list(np.array([True])), "token 1 of the prompt is"),
     "a None within": ([5, None], "token 2 of the prompt is None"),
-    "a text within": ([5, "word"], "token 2 of the prompt is 'word'"),
     "a float tensor": (torch.tensor([5.0]), "Tensor of float32"),
-    "a bool tensor": (torch.tensor([True]), "Tensor of bool"),
-    "a float array": (np.array([5.0]), "array of float64"),
     "an object array": (np.array([5, None]), "array of object"),
-    "text in an array": (np.array(["the user"]), "array of <U8"),
     "a scalar tensor": (torch.tensor(5), "0 dimensions"),
-    "a deep tensor": (torch.ones(2, 2, 2, dtype=torch.int64), "3 dimensions"),
-    "float rows": (torch.ones(2, 2), "Tensor of float32"),
     "scalar tensors": ([torch.tensor(5), torch.tensor(9)], "prompt 1 of 2: the prompt is a Tensor of 0 dim"),
     "a negative id": ([5, -1], "token id -1 is outside"),
     "an id too large": (torch.tensor([5, 1 << 40]), "is outside the vocabulary"),
     "a prompt that is None": ([None, "the user"], "prompt 1 of 2: .* not None"),
-    "a number among texts": (["the user", 5], "prompt 2 of 2: .* not an int"),
     "a message among texts": (["the user", MESSAGES[0]], "prompt 2 of 2: .* message goes into a list"),
-    "rows of rows": ([[IDS, IDS], IDS], r"prompt 1 of 2: a list of prompts \(2\) where one"),
     "a text among messages": ([MESSAGES[0], "the user"], "message 2 is a str"),
     "no content": ([{"role": "user"}], "message 1 has no content"),
-    "no role": ([{"content": TEXT}], "message 1 has no role"),
     "content None": (
         [{"role": "user", "content": None}],
         "message 1: its content must be a string or a list of text parts",
     ),
     "a part of an image": ([{"role": "user", "content": [{"type": "image_url"}]}], "has a part of type 'image_url'"),
-    "a role None": ([{"role": None, "content": TEXT}], "its role, None"),
     "half a character": ("the \ud800 user", "character 5 is half of a surrogate pair"),
     "half in a message": ([{"role": "user", "content": "\udc00"}], "message 1 is no valid text: character"),
     "no input_ids": (hf.BatchEncoding({"attention_mask": [[1, 1]]}), "without input_ids"),
-    "float input_ids": (encoded(torch.ones(2, 2), None), "Tensor of float32"),
     "a mask with a hole": (encoded([IDS], [[1, 0, 1]]), "amid a prompt"),
-    "a mask too short": (encoded([IDS], [[1, 1]]), "not a 0 or 1 for each"),
-    "a mask of too few rows": (encoded([IDS, IDS], [[1, 1, 1]]), "2 rows of input_ids, 1"),
     "a number as input_ids": (hf.BatchEncoding({"input_ids": 5}), "input_ids of the BatchEncoding is an int"),
-    "a number as a mask": (encoded([IDS], 1), "attention_mask of the BatchEncoding is an int"),
     "a sparse tensor": (torch.tensor(IDS).to_sparse(), "give a dense one"),
-    "a tensor without data": (torch.empty(3, dtype=torch.int64, device="meta"), "give a dense one"),
     "a masked array": (np.ma.array(IDS, mask=[0, 0, 1]), "token 3 of the prompt is None"),
-    "a mask of weights": (encoded([IDS], [[0.5, 1, 1]]), "not a 0 or 1"),
 }
 
 
@@ -219,56 +192,29 @@ def test_without_a_tokenizer_only_token_ids_are_taken(wordless, given):
     assert len(answer(wordless, IDS)) == NEW
 
 
-WRONG = [
-    ({"temperature": None}, "temperature is None"),
-    ({"temperature": "0.7"}, "temperature is '0.7'"),
-    ({"temperature": True}, "temperature is True"),
-    ({"temperature": math.inf}, "temperature is inf"),
-    ({"temperature": 10**400}, "temperature is 1000"),
-    ({"temperature": Decimal("0.5")}, "temperature is Decimal"),
-    ({"temperature": torch.tensor(0.5)}, "temperature is tensor"),
-    ({"top_k": 1.5}, "top_k is 1.5"),
-    ({"top_k": True}, "top_k is True"),
-    ({"top_k": None}, "top_k is None"),
-    ({"top_p": None}, "top_p is None"),
-    ({"top_p": math.nan}, "top_p is nan"),
-    ({"min_p": "0"}, "min_p is '0'"),
-    ({"min_p": False}, "min_p is False"),
-    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
-    ({"max_new_tokens": math.nan}, "max_new_tokens is nan"),
-    ({"max_new_tokens": None}, "max_new_tokens is None"),
-    ({"max_new_tokens": True}, "max_new_tokens is True"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0, must be a whole number from 1"),
-    ({"stop": None}, "stop is None"),
-    ({"stop": b"x"}, "stop is b'x'"),
-    ({"stop": {"x"}}, "stop is {'x'}"),
-    ({"stop": ["x", 5]}, "stop string 2 is 5"),
-    ({"stop": ["x", None]}, "stop string 2 is None"),
-    ({"stop": ["x", ""]}, "stop has an empty string"),
-    ({"seed": -1}, "seed is -1"),
-    ({"seed": 1 << 64}, r"seed is 18446744073709551616, must lie in \[0, 2\^64\)"),
-    ({"seed": 1.0}, "seed is 1.0"),
-    ({"seed": True}, "seed is True"),
-    ({"batch": 0}, "batch is 0"),
-    ({"batch": 1.0}, "batch is 1.0"),
-    ({"batch": True}, "batch is True"),
-    (
-        {"temprature": 1.0},
-        r"unknown option temprature \(did you mean temperature\?\): there are .*temperature, top_k",
-    ),
-    ({"num_beams": 4}, "unknown option num_beams: there are .*temperature, .* stop, .*batch, seed"),
-]
+NOT = {  # an option, and what it may not be
+    "temperature": (None, "0.7", True, math.inf, 10**400, Decimal("0.5"), torch.tensor(0.5)),
+    "top_k": (1.5, True, None),
+    "top_p": (None, math.nan),
+    "min_p": ("0", False),
+    "max_new_tokens": (2.5, math.nan, None, True, 0),
+    "stop": (None, b"x", {"x"}),
+    "seed": (-1, 1 << 64, 1.0, True),
+    "batch": (0, 1.0, True),
+}
+WRONG = [(name, value, f"{name} is ") for name, values in NOT.items() for value in values]
+WRONG += [("stop", ["x", 5], "stop string 2 is 5"), ("stop", ["x", ""], "stop has an empty string")]
+WRONG += [("temprature", 1.0, r"unknown option temprature \(did you mean temperature\?\): there are .*top_k, top_p")]
 
 
-@pytest.mark.parametrize(("options", "complaint"), WRONG)
-def test_options_are_refused_by_name(spec, options, complaint):
-    (name,) = options
+@pytest.mark.parametrize(("name", "value", "complaint"), WRONG)
+def test_options_are_refused_by_name(spec, name, value, complaint):
     for given in (IDS, [IDS, IDS]):
         with pytest.raises(InputError, match=complaint):
-            spec.generate(given, **options)
-    if name not in ("batch", "num_beams"):
+            spec.generate(given, **{name: value})
+    if name != "batch":
         with pytest.raises(InputError, match=complaint):
-            spec.stream(IDS, **options)
+            spec.stream(IDS, **{name: value})
 
 
 def test_numbers_of_numpy_are_numbers(spec):

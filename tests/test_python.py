@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from drafting import source_of
-from models import CONFIGS, random_head, random_model, save_model, target
+from models import CONFIGS, random_head, random_model, target
 
 import treespec
 from treespec import load
@@ -17,20 +17,9 @@ from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.errors import InputError
-from treespec.files.locks import alone_with
-from treespec.heads.checkpoint import save_head
 from treespec.requests.options import Keywords
 
 TEXT = "the user asks"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("python")
-    save_model(folder / "target")
-    spec = load(folder / "target", dtype="float32")
-    save_head(random_head(spec.target), folder / "head")
-    return folder
 
 
 def test_the_package_knows_its_names():
@@ -52,8 +41,8 @@ def test_options_are_typed_by_name(name):
     assert named > {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop"}
 
 
-def test_a_spec_is_told_in_a_line(folder):
-    spec = load(folder / "target", folder / "head", "chain:3", "rrs-wo", dtype="float32")
+def test_a_spec_is_told_in_a_line(home):
+    spec = load(home / "target", home / "head", "chain:3", "rrs-wo", dtype="float32")
     assert repr(spec) == "Spec(target, eagle head, static tree of 3 nodes, 3 deep, verifier rrs-wo, float32, cpu)"
     assert repr(spec.new()) == repr(spec)
     assert repr(spec.baseline()) == "Spec(target, no drafter, float32, cpu)"
@@ -70,8 +59,8 @@ def test_a_spec_is_told_in_a_line(folder):
             assert "\n" not in repr(Spec(llama, source, tree, "topk" if tree != "confident" else "single"))
 
 
-def test_a_new_spec_is_the_same_and_shares_no_text(folder):
-    spec = load(folder / "target", folder / "head", "2x2", "rrs-wo", dtype="float32")
+def test_a_new_spec_is_the_same_and_shares_no_text(home):
+    spec = load(home / "target", home / "head", "2x2", "rrs-wo", dtype="float32")
     other = spec.new()
     assert (other.target, other.source, other.policy, other.verifier) == (
         spec.target,
@@ -86,11 +75,11 @@ def test_a_new_spec_is_the_same_and_shares_no_text(folder):
     assert lossy.new().verifier.name == "typical"
 
 
-def test_a_model_that_is_loaded_already_answers_as_its_directory(folder):
-    wanted = load(folder / "target", folder / "head", "2x2", dtype="float32").generate(TEXT, max_new_tokens=12)
-    model = hf.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    words = hf.AutoTokenizer.from_pretrained(folder / "target")
-    spec = load(model, folder / "head", "2x2", tokenizer=words)
+def test_a_model_that_is_loaded_already_answers_as_its_directory(home):
+    wanted = load(home / "target", home / "head", "2x2", dtype="float32").generate(TEXT, max_new_tokens=12)
+    model = hf.AutoModelForCausalLM.from_pretrained(home / "target", dtype=torch.float32)
+    words = hf.AutoTokenizer.from_pretrained(home / "target")
+    spec = load(model, home / "head", "2x2", tokenizer=words)
     assert spec.target.model is model
     assert spec.generate(TEXT, max_new_tokens=12).text == wanted.text
     ids = torch.tensor([words.encode(TEXT)])
@@ -132,9 +121,3 @@ def test_how_to_load_is_no_option_of_a_loaded_model(options, complaint):
 def test_a_target_is_a_name_or_a_model(wrong):
     with pytest.raises(InputError, match=f"the target is a {type(wrong).__name__}: give a directory"):
         load(wrong)
-
-
-def test_a_models_lock_may_be_entered_again():
-    model = target("llama").model
-    with alone_with([model, target("gpt2").model]), alone_with([model]), alone_with([]):
-        assert load(model).generate([5], max_new_tokens=1).token_ids

@@ -1,16 +1,12 @@
 """Questions in FastChat's format: our own, a file's, and MT-Bench's."""
 
-import hashlib
 import json
-import shutil
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from treespec.errors import InputError
 from treespec.eval.questions import BUILTIN, Question, load_questions
-from treespec.eval.suites.known import SUITES
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
@@ -55,29 +51,3 @@ def test_malformed_questions_are_named_by_line_and_the_rest_goes_on(tmp_path):
         load_questions(str(path))
     with pytest.raises(InputError, match=r"builtin, mt-bench, .* or a JSONL file"):
         load_questions(str(tmp_path / "absent.jsonl"))
-
-
-def test_mt_bench_comes_from_the_hubs_cache_and_is_kept(tmp_path, monkeypatch):
-    """Earlier versions had the hub's library keep it."""
-    from huggingface_hub import constants
-
-    line = b'{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n'
-    hub, *_ = SUITES["mt-bench"].places
-    suite = replace(SUITES["mt-bench"], sha256=hashlib.sha256(line).hexdigest(), places=(hub,))
-    monkeypatch.setitem(SUITES, "mt-bench", suite)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
-    with pytest.raises(InputError, match="--questions FILE"):
-        load_questions("mt-bench")
-
-    # the cache as huggingface_hub lays it out
-    folder, commit = tmp_path / f"spaces--{hub.repository.replace('/', '--')}", "0" * 40
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    cached = folder / "snapshots" / commit / hub.file
-    cached.parent.mkdir(parents=True)
-    cached.write_bytes(line)
-    assert load_questions("mt-bench") == ([Question(81, "writing", ("a", "b"))], [])
-    shutil.rmtree(folder)
-    assert load_questions("mt-bench") == ([Question(81, "writing", ("a", "b"))], [])

@@ -1,24 +1,20 @@
 """The quickstart: greedy completions with and without drafts, verifiers, all of it on one screen."""
 
-import sys
-
 import pytest
 import torch
 from rich.console import Console
 
 from treespec import load
-from treespec.cli import main
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.cli.side_by_side import Side, compare, parted, race, table_of
 from treespec.decoding.sequence import Piece
 
 
-def test_it_fits_one_screen_on_a_pipe(home, monkeypatch, capsys):
+def test_it_fits_one_screen_on_a_pipe(home, capsys):
     target = f"{home}/target"
-    monkeypatch.setattr(sys, "argv", ["treespec", "quickstart", "--target", target, "--max-new-tokens", "6"])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    assert run(app, ["quickstart", "--target", target, "--max-new-tokens", "6"]) == 0
     said = capsys.readouterr().out
-    assert ended.value.code == 0
     assert "times as fast; 3 of 3 texts are the same" in said
     assert "part at token" not in said
     assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]

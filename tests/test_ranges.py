@@ -3,12 +3,10 @@
 import dataclasses
 import inspect
 import math
-import sys
 from importlib import import_module
 
 import pytest
 
-from treespec.cli import main
 from treespec.errors import InputError
 from treespec.options import check, numbers_in, option, range_of
 from treespec.trees.ranges import Range
@@ -79,11 +77,6 @@ def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(k
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [True, 2.5, "2"])
-def test_a_whole_number_is_no_truth_and_no_fraction(value):
-    assert value not in Range(least=1, most=3, whole=True)
-
-
 def test_lists_of_numbers_name_the_part_that_is_wrong():
     share = Range(least=0, most=1)
     assert numbers_in("--a", "0, 0.5;same,1/0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
@@ -91,11 +84,6 @@ def test_lists_of_numbers_name_the_part_that_is_wrong():
         numbers_in("--a", "0,hot", share, [])
     with pytest.raises(InputError, match="empty part"):
         numbers_in("--a", "0,,1", share, [])
-
-
-def test_a_range_says_its_ends():
-    assert str(Range(least=1, most=1000, whole=True)) == "a whole number from 1 to 1,000"
-    assert str(Range(above=0, most=1)) == "a number above 0 and at most 1"
 
 
 def test_the_first_number_that_is_wrong_is_named_with_its_range():
@@ -114,40 +102,3 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
 def test_a_verifiers_option_beyond_all_measure_is_refused(verifier):
     with pytest.raises(InputError):
         scheme_by_name(verifier, allow_lossy=True)
-
-
-COMMANDS = {
-    "train": ["--target", "nowhere", "--data", "none", "--out", "OUT"],
-    "quickstart": [],
-    "skip": ["--target", "nowhere", "--text", "none", "--out", "OUT"],
-    "generate": ["--target", "nowhere", "--prompt", "x"],
-    "eval": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
-    "acceptance": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
-}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("train --noise nan", "train --feature-weight nan", "train --learning-rate inf", "train --clip -1"),
-        *("train --minutes nan", "train --beta1 1.5", "train --weight-decay nan", "train --held-out 0"),
-        *("train --seed 18446744073709551616", "generate --seed 18446744073709551616", "skip --minutes nan"),
-        "quickstart --max-new-tokens 0",
-        *("generate --temperature nan", "generate --top-p nan", "generate --max-new-tokens 0", "generate --batch 0"),
-        *("eval --temperature 0,nan", "eval --contexts 0", "eval --batch 1,0"),
-        *("acceptance --draws 2,0", "acceptance --draft-temperature 1.2/nan", "eval --seed -1", "eval --limit x"),
-    ],
-)
-def test_a_number_out_of_range_is_one_line_and_writes_nothing(line, tmp_path, monkeypatch, capsys):
-    command, flag, value = line.split()
-    out = str(tmp_path / "out.json")
-    arguments = [out if word == "OUT" else word for word in COMMANDS[command]]
-    monkeypatch.setattr(sys, "argv", ["treespec", command, *arguments, flag, value])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert said.startswith("treespec: ")
-    assert said.count("\n") == 1
-    assert flag in said
-    assert not (tmp_path / "out.json").exists()

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
@@ -16,7 +15,7 @@ from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.train.regenerate.english import passes
-from treespec.train.regenerate.questions import Answer, Answered, drawn, row_of
+from treespec.train.regenerate.questions import drawn
 from treespec.train.regenerate.run import LEFT_OUT, OUT, UNFINISHED, regenerate
 
 
@@ -86,22 +85,13 @@ def test_a_damaged_row_is_named(whole, tmp_path):
 
 
 def test_parts_make_up_the_whole(whole, tmp_path):
-    parts = [replace(whole, out=str(tmp_path / str(i)), part=f"{i}/3") for i in (1, 2, 3)]
-    for config in parts:
+    rows = {}
+    for i in (1, 2, 3):
+        config = replace(whole, out=str(tmp_path / str(i)), part=f"{i}/3")
         regenerate(config)
-    rows = [by_row(config) for config in parts]
-    assert sum(map(len, rows)) == len(by_row(whole))
-    assert rows[0] | rows[1] | rows[2] == by_row(whole)
-
-
-def test_a_longer_run_contains_a_shorter_one(whole, tmp_path):
-    config = replace(whole, out=str(tmp_path / "out"), limit=4)
-    regenerate(config)
-    first = lines_of(config)
-    assert len(first) == 4
-    regenerate(replace(config, limit=9, batch=2))
-    assert lines_of(config)[:4] == first
-    assert len(by_row(config)) == 9
+        assert not rows.keys() & by_row(config).keys()
+        rows |= by_row(config)
+    assert rows == by_row(whole)
 
 
 @pytest.mark.parametrize(
@@ -157,26 +147,15 @@ def test_what_cannot_be_asked_is_left_out_with_its_reason_once(model, tmp_path):
     assert len(lines_of(config, LEFT_OUT)) == 1
 
 
-def test_an_empty_answer_ends_its_conversation():
-    one = Answered(row_of("a", None, ["why", "the sky", "the sea"]), greedy=True)
-    one = one.taking(Answer("blue", 2, "model")).taking(Answer(" \n", 1, "model"))
-    assert not one.asks
-    assert [message["content"] for message in one.messages] == ["why", "blue"]
-
-
 def test_answers_of_conversations_that_go_on_are_kept_too(whole, tmp_path):
     config = replace(whole, out=str(tmp_path / "out"))
     killed_after(config, 4)
-    unfinished = {(line["row"], line["turn"]): line["answer"] for line in lines_of(config, UNFINISHED)}
+    unfinished = lines_of(config, UNFINISHED)
     rows = by_row(whole)
     assert unfinished
-    for (row, turn), (text, tokens, ended) in unfinished.items():
-        line = rows[row]
-        assert (line["messages"][2 * turn + 1]["content"], line["tokens"][turn], line["ended"][turn]) == (
-            text,
-            tokens,
-            ended,
-        )
+    for line in unfinished:
+        row, turn = rows[line["row"]], line["turn"]
+        assert [row["messages"][2 * turn + 1]["content"], row["tokens"][turn], row["ended"][turn]] == line["answer"]
     regenerate(config)
     assert by_row(config) == rows
     assert not (tmp_path / "out" / UNFINISHED).exists()
@@ -200,11 +179,6 @@ def test_english_and_code_pass_and_other_languages_do_not():
     for text in ("Где находится Париж?", "法国的首都是哪里", "où êtes-vous né à l'été, préféré"):
         assert not passes(text, "ascii"), text
         assert passes(text, "all")
-
-
-def test_training_reads_what_regeneration_writes(whole):
-    conversations, report = read_conversations(Path(whole.out) / OUT)
-    assert (len(conversations), report.left_out.total()) == (12, 0)
 
 
 def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, capsys):

@@ -108,25 +108,3 @@ def test_no_command_asks_standard_input(trap, tmp_path, command):
     assert not witness.exists()
     assert "--trust-remote-code" in str(done.exception)
     assert "Do you wish to run the custom code" not in done.output
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train",
-        "chat",
-        "eval",
-        "acceptance",
-        "generate",
-        "calibrate",
-        "tree",
-        "certify",
-        "skip",
-        "export",
-        "datastore",
-    ],
-)
-def test_every_command_that_loads_a_target_has_the_option(command):
-    words = [command, "build"] if command == "datastore" else [command]
-    done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
-    assert "--trust-remote-code" in done.output

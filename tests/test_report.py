@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from treespec.eval.figures import FEW
-from treespec.eval.report import Report, Table, markdown, markdown_lines, show, shown
+from treespec.eval.report import Report, Table, markdown, markdown_lines, show
 from treespec.eval.verdict import noise_of, sentences
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
@@ -50,13 +50,6 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_broken(width, seed)
             assert any(figure in line for line in lines)
     shown = {word for line in lines for word in line.split()}
     assert {word for name in table.columns for word in name.split()} <= shown
-
-
-def test_a_table_that_fits_is_one_line_a_row():
-    table = Table("-", ["Verifier", "T"], ["τ", "speedup"], [["topk", "0", "3.10 (2.90–3.30)", "1.50 (1.40–1.60)"]])
-    head, _, row = terminal_lines(table, 80)
-    assert head.split() == ["Verifier", "T", "τ", "speedup"]
-    assert row.split() == ["topk", "0", "3.10", "(2.90–3.30)", "1.50", "(1.40–1.60)"]
 
 
 def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels():
@@ -162,14 +155,3 @@ def test_the_clocks_noise_is_how_far_the_interval_of_the_baseline_over_itself_re
     assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
     assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
     assert noise_of(figure(1.0)) is noise_of(None) is None
-
-
-def test_the_verdict_says_how_often_auto_drafted_nothing():
-    *_, said = sentences([pair("auto", figure(1.0, 0.9, 1.1), tau=1.01, paused=0.83)], 80, 0.01)
-    assert said == "At temperature 0 auto drafted nothing in 83% of its cycles, as it expected no gain from a draft."
-
-
-def test_a_figure_stands_everywhere_as_value_and_interval():
-    assert shown(figure(1.234, 1.1, 1.4)) == "1.23 (1.10–1.40)"
-    assert shown(figure(12.34)) == "12.3"
-    assert shown(None) == shown(figure(None)) == ""

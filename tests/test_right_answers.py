@@ -1,7 +1,5 @@
 """Right answers beside the baseline's: the same at temperature 0, and figures that say how far apart they are."""
 
-import json
-import os
 import re
 from dataclasses import replace
 
@@ -90,17 +88,6 @@ def test_another_check_of_the_same_question_judges_its_answers_anew(tmp_path):
         assert verdicts(Ledger(tmp_path)) == {("m", 1): right}
     judge(ledger := Ledger(tmp_path), asked("18"), False, lambda step: None)
     assert len(ledger.of("checked")) == 3  # it was judged already
-
-
-def test_questions_may_come_through_a_pipe(home, tmp_path):
-    """It can be read once, as that of `--questions <(head -1 FILE)`."""
-    out, into = os.pipe()
-    os.write(into, json.dumps(QUESTIONS[0]).encode())
-    os.close(into)
-    config = config_in(home, tmp_path, verifier="topk", max_new_tokens=3, warm_up=0, questions=f"/dev/fd/{out}")
-    rows = evaluate(config)["rows"]
-    os.close(out)
-    assert [row["right"]["answers"] for row in rows] == [1, 1]
 
 
 def test_categories_can_be_asked_alone(home, questions, tmp_path):

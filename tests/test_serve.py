@@ -5,56 +5,24 @@ import asyncio
 import httpx
 import openai
 import pytest
-from http_serving import MESSAGES, NAME, client, serving, tiny_spec, until
+from http_serving import MESSAGES, NAME, openai_client, serving, until
 
 OPTIONS = {"seed": 3, "temperature": 0.9, "max_tokens": 20}
 SAME = {"seed": 3, "temperature": 0.9, "max_new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
-def spec():
-    return tiny_spec(context=2048)
-
-
-@pytest.fixture(scope="module")
-def server(spec):
-    with serving(spec) as state:
-        yield state
-
-
-@pytest.fixture(scope="module")
 def ai(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    with openai_client(server) as made:
         yield made
 
 
-def test_the_same_seed_gives_the_text_of_the_python_call(ai, spec):
-    wanted = spec.generate(MESSAGES, **SAME)
-    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS)
+def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(ai, tiny):
+    wanted = tiny.generate(MESSAGES, **SAME)
+    answer, stats = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS), wanted.stats
     assert answer.choices[0].message.content == wanted.text
     assert (answer.choices[0].finish_reason, answer.model) == ("length", NAME)
-    for prompt in ("the user asks", spec.encode("the user asks")):
-        wanted = spec.generate(prompt, **SAME)
-        assert ai.completions.create(model=NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
-
-
-def test_a_stream_adds_up_to_the_whole_answer(ai, spec):
-    wanted = spec.generate(MESSAGES, **SAME)
-    counted = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS, **counted))
-    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    *begun, last, counts = chunks
-    assert begun[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content for chunk in begun) == wanted.text
-    assert (last.choices[0].finish_reason, counts.choices) == ("length", [])
-    assert len({chunk.id for chunk in chunks}) == 1
-    plain = ai.completions.create(model=NAME, prompt=spec.encode(MESSAGES), **OPTIONS, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in plain) == wanted.text
-
-
-def test_usage_is_that_of_the_python_call(ai, spec):
-    stats = spec.generate(MESSAGES, **SAME).stats
-    usage = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS).usage
+    usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (stats.prompt_tokens, stats.new_tokens)
     assert usage.total_tokens == stats.prompt_tokens + stats.new_tokens
     assert usage.completion_tokens_details.accepted_prediction_tokens == sum(stats.accepted)
@@ -64,36 +32,53 @@ def test_usage_is_that_of_the_python_call(ai, spec):
         "cycles": stats.cycles,
         "acceptance_length": round(stats.acceptance_length, 4),
     }
+    for prompt in ("the user asks", tiny.encode("the user asks")):
+        wanted = tiny.generate(prompt, **SAME)
+        assert ai.completions.create(model=NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
 
 
-def test_samples_and_prompts_take_one_seed_after_another(ai, spec):
-    wanted = [spec.generate(MESSAGES, **SAME | {"seed": 3 + i}).text for i in range(3)]
+def test_a_stream_adds_up_to_the_whole_answer(ai, tiny):
+    wanted = tiny.generate(MESSAGES, **SAME)
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS, **counted))
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    *begun, last, counts = chunks
+    assert begun[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in begun) == wanted.text
+    assert (last.choices[0].finish_reason, counts.choices) == ("length", [])
+    assert len({chunk.id for chunk in chunks}) == 1
+    plain = ai.completions.create(model=NAME, prompt=tiny.encode(MESSAGES), **OPTIONS, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in plain) == wanted.text
+
+
+def test_samples_and_prompts_take_one_seed_after_another(ai, tiny):
+    wanted = [tiny.generate(MESSAGES, **SAME | {"seed": 3 + i}).text for i in range(3)]
     answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, **OPTIONS)
     assert [choice.message.content for choice in answer.choices] == wanted
-    assert answer.usage.prompt_tokens == len(spec.encode(MESSAGES))
+    assert answer.usage.prompt_tokens == len(tiny.encode(MESSAGES))
     said = ["", "", ""]
     for chunk in ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, stream=True, **OPTIONS):
         said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert said == wanted
-    ids = spec.encode(MESSAGES)
+    ids = tiny.encode(MESSAGES)
     several = ai.completions.create(model=NAME, prompt=[ids, ids[:5]], n=2, **OPTIONS)
-    wanted = [spec.generate(p, **SAME | {"seed": 3 + i}).text for i, p in enumerate([ids, ids, ids[:5], ids[:5]])]
+    wanted = [tiny.generate(p, **SAME | {"seed": 3 + i}).text for i, p in enumerate([ids, ids, ids[:5], ids[:5]])]
     assert [choice.text for choice in several.choices] == wanted
 
 
-def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(ai, spec):
+def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(ai, tiny):
     talks = [[{"role": "user", "content": f"{word} asks the question " * 4}] for word in ("one", "two")]
     for turn in range(2):
         for talk in talks:
             answer = ai.chat.completions.create(model=NAME, messages=talk, **OPTIONS)
             said = answer.choices[0].message.content
-            assert said == spec.new().generate(talk, **SAME).text
+            assert said == tiny.new().generate(talk, **SAME).text
             cached = answer.usage.prompt_tokens_details.cached_tokens
-            assert cached > len(spec.encode(talk[:1])) - 5 if turn else cached >= 0
+            assert cached > len(tiny.encode(talk[:1])) - 5 if turn else cached >= 0
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
 
 
-def test_many_clients_at_once_get_their_own_answers_though_others_leave(spec):
+def test_many_clients_at_once_get_their_own_answers_though_others_leave(tiny):
     async def all_of_them(url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai:
 
@@ -111,69 +96,62 @@ def test_many_clients_at_once_get_their_own_answers_though_others_leave(spec):
 
             return await asyncio.gather(*map(ask, range(32)))
 
-    with serving(spec, queue=32) as state:
+    with serving(tiny, queue=32) as state:
         answers = asyncio.run(all_of_them(state.url))
         until(lambda: not state.engine.running and not state.engine.waiting)
     for seed, answer in enumerate(answers):
         if seed % 4 != 1:
-            assert answer == spec.generate(MESSAGES, **SAME | {"seed": seed, "max_new_tokens": 9}).text
+            assert answer == tiny.generate(MESSAGES, **SAME | {"seed": seed, "max_new_tokens": 9}).text
 
 
-def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(ai, spec):
-    whole = spec.generate(MESSAGES, **SAME)
+def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(ai, tiny):
+    whole = tiny.generate(MESSAGES, **SAME)
     stop = whole.text[5:7]
     answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=stop, **OPTIONS).choices[0]
     assert (answer.message.content, answer.finish_reason) == (whole.text.partition(stop)[0], "stop")
-    exact = OPTIONS | {"max_tokens": len(spec.generate(MESSAGES, **SAME, stop=stop).token_ids)}
+    exact = OPTIONS | {"max_tokens": len(tiny.generate(MESSAGES, **SAME, stop=stop).token_ids)}
     assert ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=[stop], **exact).choices[0] == answer
-    ends = spec.target.eos
-    spec.target.eos = frozenset(whole.token_ids[-1:])
+    ends = tiny.target.eos
+    tiny.target.eos = frozenset(whole.token_ids[-1:])
     try:
         assert ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS).choices[0].finish_reason == "stop"
     finally:
-        spec.target.eos = ends
+        tiny.target.eos = ends
 
 
-def test_a_client_that_leaves_frees_its_place(server):
+def test_a_client_that_leaves_frees_its_place(server, http):
     body = {"messages": MESSAGES, "max_tokens": 2000, "temperature": 0, "stream": True}
 
     def cancelled():
         return server.metrics.registry.get_sample_value("treespec_answers_total", {"end": "cancelled"}) or 0
 
     before = cancelled()
-    with client(server) as http:
-        with http.stream("POST", "/v1/chat/completions", json=body | {"n": 3}) as stream:
-            lines = stream.iter_lines()  # the stream ends with it
-            next(lines)
-            until(lambda: server.engine.running == 3)
-        until(lambda: server.engine.running == 0)
-        with pytest.raises(httpx.TimeoutException):
-            http.post("/v1/chat/completions", json=body | {"stream": False}, timeout=0.2)
-        until(lambda: server.engine.running == 0)
+    with http.stream("POST", "/v1/chat/completions", json=body | {"n": 3}) as stream:
+        lines = stream.iter_lines()  # the stream ends with it
+        next(lines)
+        until(lambda: server.engine.running == 3)
+    until(lambda: server.engine.running == 0)
+    with pytest.raises(httpx.TimeoutException):
+        http.post("/v1/chat/completions", json=body | {"stream": False}, timeout=0.2)
+    until(lambda: server.engine.running == 0)
     until(lambda: cancelled() == before + 4)
 
 
-def test_what_the_server_tells_of_itself(server, ai, spec):
+def test_what_the_server_tells_of_itself(http, ai, tiny):
     assert [model.id for model in ai.models.list()] == [NAME]
     model = ai.models.retrieve(NAME)
-    assert (model.max_model_len, model.dtype, model.drafter) == (2048, "float32", spec.source.name)
-    with client(server) as http:
-        for path in ("/", "/health"):
-            head, got = http.head(path), http.get(path)
-            assert (head.status_code, head.content, head.headers["content-type"]) == (
-                200,
-                b"",
-                got.headers["content-type"],
-            )
-        assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
-        ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
-        assert (ids["tokens"], ids["count"]) == (spec.encode(MESSAGES), len(spec.encode(MESSAGES)))
-        assert http.post("/tokenize", json={"prompt": "user"}).json()["tokens"] == spec.encode("user")
-        ai.completions.create(model=NAME, prompt="a", max_tokens=8)
-        lines = http.get("/metrics").text.splitlines()
+    assert (model.max_model_len, model.dtype, model.drafter) == (4200, "float32", tiny.source.name)
+    for path in ("/", "/health"):
+        head, kind = http.head(path), http.get(path).headers["content-type"]
+        assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", kind)
+    assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
+    ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert (ids["tokens"], ids["count"]) == (tiny.encode(MESSAGES), len(tiny.encode(MESSAGES)))
+    assert http.post("/tokenize", json={"prompt": "user"}).json()["tokens"] == tiny.encode("user")
+    ai.completions.create(model=NAME, prompt="a", max_tokens=8)
+    lines = http.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values["treespec_completion_tokens_total"]) > 0
-    assert float(values["treespec_acceptance_length_count"]) >= 1
-    assert float(values["treespec_cycle_seconds_count"]) > 0
+    for name in ("completion_tokens_total", "acceptance_length_count", "cycle_seconds_count"):
+        assert float(values[f"treespec_{name}"]) > 0
     assert (values["treespec_waiting"], values["treespec_running"]) == ("0.0", "0.0")
     assert 'treespec_requests_total{path="/v1/completions",status="200"}' in values

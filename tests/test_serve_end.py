@@ -1,7 +1,5 @@
 """A server that ends finishes what runs, or tells that it was cut off; it starts and ends by the command line."""
 
-import asyncio
-import errno
 import json
 import os
 import signal
@@ -14,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
-from http_serving import MESSAGES, client, serving, tiny_spec, until
+from http_serving import MESSAGES, client, serving, until
 from models import save_model
 
 from treespec.cli import app
@@ -26,11 +24,6 @@ from treespec.serve.run import SPARE
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def spec():
-    return tiny_spec(context=4200)
-
-
 def events(stream):
     return [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
 
@@ -39,10 +32,10 @@ def said(chunks):
     return "".join(json.loads(chunk)["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
-def test_running_streams_finish_and_new_requests_are_refused(spec):
+def test_running_streams_finish_and_new_requests_are_refused(tiny):
     body = {"messages": MESSAGES, "max_tokens": 150, "seed": 5, "stream": True}
     before = threading.active_count()
-    with serving(spec, grace=60) as state, client(state) as http, client(state) as other:
+    with serving(tiny, grace=60) as state, client(state) as http, client(state) as other:
         assert other.get("/health").status_code == 200  # its connection stays open
         with http.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = stream.iter_lines()
@@ -53,14 +46,14 @@ def test_running_streams_finish_and_new_requests_are_refused(spec):
                 httpx.post(f"{state.url}/v1/chat/completions", json=body)
             rest = [line[6:] for line in lines if line.startswith("data: ")]
     assert rest[-1] == "[DONE]"
-    wanted = spec.generate(MESSAGES, seed=5, temperature=1.0, max_new_tokens=150).text
+    wanted = tiny.generate(MESSAGES, seed=5, temperature=1.0, max_new_tokens=150).text
     assert said([first[6:], *rest[:-1]]) == wanted
     until(lambda: threading.active_count() <= before + 2)  # idle workers of the thread pool may stay
 
 
-def test_what_runs_longer_than_the_grace_is_told_that_it_was_cut_off(spec):
+def test_what_runs_longer_than_the_grace_is_told_that_it_was_cut_off(tiny):
     path = "/v1/chat/completions"
-    with serving(spec, grace=0.2) as state, client(state) as http, http.stream("POST", path, json=LONG) as stream:
+    with serving(tiny, grace=0.2) as state, client(state) as http, http.stream("POST", path, json=LONG) as stream:
         until(lambda: state.engine.running)
         state.server.should_exit = True
         *_, last, done = events(stream)
@@ -78,8 +71,8 @@ def half(state, body=b"{"):
 
 
 @pytest.mark.parametrize("body", [b"", b"{"])
-def test_half_a_request_does_not_keep_the_server(spec, body):
-    with serving(spec, grace=60) as state:
+def test_half_a_request_does_not_keep_the_server(tiny, body):
+    with serving(tiny, grace=60) as state:
         until(lambda: state.server.started)
         with half(state, body):
             until(lambda: state.server.server_state.connections)
@@ -89,10 +82,10 @@ def test_half_a_request_does_not_keep_the_server(spec, body):
     assert time.monotonic() - begun < 10
 
 
-def test_a_client_that_does_not_read_does_not_keep_the_server(spec):
+def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
     asked = {"prompt": "a", "max_tokens": 4000, "temperature": 0, "logprobs": 20, "n": 4, "stream": True}
     body = json.dumps(asked).encode()
-    with serving(spec, grace=0.2) as state:
+    with serving(tiny, grace=0.2) as state:
         until(lambda: state.server.started)
         with half(state, b"") as deaf:
             deaf.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -105,9 +98,9 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(spec):
     assert time.monotonic() - begun < 10
 
 
-def test_a_request_that_does_not_arrive_is_closed(spec, monkeypatch):
+def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
     monkeypatch.setattr("treespec.serve.run.ARRIVAL", 0.3)
-    with serving(spec) as state, client(state) as http:
+    with serving(tiny) as state, client(state) as http:
         until(lambda: state.server.started)
         for body in (b"", b"{"):
             with half(state, body) as made:
@@ -117,9 +110,9 @@ def test_a_request_that_does_not_arrive_is_closed(spec, monkeypatch):
         assert answer.status_code == 200  # the time of an answer is another
 
 
-def test_connections_that_wait_give_way_to_new_ones(spec):
+def test_connections_that_wait_give_way_to_new_ones(tiny):
     most = 4 + 8 + SPARE
-    with serving(spec) as state, client(state) as http, ExitStack() as opened:
+    with serving(tiny) as state, client(state) as http, ExitStack() as opened:
         until(lambda: state.server.started)
         made = [opened.enter_context(half(state)) for _ in range(most + 20)]
         assert http.get("/health").status_code == 200
@@ -127,18 +120,6 @@ def test_connections_that_wait_give_way_to_new_ones(spec):
         made[0].settimeout(20)
         with suppress(ConnectionResetError):
             assert made[0].recv(100) == b""
-
-
-def test_failing_accepts_are_told_once(spec, caplog):
-    with serving(spec) as state:
-        until(lambda: state.server.started)
-        loop = asyncio.new_event_loop()
-        for _ in range(100):
-            error = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "")}
-            state.server._failed(loop, error)
-    assert [record.message for record in caplog.records] == [
-        "connections wait: too many files are open (raise the limit: ulimit -n)"
-    ]
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys):

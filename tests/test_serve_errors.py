@@ -4,88 +4,49 @@ import json
 import time
 
 import pytest
-from http_serving import MESSAGES, NAME, client, serving, tiny_spec, until
+from http_serving import MESSAGES, client, serving, tiny_spec, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0}
 FIELDS = [  # of a chat's request, each wrong by itself
     ("temperature", "0"),
-    ("temperature", -0.1),
     ("temperature", True),
     ("top_p", 0),
-    ("top_k", 1.5),
-    ("max_tokens", 0),
     ("max_completion_tokens", 4097),
     ("n", 65),
-    ("n", "2"),
-    ("seed", -1),
     ("stop", 4),
-    ("stop", ["a", ""]),
     ("stream", "yes"),
     ("logit_bias", {"a": 1}),
-    ("presence_penalty", 3),
-    ("top_logprobs", 21),
     ("top_logprobs", 2),
     ("temprature", 0),
     ("modalities", ["text", "audio"]),
-    ("reasoning_effort", "low"),
-    ("web_search_options", {}),
-    ("guided_json", {}),
     ("parallel_tool_calls", 1),
     ("logit_bias", {"\ud800": "a"}),
     ("chat_template_kwargs", {"tokenize": 1}),
     ("tool_choice", {"type": "function", "function": "x"}),
-    ("tool_choice", {"function": {"name": []}}),
     ("regex", "\ud800"),
-    ("functions", []),
 ]
 BAD = [  # path, body, status, param
     *((CHAT, {"messages": MESSAGES, name: value}, 400, name) for name, value in FIELDS),
     (CHAT, {}, 400, "messages"),
     (CHAT, [], 400, None),
-    (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": "hello"}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     (CHAT, {"messages": [*MESSAGES, {"role": "usr", "content": "a"}]}, 400, "messages[1].role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "messages"),
     (CHAT, {"messages": MESSAGES, "model": "another"}, 404, "model"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
     (CHAT, {"messages": MESSAGES, "\ud800": 1}, 400, "\N{REPLACEMENT CHARACTER}"),
-    (CHAT, {"messages": MESSAGES, "model": "\ud800"}, 404, "model"),
     ("/tokenize", {"prompt": "a", "add_special_token": True}, 400, "add_special_token"),
     (COMPLETIONS, {}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": []}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [3, "a"]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [3, 100000]}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of"),
-    ("/tokenize", {}, 400, "prompt"),
     ("/nothing", {}, 404, None),
 ]
-
-
-@pytest.fixture(scope="module")
-def spec():
-    return tiny_spec(context=4200)
-
-
-@pytest.fixture(scope="module")
-def server(spec):
-    with serving(spec) as state:
-        yield state
-
-
-@pytest.fixture
-def http(server):
-    with client(server) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
@@ -103,14 +64,6 @@ def test_what_is_no_json_is_refused(http):
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_codes_are_those_of_openai(http):
-    def code(body):
-        return http.post(CHAT, json=body).json()["error"]["code"]
-
-    assert code({"messages": MESSAGES, "model": "another"}) == "model_not_found"
-    assert code({"messages": [{"role": "user", "content": "word " * 5000}]}) == "context_length_exceeded"
-
-
 def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
     plain = {"messages": MESSAGES, "max_tokens": 2, "seed": 1}
     harmless = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "prediction": {}}
@@ -119,19 +72,24 @@ def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
     assert answers[0]["choices"] == answers[1]["choices"]
 
 
-def test_an_unknown_field_names_the_one_that_was_meant(http):
-    for wrong, meant in (
-        ("temprature", "'temperature'"),
-        ("max_new_tokens", "'max_tokens'"),
-        ("guided_regex", "regex"),
-    ):
-        error = http.post(CHAT, json={"messages": MESSAGES, wrong: 1}).json()["error"]
-        assert error["code"] == "unknown_parameter"
-        assert meant in error["message"]
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ({"temprature": 1}, "unknown_parameter", "'temperature'"),
+        ({"max_new_tokens": 1}, "unknown_parameter", "'max_tokens'"),
+        ({"guided_regex": 1}, "unknown_parameter", "regex"),
+        ({"model": "another"}, "model_not_found", "another"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "context_length_exceeded", ""),
+    ],
+)
+def test_codes_are_those_of_openai_and_an_unknown_field_names_the_one_that_was_meant(http, body, code, words):
+    error = http.post(CHAT, json={"messages": MESSAGES} | body).json()["error"]
+    assert error["code"] == code
+    assert words in error["message"]
 
 
-def test_a_failing_request_takes_no_others_along(http, spec):
-    wanted = spec.generate(MESSAGES, seed=1, temperature=1.0, max_new_tokens=60).text
+def test_a_failing_request_takes_no_others_along(http, tiny):
+    wanted = tiny.generate(MESSAGES, seed=1, temperature=1.0, max_new_tokens=60).text
     body = {"messages": MESSAGES, "seed": 1, "max_tokens": 60, "stream": True}
     said = ""
     with http.stream("POST", CHAT, json=body) as stream:
@@ -144,8 +102,8 @@ def test_a_failing_request_takes_no_others_along(http, spec):
     assert said == wanted
 
 
-def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
-    with serving(spec, batch=1, queue=0) as state, client(state) as http:
+def test_a_full_queue_is_429_and_says_when_to_come_back(tiny):
+    with serving(tiny, batch=1, queue=0) as state, client(state) as http:
         with http.stream("POST", CHAT, json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()  # the stream ends with it
             next(lines)
@@ -157,8 +115,8 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
         assert http.post(CHAT, json={"messages": MESSAGES, "n": 2}).json()["error"]["param"] == "n"
 
 
-def test_an_answer_that_takes_too_long_is_cut_off(spec):
-    with serving(spec, timeout=0.3) as state, client(state) as http:
+def test_an_answer_that_takes_too_long_is_cut_off(tiny):
+    with serving(tiny, timeout=0.3) as state, client(state) as http:
         started = time.monotonic()
         answer = http.post(CHAT, json=LONG)
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "server_error")
@@ -170,34 +128,32 @@ def test_an_answer_that_takes_too_long_is_cut_off(spec):
         until(lambda: not state.engine.running)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:80", "LOCALHOST:80"])
-def test_a_server_of_this_machine_answers_to_its_names_alone(server, host):
+def test_a_server_of_this_machine_answers_to_its_names_alone(http):
     """A page elsewhere may lead a name of its own here; the browser would let it read the answer."""
-    with client(server) as http:
-        assert http.get("/v1/models", headers={"Host": host}).status_code == 200
-        for other in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example"):
-            assert http.get("/v1/models", headers={"Host": other}).status_code == 403
+    own = ("localhost", "127.0.0.1:80", "[::1]:80", "LOCALHOST:80")
+    others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example")
+    statuses = [http.get("/v1/models", headers={"Host": host}).status_code for host in (*own, *others)]
+    assert statuses == [200] * 4 + [403] * 4
 
 
-def test_a_key_guards_all_but_the_page_and_health(spec):
-    with serving(spec, api_key=["sésame"]) as state, client(state) as http:
+def test_a_key_guards_all_but_the_page_and_health(tiny):
+    with serving(tiny, api_key=["sésame"]) as state, client(state) as http:
         body = {"messages": MESSAGES, "max_tokens": 2}
         for key in (None, "Bearer wrong", "Bearer", "Basic sésame"):
             headers = {"Authorization": key.encode()} if key else {}
             for path in (CHAT, COMPLETIONS, "/tokenize", "/cycles"):
                 answer = http.post(path, json=body, headers=headers)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert http.get("/v1/models", headers=headers).status_code == 401
-            assert http.get("/metrics", headers=headers).status_code == 401
+            assert {http.get(path, headers=headers).status_code for path in ("/v1/models", "/metrics")} == {401}
         for host in ("a/health?", "a/health#", "a/?"):  # paths are not read off the Host header
             assert http.post(CHAT, json=body, headers={"Host": host}).status_code in (400, 401)
         assert http.get("/health").status_code == http.get("/").status_code == 200
         assert http.post(CHAT, json=body, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
 
 
-def test_a_large_body_is_refused_whatever_its_headers_say(spec, monkeypatch):
+def test_a_large_body_is_refused_whatever_its_headers_say(tiny, monkeypatch):
     monkeypatch.setattr("treespec.serve.app.BODY", 2000)
-    with serving(spec) as state, client(state) as http:
+    with serving(tiny) as state, client(state) as http:
         body = json.dumps({"messages": [{"role": "user", "content": "a" * 4000}]}).encode()
         headers = {"Content-Type": "application/json"}
         assert http.post(CHAT, content=body, headers=headers).status_code == 413
@@ -207,36 +163,29 @@ def test_a_large_body_is_refused_whatever_its_headers_say(spec, monkeypatch):
         assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
 
 
-def test_pages_of_other_origins_may_not_call_unless_told(server, spec):
+def test_pages_of_other_origins_may_not_call_unless_told(http, tiny):
     asked = {"Origin": "http://other.example", "Access-Control-Request-Method": "POST"}
     allowed = "access-control-allow-origin"
-    with client(server) as http:
-        assert http.options(CHAT, headers=asked).status_code == 405
-        assert allowed not in http.get("/v1/models", headers=asked).headers
-    with serving(spec, cors=["http://other.example"]) as state, client(state) as http:
-        assert http.options(CHAT, headers=asked).headers[allowed] == "http://other.example"
-        assert allowed not in http.get("/v1/models", headers={"Origin": "http://third.example"}).headers
+    assert http.options(CHAT, headers=asked).status_code == 405
+    assert allowed not in http.get("/v1/models", headers=asked).headers
+    with serving(tiny, cors=["http://other.example"]) as state, client(state) as other:
+        assert other.options(CHAT, headers=asked).headers[allowed] == "http://other.example"
+        assert allowed not in other.get("/v1/models", headers={"Origin": "http://third.example"}).headers
 
 
-def test_without_a_limit_an_answer_is_as_long_as_memory_allows(spec):
-    with serving(spec, columns=40) as state, client(state) as http:
-        answer = http.post(CHAT, json={"messages": MESSAGES}).json()
-        assert answer["usage"]["total_tokens"] == 40
+def test_without_a_limit_an_answer_is_as_long_as_memory_allows_and_a_limit_of_prompts_is_told(tiny):
+    with serving(tiny, columns=40, max_prompt=16) as state, client(state) as http:
+        assert http.post(CHAT, json={"messages": MESSAGES}).json()["usage"]["total_tokens"] == 40
         asked = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 40})
         assert (asked.status_code, asked.json()["error"]["type"]) == (400, "invalid_request_error")
-
-
-def test_a_limit_of_prompts_is_told(spec):
-    with serving(spec, max_prompt=5) as state, client(state) as http:
-        answer = http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 6})
+        answer = http.post(COMPLETIONS, json={"prompt": [3] * 17})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 5, "max_tokens": 1}).status_code == 200
+        assert http.post(COMPLETIONS, json={"prompt": [3] * 16, "max_tokens": 1}).status_code == 200
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_length_and_few_are_tokenised_at_a_time():
     """2 MB take a second and half a gigabyte to tokenise; here one answer takes the time of its JSON."""
-    spec = tiny_spec(context=2048)
-    with serving(spec, timeout=1.0) as state, client(state) as http:
+    with serving(tiny_spec(context=2048), timeout=1.0) as state, client(state) as http:
         text = "the user asks " * 150_000
         bodies = {CHAT: {"messages": [{"role": "user", "content": text}]}, "/tokenize": {"prompt": text}}
         for path, body in (bodies | {COMPLETIONS: {"prompt": text}}).items():

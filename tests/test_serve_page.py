@@ -12,11 +12,6 @@ from http_serving import MESSAGES, client, serving, tiny_spec, until
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
-@pytest.fixture(scope="module")
-def spec():
-    return tiny_spec(context=2048)
-
-
 def cycles(http, **body):
     answer = http.post("/cycles", json={"messages": MESSAGES, "seed": 3, "max_tokens": 20, **body})
     events = answer.text.split("\n\n")
@@ -24,9 +19,8 @@ def cycles(http, **body):
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
-def test_the_policy_allows_this_script_and_style_alone(spec):
-    with serving(spec) as state, client(state) as http:
-        answer = http.get("/")
+def test_the_policy_allows_this_script_and_style_alone(http):
+    answer = http.get("/")
     rules = dict(rule.split(" ", 1) for rule in answer.headers["Content-Security-Policy"].split("; "))
     for tag in ("script", "style"):
         (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
@@ -37,21 +31,20 @@ def test_the_policy_allows_this_script_and_style_alone(spec):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_cycles_add_up_to_the_answer_of_the_python_call(spec, temperature):
+def test_the_cycles_add_up_to_the_answer_of_the_python_call(http, tiny, temperature):
     options = {"seed": 3, "temperature": temperature, "max_new_tokens": 20}
-    with serving(spec) as state, client(state) as http:
-        told = cycles(http, temperature=temperature)
-        other = cycles(http, temperature=temperature, verifier="rrs-wo", tree="chain:5")
-        plain = cycles(http, temperature=temperature, drafts=False)
+    told = cycles(http, temperature=temperature)
+    other = cycles(http, temperature=temperature, verifier="rrs-wo", tree="chain:5")
+    plain = cycles(http, temperature=temperature, drafts=False)
 
     def said(cycles):
         return "".join(part["text"] for cycle in cycles for part in cycle["parts"])
 
-    wanted = spec.generate(MESSAGES, **options)
+    wanted = tiny.generate(MESSAGES, **options)
     assert said(told) == wanted.text
     assert (told[-1]["tokens"], told[-1]["tau"]) == (20, wanted.stats.acceptance_length)
-    assert said(other) == spec.configured("chain:5", "rrs-wo").generate(MESSAGES, **options).text
-    assert said(plain) == spec.baseline().generate(MESSAGES, **options).text
+    assert said(other) == tiny.configured("chain:5", "rrs-wo").generate(MESSAGES, **options).text
+    assert said(plain) == tiny.baseline().generate(MESSAGES, **options).text
     assert {cycle["tau"] for cycle in plain} == {1.0}
     for cycle in told:
         tree = cycle["tree"]
@@ -60,9 +53,9 @@ def test_the_cycles_add_up_to_the_answer_of_the_python_call(spec, temperature):
         assert len(tree["texts"]) == len(tree["parents"]) == len(tree["q"]) == len(tree["p"])
 
 
-def test_the_page_chooses_among_what_it_shows(spec, monkeypatch):
+def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
     monkeypatch.setattr("treespec.serve.page.PAGES", 1)
-    with serving(spec) as state, client(state) as http:
+    with serving(tiny) as state, client(state) as http:
         known = http.get("/cycles").json()
         assert "typical" not in known["verifiers"]  # it is lossy
         body = {"messages": MESSAGES, "max_tokens": 5}

@@ -75,41 +75,45 @@ def test_calls_of_a_template_without_tools_are_hermes():
     assert catcher.finish() == ("", [])
 
 
+ZUG = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def said_by(template, messages, variables=None):
+    """What a template makes of messages with a tool."""
+    spec = tiny_spec(chat_template=template)
+    ids = encoded(spec, [Message(**m) for m in messages], [Tool(**TOOL)], variables)
+    return spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
 def test_tools_calls_and_variables_reach_the_template():
-    spec = tiny_spec(
-        chat_template=HERMES + "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    template = (
+        HERMES + "{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %};"
         "{% endfor %}{{ 'thinks' if enable_thinking }}"
     )
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [ZUG]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    ids = encoded(spec, [Message(**m) for m in messages], [Tool(**tool)], {"enable_thinking": True})
-    said = spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    tools, _, rest = said.partition("<tool_call>")
-    assert json.loads(tools) == [tool]
+    tools, _, rest = said_by(template, messages, {"enable_thinking": True}).partition("<tool_call>")
+    assert json.loads(tools) == [TOOL]
     assert rest == "system:be\nbrief;assistant:weather=Zug;tool:rain;thinks"
 
 
 def test_tools_calls_and_results_are_written_where_the_template_has_no_place_for_them():
-    spec = tiny_spec(chat_template="{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "rain?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [ZUG]},
         {"role": "tool", "tool_call_id": "1", "content": "no"},
     ]
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     for first in (0, 1):
-        ids = encoded(spec, [Message(**m) for m in messages[first:]], [Tool(**tool)])
-        system, *rest = spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False).split(";")
+        system, *rest = said_by(template, messages[first:]).split(";")
         assert system.startswith("system:" + ("be brief\n\n" if first == 0 else ""))
-        assert json.dumps(tool) in system
+        assert json.dumps(TOOL) in system
         said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug"}}\n</tool_call>'
         result = "<tool_response>\nno\n</tool_response>"
         assert rest == ["user:rain?", f"assistant:{said}", f"user:{result}", ""]
@@ -127,8 +131,7 @@ def test_without_parallel_calls_the_first_alone_is_told():
 
 def test_a_choice_of_tools_is_kept_or_refused():
     spec = tiny_spec(chat_template=HERMES + CHAT)
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 4, "seed": 1}
+    body = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 4, "seed": 1}
     with serving(spec) as state, client(state) as http:
 
         def ask(**more) -> httpx.Response:

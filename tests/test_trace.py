@@ -15,7 +15,6 @@ from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
-from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.requests.events import Cycle, explained, visible
 from treespec.requests.picture import picture
@@ -109,12 +108,6 @@ def test_drafts_without_a_law_have_no_q():
         assert cycle.q == [None] * len(cycle.tokens)
         assert None not in cycle.p[1:]
         assert (cycle.own.q, cycle.own.rank) == (None, None)
-
-
-def test_without_a_drafter_there_is_nothing_to_trace():
-    target, _ = pair()
-    with pytest.raises(InputError, match="nothing drafts: give --head or --drafter"):
-        next(trace(Spec(target, None), PROMPT))
 
 
 def test_a_cycle_survives_json():

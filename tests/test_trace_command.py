@@ -1,13 +1,12 @@
 """`treespec trace`: generate's answer, cycle by cycle, for people and for tools."""
 
 import json
-import sys
 
 import pytest
-from evaluating import save_models
 
 from treespec import load
-from treespec.cli import main
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.requests.events import Cycle
 
 MESSAGE = "Sing of the sea."
@@ -15,21 +14,12 @@ OPTIONS = ["--prompt", MESSAGE, "--tree", "2x2", "--verifier", "rrs", "--tempera
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trace")
-    save_models(folder)
-    return ["--target", str(folder / "target"), "--head", str(folder / "head"), "--dtype", "float32"]
+def pair(home):
+    return ["--target", str(home / "target"), "--head", str(home / "head"), "--dtype", "float32"]
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["treespec", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
-
-
-def test_the_texts_of_the_cycles_are_the_answer(pair, monkeypatch, capsys):
-    assert run(monkeypatch, "trace", *pair, *OPTIONS, "--max-new-tokens", "15", "--json") == 0
+def test_the_texts_of_the_cycles_are_the_answer(pair, capsys):
+    assert run(app, ["trace", *pair, *OPTIONS, "--max-new-tokens", "15", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     spec = load(pair[1], pair[3], "2x2", "rrs", dtype="float32")
     message = [{"role": "user", "content": MESSAGE}]
@@ -40,8 +30,8 @@ def test_the_texts_of_the_cycles_are_the_answer(pair, monkeypatch, capsys):
     assert len(cycles) == wanted.stats.cycles
 
 
-def test_a_pipe_gets_plain_trees(pair, monkeypatch, capsys):
-    assert run(monkeypatch, "trace", *pair, *OPTIONS, "--cycles", "2") == 0
+def test_a_pipe_gets_plain_trees(pair, capsys):
+    assert run(app, ["trace", *pair, *OPTIONS, "--cycles", "2"]) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
     headings = [line for line in printed.out.splitlines() if line.startswith("cycle ")]
@@ -59,7 +49,7 @@ def test_a_pipe_gets_plain_trees(pair, monkeypatch, capsys):
         ([], "nothing drafts: give --head or --drafter"),
     ],
 )
-def test_what_cannot_be_traced_is_one_line(pair, words, complaint, monkeypatch, capsys):
+def test_what_cannot_be_traced_is_one_line(pair, words, complaint, capsys):
     given = [pair[3] if word == "HEAD" else word for word in words]
-    assert run(monkeypatch, "trace", *pair[:2], "--prompt", "a", *given) == 2
+    assert run(app, ["trace", *pair[:2], "--prompt", "a", *given]) == 2
     assert complaint in capsys.readouterr().err

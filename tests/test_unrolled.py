@@ -1,6 +1,5 @@
 """EAGLE-3's training: drafts from every position at once are those of each alone, and the loss counts what it says."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -23,28 +22,6 @@ SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds lik
 
 def text(length, seed=0, batch=2):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("block", [2, 3, 256])
-def test_rows_in_blocks_equal_one_attention_over_all_columns(block):
-    """Grouped heads, three steps, against a softmax over all steps' columns under the drawn mask: to 1e-6."""
-    torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=8)
-    attention, rotary = Attention(config, 16), Rotary(config)
-    unrolled, keys, values, masks = UnrolledAttention(attention, block), [], [], []
-    for step in range(3):
-        rows = 7 - step
-        x, angles = torch.randn(2, rows, 16), rotary(torch.arange(step, 7), torch.float32)
-        q, k, v = attention.project(x, angles)
-        keys.append(k)
-        values.append(v)
-        own = torch.ones(7, 7).tril() if not step else torch.eye(rows)
-        masks = [mask[:rows] for mask in masks] + [own.bool()]
-        scores = q @ torch.cat(keys, dim=2).repeat_interleave(2, dim=1).mT / math.sqrt(4)
-        weights = softmax(scores.masked_fill(~torch.cat(masks, dim=1), -torch.inf), dim=-1)
-        wanted = weights @ torch.cat(values, dim=2).repeat_interleave(2, dim=1)
-        wanted = attention.o_proj(wanted.transpose(1, 2).flatten(-2))
-        torch.testing.assert_close(unrolled(x, angles), wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])

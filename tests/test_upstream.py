@@ -50,32 +50,18 @@ def exported(head, to, folder):
     return folder / "out"
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("drafted", [None, DRAFTED])
-@pytest.mark.parametrize("residual", [False, True])
-def test_speculators_gives_the_logits_of_two_steps(drafted, residual, tmp_path):
-    model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
-    head = moved(random_eagle3(EIGHT, drafted=drafted))
-    head.midlayer.norm_before_residual = residual
-    out = exported(head, "speculators", tmp_path)
-    config = model.config_class.from_pretrained(out)
-    config.transformer_layer_config._attn_implementation = "eager"
-    theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
-    logits = []
-    theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
-    features = EIGHT.features(TOKENS, head.taps)[:, :rows]
-    theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
-    first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
-    agree(logits[0], head.lm_head(first))
-    agree(logits[1][: rows - 1], head.lm_head(second))
+SPECULATED = [
+    ({"norm_before_residual": residual}, drafted) for residual in (False, True) for drafted in (None, DRAFTED)
+]
+SPECULATED += [(parts, None) for parts in VARIANTS.values()]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", VARIANTS)
-def test_speculators_gives_the_logits_of_the_newer_parts(name, tmp_path):
+@pytest.mark.parametrize(("parts", "drafted"), SPECULATED)
+def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     """With a window the first step alone: at later ones theirs counts pairs only, and vLLM's all positions."""
     model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
-    head = made(VARIANTS[name], drafted=None)
+    head = made(parts, drafted=drafted)
     out = exported(head, "speculators", tmp_path)
     config = model.config_class.from_pretrained(out)
     config.transformer_layer_config._attn_implementation = "eager"
@@ -86,7 +72,7 @@ def test_speculators_gives_the_logits_of_the_newer_parts(name, tmp_path):
     theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
     first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
     agree(logits[0], head.lm_head(first))
-    if "sliding_window" not in VARIANTS[name]:
+    if "sliding_window" not in parts:
         agree(logits[1][: rows - 1], head.lm_head(second))
 
 

@@ -16,7 +16,10 @@ from treespec.heads import checksum
 
 @final
 class Lines:
-    """A file to which `append` adds lines, made by `opened`. done: the objects that it holds."""
+    """A file to which `append` adds lines, made by `opened`. done: the objects that it holds.
+
+    The file has no buffer: closing it would write what a full disk refused, and raise again.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, done: list[checksum.Fields]) -> None:
         self.path, self.file, self.done = path, file, done
@@ -26,10 +29,10 @@ class Lines:
 
         Raises InputError where there is no room; the lines before it are kept.
         """
-        line = json.dumps(checksum.sealed(fields), ensure_ascii=False) + "\n"
+        left = (json.dumps(checksum.sealed(fields), ensure_ascii=False) + "\n").encode()
         try:
-            self.file.write(line.encode())
-            self.file.flush()
+            while left:
+                left = left[self.file.write(left) :]
             os.fsync(self.file.fileno())
         except OSError as error:
             raise InputError(
@@ -48,7 +51,7 @@ def opened(path: str | Path) -> Iterator[Lines]:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab+")
+        file = path.open("ab+", buffering=0)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     with file:

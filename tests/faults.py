@@ -8,7 +8,7 @@ import torch
 from mutants import mutant
 
 from treespec.api.spec import Spec
-from treespec.draft.grow import builder, drawn
+from treespec.draft.grow import builder
 from treespec.model.cache import TreeCache
 from treespec.trees.tree import Drafts, TokenTree
 
@@ -115,14 +115,15 @@ def seeded_anew(spec: Spec) -> None:
 
 def doubted_token_dropped(monkeypatch: Any) -> None:
     """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
-    whole = "        nodes.add(drawn.tokens[:, 0], parent)\n"
+    whole = "            nodes.add(drawn.tokens[:, 0], parent)\n"
     stop = (
-        "        if level == by.depth or not float(logits.float().softmax(-1)[0, last]) >= by.threshold:\n"
-        "            break\n"
+        "            if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:\n"
+        "                break\n"
     )
-    early = stop.replace("level == by.depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
-    broken = mutant(drawn, (whole, early + whole), (stop, "        if level == by.depth:\n            break\n"))
-    monkeypatch.setattr(builder, "grow_confident", broken.grow_confident)
+    early = stop.replace("level == depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
+    last = "            if level == depth:\n                break\n"
+    broken = mutant(builder, (whole, early + whole), (stop, last))
+    monkeypatch.setattr(builder.TreeBuilder, "chain", broken.TreeBuilder.chain)
 
 
 def commits_a_sibling(spec: Spec) -> None:

@@ -18,10 +18,9 @@ from treespec.draft.cost.measure import (
 from treespec.draft.cost.model import best_size, measured_batch
 from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
-from treespec.draft.model_free.budget import RATES as ACCEPTED
-from treespec.draft.model_free.budget import part, rests
 from treespec.draft.model_free.matches import Place, union
-from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.model_free.one_hot import RATES as ACCEPTED
+from treespec.draft.model_free.one_hot import OneHotDrafter, part, rests
 from treespec.draft.pairing import check_pair
 from treespec.model.target import Target
 from treespec.trees.auto import AutoTree

@@ -10,9 +10,8 @@ from enumeration import law
 from models import TableConfig, TableModel, random_head
 
 from treespec.api.calibrate import calibrate, logistic, own_rates
-from treespec.draft.calibration import FILE, FORMAT, Calibration, load_calibration, save_calibration
+from treespec.draft.calibration import FILE, FORMAT, Calibration, features, load_calibration, outline, save_calibration
 from treespec.draft.models.model import ModelProposer
-from treespec.draft.outlines import features, outline
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.model.target import Target

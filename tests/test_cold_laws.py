@@ -11,7 +11,7 @@ import torch
 from enumeration import ENUMERABLE, law, outcomes, scheme_by_name, with_tops
 from scipy.stats import norm
 
-from treespec.draft.grow.fixed import draft_laws, stack
+from treespec.draft.grow.growth import draft_laws, stack
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import distinct

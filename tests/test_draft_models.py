@@ -22,7 +22,7 @@ from models import (
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.cost.measure import measure
-from treespec.draft.grow.fixed import in_turns
+from treespec.draft.grow.growth import in_turns
 from treespec.draft.models.load import tokens_differ
 from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.draft.models.skip import SkipProposer, skipping

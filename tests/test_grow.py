@@ -10,9 +10,8 @@ from enumeration import random_law
 from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, small, target
 
 from treespec.api.spec import Spec
-from treespec.draft.calibration import DRAWS, TOPS, Calibration
+from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
 from treespec.draft.models.model import ModelProposer, SeveralModels
-from treespec.draft.outlines import outline
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treespec import load
-from treespec.draft.grow.fixed import grow_fixed
+from treespec.draft.grow.builder import TreeBuilder
 from treespec.eval.intervals import resample
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.packed import pack
@@ -274,7 +274,7 @@ def drafted(
     """A tree of draws whose draft logits are the target's with noise. logits: [N, V]."""
     draft_logits = logits + torch.randn(logits.shape, generator=generator)
     root, params = torch.zeros(1, dtype=torch.int64), SamplingParams(1.0)
-    growth = grow_fixed(root, draft_logits[:1], shape, scheme, params, generator)
+    growth = TreeBuilder(shape, scheme).grow(root, draft_logits[:1], params, generator)
     below = iter(layout(shape, CPU).levels[1:])
     try:
         next(growth)

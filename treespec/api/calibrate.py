@@ -10,9 +10,8 @@ from torch.nn.functional import one_hot, softplus
 from treespec.decoding.decode import Decoder
 from treespec.decoding.sequence import Request
 from treespec.decoding.stats import Stats
-from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration
+from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features
 from treespec.draft.drafter import Proposer
-from treespec.draft.outlines import features
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError

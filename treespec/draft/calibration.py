@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Known = TypeVar("Known")
 FILE = "calibration.json"
@@ -68,7 +71,7 @@ class Calibration:
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For F nodes: Pr(the r-th likeliest is output), Pr(the i-th draw is accepted).
 
-        outlines: [F, J + 2] by `outlines.outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
+        outlines: [F, J + 2] by `outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
         column j of the latter is for nodes whose first j children are the top tokens.
         """
         from scipy.special import expit
@@ -114,6 +117,35 @@ def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
         np.log(square.clip(1e-6, 1)),
         np.log(left),
     )
+
+
+def outline(q: "Tensor") -> np.ndarray:
+    """[F, J + 2] float64 on the host: all that the models see of the laws q [F, V].
+
+    The J + 1 largest probabilities of each law, and the sum of its squares.
+    """
+    from torch import cat, linalg  # reading a file does without torch
+    from torch.nn.functional import pad
+
+    from treespec.shaping.sampling import largest
+
+    count = min(TOPS + 1, q.shape[-1])
+    top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
+    return cat([top, linalg.vecdot(q, q)[:, None]], dim=1).double().cpu().numpy()
+
+
+def features(q: "Tensor", depth: int) -> "tuple[Tensor, Tensor]":
+    """Features of F nodes for fitting: of each top [F, J, 4], of each draw [F, J + 1, M, 7].
+
+    q: [F, V] probabilities. The features are float64 on the host.
+    """
+    from torch import from_numpy
+
+    top, largest_left, square, left = seen(outline(q))
+    of_tops = np.broadcast_arrays(1.0, top, RANKS, depth)
+    largest_left, square, left = (x[..., None] for x in (largest_left, square, left))
+    of_draws = np.broadcast_arrays(1.0, largest_left, square, left, TURNS, square * TURNS, depth)
+    return from_numpy(np.stack(of_tops, -1)), from_numpy(np.stack(of_draws, -1))
 
 
 def log_odds(chance: np.ndarray, least: float) -> np.ndarray:

@@ -78,10 +78,8 @@ class Source:
             return own.paced(times) if paced else own.new()
         rules = (verifier.scheme, own.max_depth, calibration, own.law_per_draw, paced)
         policy = tree or default_tree(*rules)
-        trees = TreeDrafter(own.new(), policy, verifier.scheme, calibration, times)
-        if not (cache := self.cache):
-            return trees
-        return trees.beside(cache.paced(times) if trees.timed else cache.new())
+        cache = self.cache and (self.cache.paced(times) if policy.timed else self.cache.new())
+        return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
 
 
 Drafting: TypeAlias = Source | Head | Proposer | Drafter

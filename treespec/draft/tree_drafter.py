@@ -7,7 +7,7 @@ tree of the cache has one-hot distributions. So every verifier stays lossless.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -15,13 +15,18 @@ from torch import Tensor
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
 from treespec.draft.cost.running import Choice
-from treespec.draft.drafter import Drafter, Frontier, Proposer
+from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
-from treespec.draft.grow.shaped import below_chain, grow_shaped, in_drafts, shape_drafts, with_chain
-from treespec.draft.model_free.budget import reached
-from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.grow.shaped import (
+    ForcedDrafter,
+    below_chain,
+    grow_shaped,
+    in_drafts,
+    shape_drafts,
+)
+from treespec.draft.model_free.one_hot import OneHotDrafter, moved, reached
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
@@ -35,7 +40,7 @@ MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs 
 
 
 @final
-class TreeDrafter(Drafter):
+class TreeDrafter(ForcedDrafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
     At temperature 0 the children are the likeliest tokens under every scheme. There the target's
@@ -45,7 +50,8 @@ class TreeDrafter(Drafter):
     the proposer drafts.
 
     builders: one a text; each shapes the trees of its text and keeps what it learns there.
-    cache: a drafter with probabilities. idle: texts whose present tree is the cache's.
+    cache: a suffix cache that drafts for the same sequences, with probabilities. idle: sequences
+    whose present tree is the cache's.
     """
 
     per_text: tuple[str, ...] = ("proposer", "builders")
@@ -57,6 +63,7 @@ class TreeDrafter(Drafter):
         scheme: Scheme,
         calibration: Calibration | None = None,
         times: CostBy | None = None,
+        cache: OneHotDrafter | None = None,
     ) -> None:
         model = DraftModel(
             several=proposer.law_per_draw,
@@ -68,137 +75,94 @@ class TreeDrafter(Drafter):
         check_fit(policy, scheme, model)
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy
-        self.times, self.now = times, time.perf_counter
-        self.builders = [self._new_builder()]
-        self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
-        self.cache: OneHotDrafter | None = None
-        self.choices, self.idle = [Choice()], [False]
+        self.times, self.now, self.cache = times, time.perf_counter, cache
+        self.builders, self.choices = [self._new_builder()], [Choice()]
+        self.idle = [False]
+        if cache:
+            self.per_text = (*self.per_text, "cache", "choices")
 
-    def beside(self, cache: OneHotDrafter) -> Self:
-        """This drafter, with a suffix cache that drafts for the same texts."""
-        self.cache, self.per_text = cache, (*TreeDrafter.per_text, "cache", "choices")
-        return self
-
-    @torch.no_grad()
-    def draft_trees(
+    def trees_below(
         self,
         roots: Tensor,
         laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> list[TokenTree]:
-        # 1. Forced tokens, the cache's trees, and texts that go without drafts this cycle.
-        self.chains, self.idle = [law.forced() for law in laws], [False] * len(laws)
-        offers = self._offers(self.cache, roots, laws) if self.cache else []
-        texts = zip(self.builders, laws, self.idle, strict=True)
-        rests = [
-            idle or builder.pauses(law.params, law.company(len(laws))) or law.over
-            for builder, law, idle in texts
-        ]
-
-        # 2. A tree for each of the others.
-        if all(rests):
-            trees = [root_only(root) for root in self._ends(roots).split(1)]
-        else:
-            trees = self._grown(roots, laws, generators, cache, rests, now)
-
-        # 3. Below the forced tokens.
-        for row, chain in enumerate(self.chains):
-            if self.idle[row] and self.cache:
-                trees[row] = self.cache.below_chain(row, roots[row], offers[row])
-            elif chain:
-                root, scheme = roots[row : row + 1], self.scheme
-                trees[row] = with_chain(root, chain, trees[row], scheme, generators[row])
-        return trees
-
-    def _offers(
-        self, cache: OneHotDrafter, roots: Tensor, laws: Sequence[Distribution]
-    ) -> list[TokenTree]:
-        """The cache's tree for each text. Sets `idle`."""
-        cache.chains, offers = self.chains, []
-        for row, (root, law) in enumerate(zip(roots, laws, strict=True)):
-            pace = cache.pace(row, law)
-            tree, probabilities = cache.tree(row, root, torch.Generator(), pace)
-            assert probabilities is not None
-            score, nodes = reached(tree.parents.numpy(), probabilities)[1:].sum(), len(tree.tokens)
-            preferred = self.choices[row].prefers_memory(float(score), nodes, pace)
-            self.idle[row] = preferred and nodes > 1 and not law.over
-            offers.append(tree)
-        return offers
-
-    def _ends(self, roots: Tensor) -> Tensor:
-        """[B] the tokens below which trees are drafted: the last forced ones, or the roots [B]."""
-        if not any(self.chains):
-            return roots
-        pairs = zip(roots.split(1), self.chains, strict=True)
-        return torch.cat([root.new_tensor(chain[-1:]) if chain else root for root, chain in pairs])
-
-    def _grown(
-        self,
-        roots: Tensor,
-        laws: Sequence[Distribution],
-        generators: Sequence[torch.Generator],
-        cache: TreeCache,
-        rests: Sequence[bool],
         now: Callable[[], float],
     ) -> list[TokenTree]:
-        """Trees that the draft model grows, each below its text's forced tokens."""
-        # 1. Draft logits for the children of the roots.
+        # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
+        each = list(zip(range(len(laws)), roots.split(1), laws, strict=True))
+        offers = [self._offer(row, root, law) for row, root, law in each]
+        self.idle = [offer is not None for offer in offers]
+        rests = [
+            idle or builder.pauses(law.params, law.company(len(laws))) or law.over
+            for builder, law, idle in zip(self.builders, laws, self.idle, strict=True)
+        ]
+        if all(rests):
+            ends = [root_only(self.end(row, root)) for row, root, _ in each]
+            return [offer or end for offer, end in zip(offers, ends, strict=True)]
+
+        # 2. Draft logits for the children of the roots.
         started, self.now = now(), now
         begun = self.proposer.begin(roots, cache)
         self.forward_seconds += now() - started
 
-        # 2. A tree for each text, in draft tokens but for the root.
+        # 3. A tree for each sequence, in draft tokens but for the root.
         growths: list[Growth] = []
-        for row, (root, logits) in enumerate(zip(self._ends(roots).split(1), begun, strict=True)):
+        for (row, root, law), logits in zip(each, begun, strict=True):
+            end = self.end(row, root)
             if rests[row] or logits is None:
-                growths.append(ungrown(root))
-                continue
-            own_root = root.to(logits.device)
-            growths.append(self._growth(row, own_root, logits, laws[row], generators[row]))
+                growths.append(ungrown(end))
+            else:
+                growths.append(self._growth(row, end, logits, law, generators[row]))
         trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
-        # 3. In the target's tokens.
-        if vocabulary is None:
-            return trees
-        return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        # 4. In the target's tokens.
+        if vocabulary is not None:
+            trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        return [offer or tree for offer, tree in zip(offers, trees, strict=True)]
+
+    def _offer(self, row: int, root: Tensor, law: Distribution) -> TokenTree | None:
+        """The cache's tree, if it is preferred to the draft model's. root: [1]."""
+        if not self.cache or law.over:
+            return None
+        pace, last = self.cache.pace(row, law), [*root.tolist(), *self.chains[row]]
+        tree, probabilities = self.cache.tree(row, last, torch.Generator(), pace)
+        assert probabilities is not None
+        score, nodes = reached(tree.parents.numpy(), probabilities)[1:].sum(), len(tree.tokens)
+        preferred = nodes > 1 and self.choices[row].prefers_memory(float(score), nodes, pace)
+        return moved(tree, root.device) if preferred else None
 
     def _growth(
         self, row: int, root: Tensor, logits: Tensor, law: Distribution, generator: torch.Generator
     ) -> Growth:
-        """The growth of a text's tree, of logits that its law shapes and hears.
+        """The growth of a sequence's tree, of logits that its law shapes and hears.
 
-        root: [1] int64, the last forced token if there is one. logits: [1, N] below the text.
+        root: [1] int64, the last forced token if there is one. logits: [1, N] below the sequence.
         """
-        builder, params, chain = self.builders[row], law.params, self.chains[row]
-        if self.proposer.at_once:
-            builder.ahead = lambda: self.proposer.levels(row)[len(chain) :]
+        builder, proposer, chain = self.builders[row], self.proposer, self.chains[row]
+        root, vocabulary = root.to(logits.device), proposer.vocabulary
+        if proposer.at_once:
+            builder.ahead = lambda: proposer.levels(row)[len(chain) :]
         if not law.shapers and law.heard is None:
-            return builder.grow(root, logits, params, generator)
-        vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size
+            return builder.grow(root, logits, law.params, generator)
 
         def grow(logits: Tensor) -> Growth:
             return grow_shaped(
-                lambda shaped: builder.grow(root, shaped, params, generator),
+                lambda shaped: builder.grow(root, shaped, law.params, generator),
                 logits,
-                lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, size),
+                lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, proposer.vocab_size),
                 vocabulary,
                 tuple(chain),
             )
 
+        # The draft model steps along the forced tokens first; where it cannot, there are no drafts.
+        deepest, levels = proposer.max_depth, len(chain) + self.policy.max_depth
         if not chain:
             return grow(logits)
-        drafted = self._steps(chain, logits.device)
-        return ungrown(root) if drafted is None else below_chain(drafted, grow, logits)
-
-    def _steps(self, chain: Sequence[int], device: torch.device) -> Tensor | None:
-        """[n] the draft tokens of a chain that the draft model steps along; None: it does not."""
-        deepest = self.proposer.max_depth
-        levels = len(chain) + self.policy.max_depth
         if len(chain) > MOST_STEPS or (deepest is not None and levels > deepest):
-            return None
-        return in_drafts(chain, self.proposer.vocabulary, device)
+            return ungrown(root)
+        drafted = in_drafts(chain, vocabulary, logits.device)
+        return ungrown(root) if drafted is None else below_chain(drafted, grow, logits)
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """Draft one level of all trees, and time it."""
@@ -224,14 +188,12 @@ class TreeDrafter(Drafter):
         if self.cache:
             self.cache.observe(features, tokens)
 
-    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        for row, (builder, path, chain) in enumerate(
-            zip(self.builders, paths, self.chains, strict=True)
-        ):
-            if not self.idle[row]:
-                if self.cache:
-                    self.choices[row].settle(len(path), builder.seconds)
-                builder.update([node - len(chain) for node in path[len(chain) :]])
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+        if not self.idle[row]:
+            builder = self.builders[row]
+            if self.cache:
+                self.choices[row].settle(len(self.chains[row]) + len(path), builder.seconds)
+            builder.update(path)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
@@ -249,9 +211,9 @@ class TreeDrafter(Drafter):
             self.cache.remember(memory, answer)
 
     def new(self) -> "TreeDrafter":
-        parts = (self.policy, self.scheme, self.calibration, self.times)
-        new = TreeDrafter(self.proposer.new(), *parts)
-        return new.beside(self.cache.new()) if self.cache else new
+        cache = self.cache and self.cache.new()
+        parts = (self.policy, self.scheme, self.calibration, self.times, cache)
+        return TreeDrafter(self.proposer.new(), *parts)
 
     def _new_builder(self) -> TreeBuilder[Any]:
         kind: type[TreeBuilder[Any]] = AutoBuilder if self.policy.timed else TreeBuilder

@@ -12,9 +12,8 @@ from torch import Tensor
 from treespec.draft.cost.model import Cost, CostBy, measured_batch
 from treespec.draft.cost.timing import FEWEST, ROUNDS, Step, fast_times, kept_costs
 from treespec.draft.drafter import Frontier, Proposer
-from treespec.draft.grow.fixed import grow_fixed
+from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
 from treespec.draft.grow.growth import Growing, Growth, grow_together
-from treespec.draft.grow.ranked import Ranked, grow_ranked
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.distribution import Distribution
@@ -187,11 +186,11 @@ def by_level(depth: int) -> Trees:
 
 def drawn(shape: StaticTree) -> Trees:
     """A tree of draws."""
-    scheme, params = RRSWithoutReplacement(), SamplingParams(1.0)
+    builder = TreeBuilder(shape, RRSWithoutReplacement())
 
     def grow(root: Tensor, logits: Tensor) -> Growth:
         generator = torch.Generator(device=logits.device).manual_seed(0)
-        return grow_fixed(root, logits, shape, scheme, params, generator)
+        return builder.grow(root, logits, SamplingParams(1.0), generator)
 
     return grow
 

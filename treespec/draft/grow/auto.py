@@ -12,9 +12,8 @@ from torch import Tensor
 from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.cost.model import Cost, best_size
 from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction, bounded
-from treespec.draft.grow.builder import TreeBuilder
+from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
 from treespec.draft.grow.growth import Growth
-from treespec.draft.grow.ranked import grow_ranked
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree
 from treespec.trees.static import StaticTree
@@ -75,9 +74,9 @@ def _shape(
 
 
 @final
-class Profitable:
+class Profitable(Ranked):
     """The ranking by expected tokens and their cost: a level more, of the nodes that pay, while that is
-    likely to pay; then the best size (`treespec.draft.grow.ranked.Ranking`).
+    likely to pay; then the best size.
 
     Scores are Pr(the target chooses each token of the path).
     """
@@ -89,21 +88,21 @@ class Profitable:
         params: SamplingParams,
         calibration: Calibration | None,
     ) -> None:
-        self.tree, self.model, self.params, self.calibration = tree, model, params, calibration
+        super().__init__(tree.depth, tree.topk, nodes=1)
+        self.model, self.params, self.calibration = model, params, calibration
         self.forward = model.forward[: tree.nodes]
-        self.depth, self.nodes = tree.depth, 1
-        self.predicted, self.expanded = list[np.ndarray](), list[int]()
+        self.predicted, self.inner = list[np.ndarray](), list[int]()
         self.tops = model.rates[0]  # of the likeliest child of each level
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         greedy = self.params.greedy
         law = logits.float().softmax(-1) if greedy else probs(logits, self.params)
-        best, tokens = largest(law, min(self.tree.topk, logits.shape[-1]))
+        best, tokens = largest(law, min(self.topk, logits.shape[-1]))
         predicted = best.double().cpu().numpy()
         if self.calibration and greedy:
             predicted = self.calibration.sure(predicted, depth)
         self.predicted.append(predicted)
-        self.expanded.append(len(predicted))
+        self.inner.append(len(predicted))
         reach = self.model.by_law.corrected(predicted, depth)
         return tokens, torch.from_numpy(reach if above is None else above.numpy()[:, None] * reach)
 
@@ -121,7 +120,7 @@ class Profitable:
         # 2. Nodes of the last level whose children are likely to pay.
         self.tops += float(self.predicted[-1][0, 0])
         next_one = self.tops / (level + 1) * float(model.by_law.factors[1, 0])
-        best = np.sort(scores[-1].numpy())[::-1][: self.tree.topk]
+        best = np.sort(scores[-1].numpy())[::-1][: self.topk]
         step, row = model.rate * cost.level, model.rate * cost.row
         left = self.depth - level
         return expansion(best, min(next_one, CERTAIN), price, step, row, left) if left else 0
@@ -129,7 +128,7 @@ class Profitable:
     def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
         """Of the tree of the kept candidates [N]. parents: [N]."""
         probabilities = np.concatenate([[1.0], *(level.ravel() for level in self.predicted)])
-        levels, inner = len(self.expanded), sum(self.expanded)
+        levels, inner = len(self.inner), sum(self.inner)
         seconds = float(self.model.cost.seconds(len(kept), levels, 0, inner))
         return Prediction(seconds, parents, probabilities[kept])
 

@@ -1,21 +1,31 @@
 """Builds the trees of one sequence, as its policy asks (`treespec.trees.shape.Builder`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration
+from treespec.draft.calibration import Calibration, outline
 from treespec.draft.cost.model import CostBy
-from treespec.draft.grow.drawn import Confident, Sampled, grow_confident, grow_sampled
-from treespec.draft.grow.fixed import grow_fixed
-from treespec.draft.grow.growth import Growth
-from treespec.draft.grow.ranked import Ranked, grow_ranked
+from treespec.draft.drafter import Frontier
+from treespec.draft.grow.growth import (
+    Drawn,
+    Growing,
+    Growth,
+    Nodes,
+    draft_laws,
+    drafts_of,
+    in_turns,
+)
 from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.trees.layout import layout
+from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
+from treespec.trees.tree import TokenTree, best_first
 from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
@@ -62,7 +72,8 @@ class TreeBuilder(Generic[P]):
     ) -> Growth:
         """Grow the tree of one cycle.
 
-        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
+        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children, or
+        [1, M, V] of M models (`draft_laws`).
         """
         self.root, self.logits, self.params, self.generator = root, logits, params, generator
         tree = yield from self.policy.grow(self, self.known)
@@ -91,18 +102,147 @@ class TreeBuilder(Generic[P]):
         return largest(laws, most)[0].double().cpu().numpy()
 
     def fixed(self, shape: StaticTree) -> Growth:
-        return grow_fixed(self.root, self.logits, shape, self.scheme, self.params, self.generator)
+        """One draft step and one batch of draws for each level."""
+        tokens, levels, logits, scheme = [self.root], list[Drawn](), self.logits, self.scheme
+        fixed = layout(shape, logits.device)
+        for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
+            # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
+            #    drafted for as token 0.
+            if above:
+                frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
+                logits = yield Frontier(frontier, level.parent_rows)
+
+            # 2. The draws at all of these nodes.
+            k = int(level.draws.max())
+            if scheme.deterministic:
+                q = in_turns(logits, k) if logits.dim() == 3 else logits
+            else:
+                q = draft_laws(logits, scheme, self.params, k)
+            drawn = scheme.draw(q, level.draws, self.generator)  # [F, K]
+
+            # 3. The children's tokens, and what the verifier needs.
+            tokens.append(drawn.tokens[level.rows, level.columns])
+            levels.append((level.nodes, q, drawn))
+        drafts = None if scheme.deterministic else drafts_of(levels)
+        return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
 
     def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
         tree, _ = yield from grow_ranked(self.root, self.logits, Ranked(depth, topk, nodes))
         return tree
 
     def drawn(self, depth: int, price: float) -> Growth:
-        assert self.calibration
-        assert takes_sure_tokens(self.drawing)
-        by = Sampled(self.drawing, self.calibration, depth, price)
-        return grow_sampled(self.root, self.logits, by, self.params, self.generator)
+        """A node that is reached less often than its price is a leaf (`treespec.trees.sampled`)."""
+        scheme, calibration = self.drawing, self.calibration
+        assert calibration
+        assert takes_sure_tokens(scheme)
+        nodes, levels, logits = Nodes(self.root), list[Drawn](), self.logits
+        frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
+        for level in range(1, depth + 1):
+            # 1. The numbers of draws and sure tokens, fixed before drawing.
+            q = probs(logits, self.params)
+            tops, accepted = calibration.chances(outline(q), level - 1)
+            k, child_reach = allot(reach, tops, accepted, price, scheme.equal_draws)
+
+            # 2. The nodes that have any.
+            (some,) = np.nonzero(k.any(-1))
+            if not len(some):
+                break
+            if len(some) < len(q):
+                q, k, child_reach, frontier = q[some], k[some], child_reach[some], frontier[some]
+
+            # 3. Their draws; of repeats and further draws none has a node.
+            number, sure = torch.from_numpy(k).unbind(-1)
+            drawn = scheme.draw_with_sure(q, number, sure, self.generator)
+            slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
+            row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
+            levels.append((torch.from_numpy(frontier).to(q.device), q, drawn))
+
+            # 4. The next frontier: the children that are likely enough.
+            first = nodes.count
+            nodes.add(*map(torch.from_numpy, (slots[row, column], frontier[row])))
+            reach = child_reach[row, column]
+            (likely,) = np.nonzero(reach > price)
+            if level == depth or not len(likely):
+                break
+            frontier, reach = first + likely, reach[likely]
+            logits = yield nodes.frontier(*map(torch.from_numpy, (likely, some[row[likely]])))
+        return nodes.tree(drafts=drafts_of(levels))
 
     def chain(self, depth: int, threshold: float) -> Growth:
-        by = Confident(self.scheme, depth, threshold)
-        return grow_confident(self.root, self.logits, by, self.params, self.generator)
+        """A chain (`treespec.trees.confident`). The host waits once a level.
+
+        threshold: γ. A token's confidence is its probability at temperature 1, as in the paper.
+        """
+        nodes, levels, logits, scheme = Nodes(self.root), list[Drawn](), self.logits, self.scheme
+        for level in range(1, depth + 1):
+            # 1. Draw the next token.
+            q = logits if scheme.deterministic else draft_laws(logits, scheme, self.params, 1)
+            drawn, parent = scheme.draw(q, 1, self.generator), self.root.new_tensor([level - 1])
+            nodes.add(drawn.tokens[:, 0], parent)
+            levels.append((parent, q, drawn))
+
+            # 2. Stop below an unsure token, which stays in the chain.
+            last = drawn.tokens[:, 0].clamp_min(0)
+            if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:
+                break
+            logits = yield Frontier(last, torch.zeros_like(last))
+        return nodes.tree(drafts=None if scheme.deterministic else drafts_of(levels))
+
+
+@dataclass
+class Ranked:
+    """EAGLE-2's ranking by log-probability (`treespec.trees.dynamic`).
+
+    depth: levels, at most. topk: children per node. nodes: N to keep, the root included, once the
+    last level is there. expanded: nodes per level; None: topk of them. Scores are those of paths; no
+    child's is above its parent's.
+    """
+
+    depth: int
+    topk: int
+    nodes: int
+    expanded: int | None = None
+
+    def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """[F, K] tokens and [F, K] scores of the most likely children of F nodes, the likeliest first.
+
+        above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
+        """
+        shared = len(logits) > 1 and logits.stride(0) == 0  # one distribution for the whole level
+        law = (logits[:1] if shared else logits).float().log_softmax(-1)
+        best, tokens = largest(law, min(self.topk, law.shape[-1]))
+        return tokens.expand(len(logits), -1), best if above is None else above[:, None] + best
+
+    def width(self, level: int, scores: list[Tensor]) -> int:
+        """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
+        return (self.expanded or self.topk) if level < self.depth else 0
+
+
+def grow_ranked(root: Tensor, logits: Tensor, by: Ranked) -> Growing[tuple[TokenTree, Tensor]]:
+    """The growth of a tree of the most likely tokens, and the candidates [N] that it keeps, the root's 0 first.
+
+    Candidates are numbered level by level. The kept ones stand best first, so that a likely path lies
+    where `commit` leaves it. Of equals the parent comes first, so with a node its parent is kept.
+    root: [1] int64. logits: [1, V] draft logits of its children.
+    """
+    nodes, scores = Nodes(root), list[Tensor]()
+    frontier, above = root.new_zeros(1), None
+    for level in range(1, by.depth + 1):
+        # 1. The most likely children of each frontier node are candidates.
+        tokens, reach = by.below(above, logits, level - 1)  # [F, K]
+        first, width = nodes.count, tokens.shape[1]
+        nodes.add(tokens.flatten(), frontier.repeat_interleave(width))
+        scores.append(reach.flatten())
+
+        # 2. The best of them are the next frontier.
+        expanded = by.width(level, scores)
+        if not expanded:
+            break
+        best = best_first(scores[-1], expanded)
+        frontier, above = first + best, scores[-1][best]
+        logits = yield nodes.frontier(best, best // width)
+
+    # 3. Keep the best of all candidates.
+    kept = 1 + best_first(torch.cat(scores), by.nodes - 1)
+    kept = torch.cat([kept.new_zeros(1), kept])
+    return nodes.tree(kept), kept

@@ -2,6 +2,8 @@
 forced tokens, which they leave no choice about, as a chain above the drafted tree.
 """
 
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from treespec.draft.drafter import Frontier
-from treespec.draft.grow.fixed import drafts_of
-from treespec.draft.grow.growth import Growth
+from treespec.draft.drafter import Drafter, Frontier
+from treespec.draft.grow.growth import Growth, drafts_of
 from treespec.draft.vocabulary import spread
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.tree import TokenTree, hung_below
 from treespec.verify.scheme import Scheme
+from treespec.verify.topk import TopK
 
 Shape = Callable[[Sequence[Path], Tensor], Tensor]
 
@@ -126,3 +130,55 @@ def below_chain(chain: Tensor, grow: Callable[[Tensor], Growth], logits: Tensor)
     for token in chain.split(1):
         logits = yield Frontier(token, first_row)
     return (yield from grow(logits))
+
+
+class ForcedDrafter(Drafter):
+    """Drafts below the forced tokens of each sequence.
+
+    scheme: of the draws. chains: forced tokens of this cycle, by sequence.
+    """
+
+    scheme: Scheme = TopK()
+    chains: Sequence[Sequence[int]] = ()
+
+    @abstractmethod
+    def trees_below(
+        self,
+        roots: Tensor,
+        laws: Sequence[Distribution],
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        now: Callable[[], float],
+    ) -> list[TokenTree]:
+        """As `draft_trees`; each tree's root is the last forced token, if there is one (`end`)."""
+
+    @abstractmethod
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+        """Feedback on a tree of `trees_below`. path, out: without the forced tokens above it."""
+
+    def end(self, row: int, root: Tensor) -> Tensor:
+        """[1] the token below which a sequence's tree is drafted. root: [1]."""
+        return root.new_tensor(self.chains[row][-1:]) if self.chains[row] else root
+
+    @torch.no_grad()
+    def draft_trees(
+        self,
+        roots: Tensor,
+        laws: Sequence[Distribution],
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> list[TokenTree]:
+        self.chains = [law.forced() for law in laws]
+        trees = self.trees_below(roots, laws, generators, cache, now)
+        rows = zip(roots.split(1), self.chains, trees, generators, strict=True)
+        return [
+            with_chain(root, chain, tree, self.scheme, generator) if chain else tree
+            for root, chain, tree, generator in rows
+        ]
+
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
+            above = len(self.chains[row])
+            below = replace(out, logits=out.logits[above:]) if above else out
+            self.learn(row, [node - above for node in path[above:]], below)

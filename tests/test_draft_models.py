@@ -18,6 +18,7 @@ from models import (
     tokenizer,
     what,
 )
+from tiny_configs import MODELS, tiny
 
 from treespec import load
 from treespec.api.spec import Spec
@@ -91,17 +92,19 @@ def by_hand(kind, proposer, whole):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("model", name) for name in ("llama", "mistral-window-6", "gpt2")),
+        *(("model", name) for name in ("llama", "mistral-window-6", "gpt2", "qwen3_next")),
         *(("skip", name) for name in ("llama", "mistral-window-6", "gemma3")),
         *(("sparse", name) for name in ("llama", "gpt2")),
     ],
 )
 @torch.no_grad()
 def test_logits_at_every_node_are_those_of_plain_models_along_the_path(kind, name):
-    whole = target(name)
-    proposer = ModelProposer(Target(random_model(CONFIGS[name](), seed=5)), target("llama"))
-    proposer = proposer if kind == "model" else PROPOSERS[kind](whole)
-    whole = target("llama") if kind == "model" else whole
+    whole = target("llama" if kind == "model" else name)
+    if kind == "model":
+        config = CONFIGS[name]() if name in CONFIGS else tiny(MODELS[name])
+        proposer = ModelProposer(Target(random_model(config, seed=5)), whole)
+    else:
+        proposer = PROPOSERS[kind](whole)
     wanted = by_hand(kind, proposer, whole)
     cache, together = joined(whole, proposer, LONG)
     for _ in range(2 if kind == "model" else 1):  # a second time from the same roots, as after an interrupt

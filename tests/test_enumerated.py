@@ -52,6 +52,7 @@ SETUPS = [
     *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
     *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:3]),
     ("lookup", "auto", None, "top-k", 64),
+    *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED[:3], *CHAINS[:2], *WIDE[3:])),
     *(

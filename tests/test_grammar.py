@@ -40,16 +40,6 @@ def allowed_by_matcher(spec, regex, answer):
     return set((rows[0] == 0).nonzero()[:, 0].tolist())
 
 
-def test_the_mask_allows_what_begins_a_word_of_the_grammar(letters):
-    allowed = by_words(WORDS)
-    shaper = shaper_of(letters, REGEX)
-    paths = [path for n in range(4) for path in itertools.product(range(4), repeat=n)]
-    rows = shaper.shape([], paths, torch.zeros(len(paths), len(TOKENS)))
-    for path, row in zip(paths, rows, strict=True):
-        if all(token in allowed(path[:n]) for n, token in enumerate(path)):
-            assert set((row == 0).nonzero()[:, 0].tolist()) == allowed(path)
-
-
 def test_masks_do_not_depend_on_the_way_to_a_node(letters):
     """One matcher walks a tree, others go straight to each node, and one goes on from a longer answer."""
     paths = [path for n in range(5) for path in itertools.product([0, 1, 2, 3], repeat=n)][::-1]
@@ -117,13 +107,3 @@ def test_an_answer_ends_where_nothing_may_follow_and_says_when_it_was_cut(letter
     part = letters.generate(PROMPT, regex="(ab){3}c", max_new_tokens=2)
     assert part.text == "abab"
     assert part.stats.truncated
-
-
-def test_texts_with_and_without_a_grammar_are_decoded_together(letters):
-    plain, bound = ({"max_new_tokens": 6, "seed": seed} for seed in (1, 2))
-    wanted = letters.generate(PROMPT, **plain), letters.generate(PROMPT, regex=FORCED, **bound)
-    texts = [letters.request(PROMPT, **plain), letters.request(PROMPT, regex=FORCED, **bound)]
-    tokens = {text: [] for text in texts}
-    for text, piece in letters.decoder.run(texts, batch=2):
-        tokens[text] += piece.token_ids
-    assert [tokens[text] for text in texts] == [answer.token_ids for answer in wanted]

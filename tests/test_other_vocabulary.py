@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from growing import TEXTS, contents, joined, level_logits, same
+from growing import contents, joined, level_logits, same
 from models import GROUPED, plain_generate, random_eagle3, random_head, random_model, save_model, tokenizer, what
 from other_words import sentence_piece, without_shared_tokens
 from tokenizers import Tokenizer
@@ -111,19 +111,6 @@ class TestProposer:
                 alone = draft.model.model(torch.tensor([tokens])).logits[0, -1][draft.words.draft]
                 assert torch.allclose(logits, alone, atol=2e-4, rtol=2e-4)
         assert same(before, contents(cache))
-
-    def test_a_text_that_begins_anew_keeps_the_common_prefix(self, pair):
-        target, draft = pair
-        _, one = joined(target, draft, TEXTS[:1])
-        one.begin(torch.tensor([8]))
-        one.rewind([3])
-        assert one.lengths == [3]
-        one.observe([torch.zeros(2, 32)], [torch.tensor([4, 33, 34, 35])[:3]])
-        fresh = one.new()
-        fresh.observe([torch.zeros(5, 32)], [torch.tensor([*TEXTS[0][:3], 4, 33, 34])])
-        assert one.known[0].tolist() == fresh.known[0].tolist()
-        root = torch.tensor([34])
-        assert torch.allclose(one.begin(root)[0], fresh.begin(root)[0], atol=1e-4)
 
     def test_a_text_of_the_targets_start_alone_may_follow_another(self, pair):
         _, draft = pair

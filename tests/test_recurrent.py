@@ -1,17 +1,12 @@
 """Targets whose layers carry a state from token to token: chains, trees and batches change no token."""
 
 import copy
-import itertools
-import math
-from collections import Counter
 from functools import cache
 
 import pytest
 import torch
 from models import plain_generate, prompt, random_model
-from scipy.stats import chi2
 from test_every_model import TOLERANCE
-from test_sequence_law import ERROR, chi_square
 from test_target import paths_of, plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
@@ -20,7 +15,6 @@ from treespec.draft.models.model import ModelProposer
 from treespec.errors import InputError
 from treespec.model.recurrent_rows import linear_layers
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
 
 RECURRENT = {  # whether the mixers take several tokens behind a state
     "bamba": True,
@@ -145,24 +139,6 @@ def test_a_text_that_goes_on_reuses_the_states_after_its_prompt():
     output = spec.generate(longer, max_new_tokens=NEW)
     assert output.token_ids == alone("qwen3_next", longer)
     assert output.stats.cached_tokens == len(first) - 1
-
-
-@pytest.mark.parametrize(("name", "tree"), [("qwen3_next", "2x2"), ("mamba", "chain:2")])
-def test_sampled_texts_have_the_targets_law(name, tree):
-    """All texts of three tokens from a vocabulary of three, by χ²."""
-    model = Target(random_model(tiny(MODELS[name], {"vocab_size": 3, "eos_token_id": None, "pad_token_id": None})))
-    draft = Target(random_model(model.model.config, seed=3))
-    spec = Spec(model, ModelProposer(draft, model), tree, "rrs-wo")
-    params, start, runs = SamplingParams(temperature=2.0), [1, 2, 0, 1], 400
-    law = {}
-    for text in itertools.product(range(3), repeat=3):
-        rows = probs(plain_logits(model.model, [*start, *text])[3:-1].double(), params)
-        law[text] = math.prod(float(rows[i, token]) for i, token in enumerate(text))
-    outputs = spec.generate(start, n=runs, batch=50, temperature=2.0, max_new_tokens=3, seed=0)
-    seen = Counter(tuple(output.token_ids) for output in outputs)
-    statistic, freedom = chi_square([seen[text] for text in law], list(law.values()))
-    assert freedom > 3
-    assert statistic < chi2.isf(ERROR, freedom)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,11 @@ from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
 from treespec.draft.trained.kinds import new_eagle as new_head
-from treespec.draft.trained.proposers import EagleProposer
-from treespec.draft.tree_drafter import TreeDrafter
-from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary, whole
+from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.policy import policy
-from treespec.verify.registry import verifier_by_name
+from treespec.shaping.sampling import SamplingParams
 
 CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))
 SAMPLED = ("traversal", "sampled:price=.02,depth=3")
@@ -50,54 +46,6 @@ def test_greedy_text_is_the_targets_token_for_token(half, verifier, tree):
     out = spec.generate(PROMPT, max_new_tokens=24)
     assert out.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
     assert sum(out.stats.drafted) > 24
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("verifier", "tree", "temperatures"),
-    [
-        ("rrs-wo", "eagle", (1.0,)),
-        ("rrs-wo", "40x1", (1.0,)),
-        ("optimal", "3x2", (1.0,)),
-        (*SAMPLED, (1.0,)),
-        ("rrs:draft-temperatures=0.5/2", "2x2", (0.5, 2.0)),
-    ],
-)
-def test_the_laws_of_a_tree_are_those_its_draws_came_from(half, verifier, tree, temperatures):
-    """The head's laws over its own tokens, after top-k: they sum to 1 there, to 1e-5, and are 0 elsewhere."""
-    model, head = half
-    text, features = torch.tensor(PROMPT), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-    proposer = EagleProposer(head, model)
-    follow(proposer, features, text)
-    drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, CALIBRATION)
-    grown = draft_tree(drafter, text[-1:], SamplingParams(1.0, top_k=20), torch.Generator().manual_seed(3))
-    own = {-1, *head.vocabulary.tolist()}
-    assert grown.tokens[0] == text[-1]
-    assert {*grown.tokens[1:].tolist(), *grown.drafts.draws.tokens.flatten().tolist()} <= own
-    for row, node in enumerate(grown.drafts.nodes.tolist()):
-        path = grown.tokens[grown.ancestors[node]][1:]
-        if (path < 0).any():
-            continue
-        tokens, known = torch.cat([text, path]), features
-        for end in range(len(text), len(tokens) + 1):
-            hidden = head.step(tokens[None, :end], known[None], torch.arange(end))[0, -1:]
-            known = torch.cat([known, hidden])
-        logits = model.output_logits(hidden[0])[head.vocabulary]
-        for draw, temperature in enumerate(temperatures):
-            law = torch.zeros(64)
-            law[head.vocabulary] = probs(logits, SamplingParams(temperature, top_k=20))
-            found = grown.drafts.q[row] if len(temperatures) == 1 else grown.drafts.q[row, draw]
-            torch.testing.assert_close(found, law, rtol=0, atol=1e-5)
-
-
-def test_the_law_over_all_tokens_is_that_of_the_draft_tokens(half):
-    model, head = half
-    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
-    for params in (SamplingParams(1.0), SamplingParams(0.7, top_k=40), SamplingParams(1.3, top_p=0.8)):
-        law = probs(whole(head.logits(hidden, model), head, model), params)
-        alone = probs(model.output_logits(hidden)[:, head.vocabulary], params)
-        torch.testing.assert_close(law[:, head.vocabulary], alone)
-        torch.testing.assert_close(law.sum(-1), torch.ones(3))
 
 
 def test_a_calibration_counts_only_tokens_that_are_drafted(half):

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from drafting import source_of
 from models import GROUPED, TableConfig, TableModel, random_eagle3, random_head, random_model
+from tiny_configs import MODELS, tiny
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
@@ -55,6 +56,12 @@ def near(seed: int) -> Target:
 def attentive(end: int | None) -> Target:
     """A model of three layers, for drafters that leave some out or see some of the keys."""
     return Target(random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": VOCAB, "eos_token_id": end}), seed=2))
+
+
+@cache
+def recurrent(end: int | None) -> Target:
+    """A model whose layers carry a state."""
+    return Target(random_model(tiny(MODELS["qwen3_next"], {"vocab_size": VOCAB, "eos_token_id": end}), seed=4))
 
 
 def trained(kind: str, target: Target) -> Any:
@@ -103,6 +110,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
     "sparse": lambda target: SparseProposer(target, 5, None),
     "snapkv": lambda target: SparseProposer(target, 5, 4),
+    "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "rest": lambda target: retrieved(),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
     "suffix+model": lambda target: Source(ModelProposer(near(2), target), suffix_cache()),
@@ -112,7 +120,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 
 def spec_of(drafter: str, tree: str | None = None, verifier: str = "topk", end: int | None = None) -> Spec:
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
-    target = attentive(end) if drafter in ("skip", "sparse", "snapkv") else table(end=end)
+    targets = {"recurrent": recurrent, **dict.fromkeys(("skip", "sparse", "snapkv"), attentive)}
+    target = targets[drafter](end) if drafter in targets else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
     timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)
     spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})

@@ -70,13 +70,14 @@ def path_rows(seen: Tensor, places: Tensor) -> PathRows:
     seen: [B, N, U] bool, the uncommitted columns that each new node sees; the last N are their own.
     places: [B, U] int64, the position in its text of each uncommitted column.
     """
-    # 1. A node that no other new node sees ends a path. Padding stands beside the root: no row.
+    # 1. A node that no other new node sees ends a path. Padding of a tree stands beside the root: no
+    #    row. In a level of a draft, all nodes stand beside the first, and each has a row.
     b, n, u = seen.shape
     steps = seen.sum(2)  # [B, N] length of the path to each node
     own = seen[:, :, u - n :]
     above = own & ~torch.eye(n, dtype=torch.bool, device=seen.device)
     ends = ~above.any(1)
-    if u == n:
+    if u == n and bool((places > places[:, :1]).any()):
         padding = (steps == 1) & (places == places[:, :1])
         padding[:, 0] = False
         ends &= ~padding

@@ -1,27 +1,21 @@
 """The contestants of treespec itself: their models, and how each completes prompts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
 
 import torch
 
 from treespec.api.loading import calibration_of, load_sources
-from treespec.api.spec import Output, Spec, trace
+from treespec.api.spec import Output, Spec
 from treespec.decoding.sequence import LEAD
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
 from treespec.eval.asking import Answerer, Ask
-from treespec.eval.common import seed_of
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
-from treespec.eval.questions import Question
 from treespec.requests.options import Keywords, Seed
 from treespec.trees.static import TreeError
-
-TRACED, CYCLES = 24, 4  # tokens and cycles of a traced completion, at most
 
 Fresh = Callable[[Contestant], Spec]
 
@@ -152,26 +146,6 @@ def waited_stages(spec: Spec, ask: Ask, options: Keywords) -> dict[str, float]:
     for _ in spec.decoder.run([text]):
         pass
     return dict(text.stats.seconds)
-
-
-def traces(
-    chosen: Sequence[Contestant], fresh: Fresh, questions: Sequence[Question], config: EvalConfig
-) -> Iterator[dict[str, Any]]:
-    """The ledger's entries `traced`: the first cycles of each pair, on a question that leaves room.
-
-    Their times are no figures: recording slows a generation down.
-    """
-    pairs = [one for one in chosen if one.drafter and one.batch == chosen[0].batch]
-    spec = fresh(pairs[0])
-    prompts = {q.question_id: [{"role": "user", "content": q.turns[0]}] for q in questions}
-    fits = (i for i, p in prompts.items() if len(spec.encode(p)) < spec.target.context_length)
-    for asked in islice(fits, 1):
-        for one in pairs:
-            seed = seed_of(config.seed, asked, 0, one.name)
-            options: Keywords = sampling(one, config) | {"memory": None, "max_new_tokens": TRACED}
-            cycles = islice(trace(fresh(one), prompts[asked], seed=seed, **options), CYCLES)
-            told = {"contestant": one.name, "prompt": prompts[asked][0]["content"]}
-            yield told | {"cycles": [cycle.to_json() for cycle in cycles]}
 
 
 def sampling(one: Contestant, config: EvalConfig) -> Keywords:

@@ -75,6 +75,15 @@ def number(name: str, text: str) -> float:
         raise InputError(f"--{name}: {text!r} is not a number") from None
 
 
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """What differs from an earlier run, in words; "" for nothing. Digests bear names with `the`."""
+    return "; ".join(
+        f"{name} changed" if name.startswith("the ") else f"{name} was {before[name]}, now {x}"
+        for name, x in now.items()
+        if before.get(name, x) != x
+    )
+
+
 def drafted_by(config: Mapping[str, object]) -> str:
     """What drafts, for a note below tables. config: an evaluation's options, as JSON keeps them."""
     drafter = config.get("drafter")

@@ -80,9 +80,9 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
         "smaller model with the same tokenizer, for transformers' assisted generation", None
     )
     contexts: str | None = option(
-        "also time forwards by nodes after this many tokens; several are separated by commas",
+        "also measure what a cycle costs after this many tokens; several are separated by commas",
         None,
-        least=1,
+        least=8,
         most=TOKENS,
         whole=True,
     )

@@ -2,7 +2,7 @@
 
 options, environment, machine, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
-intervals. failed: why a peer has no figures, by its name. forwards: of `forward_times`. again: of the
+intervals. failed: why a peer has no figures, by its name. costs: of cycles, by context. again: of the
 baseline's second time (A/A), by temperature and batch: its questions, and its speedup over the first.
 
 A row has the fields of its `Contestant`, and:
@@ -12,7 +12,6 @@ A row has the fields of its `Contestant`, and:
     categories     `figures` by category, by task for Spec-Bench
     by_generate    tokens/s over those of `model.generate`
     of_fastest     tokens/s over those of the fastest lossless pair; None for that one
-    over_smallest  tokens/s over those of the same contestant with the smallest batch
     same           turns of temperature 0 with the baseline's tokens, of a server with its text
     turns, ended   the number of turns; by what ended them
     right          `right_figures`; None where no completion was checked
@@ -97,7 +96,7 @@ def summarise(ledger: Ledger) -> Summary:
         "again": again,
         "rows": rows,
         "failed": failed,
-        "forwards": [time for entry in ledger.of("forwards") for time in entry["times"]],
+        "costs": ledger.of("cost"),
     }
 
 
@@ -136,19 +135,18 @@ def compare(rows: Sequence[Row], mine: Mapping[str, Sequence[Completion]]) -> No
     draws = resample(len(next(iter(mine.values()))), RESAMPLES, seed=0)
     speeds = {name: speed_of(totals(completions, draws)) for name, completions in mine.items()}
     for row in rows:
-        here = [other for other in rows if other["temperature"] == row["temperature"]]
-        level = [other for other in here if other["batch"] == row["batch"]]
-        pairs = [other for other in level if other["drafter"] and other["lossless"]]
-        kinds = ("method", "drafter", "tree", "peer")
+        at = row["temperature"], row["batch"]
+        here = [other for other in rows if (other["temperature"], other["batch"]) == at]
+        pairs = [other for other in here if other["drafter"] and other["lossless"]]
         found = {
-            "by_generate": [other for other in level if other["method"] == GENERATE],
+            "by_generate": [other for other in here if other["method"] == GENERATE],
             "of_fastest": sorted(pairs, key=lambda other: -speeds[other["name"]][0]),
-            "over_smallest": [o for o in here if all(o[kind] == row[kind] for kind in kinds)],
         }
         for name, others in found.items():
             itself = not others or others[0] is row or (name == "of_fastest" and not row["drafter"])
-            ratio = None if itself else speeds[row["name"]] / speeds[others[0]["name"]]
-            row[name] = None if ratio is None else interval(ratio)
+            row[name] = None
+            if not itself:
+                row[name] = interval(speeds[row["name"]] / speeds[others[0]["name"]])
 
 
 def figures_of(mine: Completions, base: Completions | None, chosen: Sequence[Id], seed: int) -> Row:

@@ -7,8 +7,7 @@ figures without any model, and a killed one goes on where it stopped. Kinds of e
     completion  what a contestant answered to a question (`Completion`)
     checked     whether one of these is right
     failed      why a peer gave up
-    forwards    times of forwards by nodes
-    traced      some cycles of a contestant, for the page
+    cost        what a cycle costs, by nodes, after a context
 
 Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
 """

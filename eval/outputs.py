@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path, PurePath
-from typing import Any
 
 from treespec.eval.common import drafted_by
 from treespec.eval.config import EvalConfig
@@ -10,10 +9,8 @@ from treespec.eval.figures import Summary, summarise
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.report import markdown, page
 from treespec.eval.tables import report_of
-from treespec.eval.verdict import name_of
 from treespec.files.atomic import write_json, write_text
 from treespec.options import command_line
-from treespec.requests.events import Cycle, explained
 
 
 def write_report(ledger: Ledger, out: Path) -> Summary:
@@ -22,7 +19,7 @@ def write_report(ledger: Ledger, out: Path) -> Summary:
     summary = json.loads(said, parse_constant=lambda _: None)  # no times where none were measured
     write_json(out / "report.json", summary)
     write_text(out / "report.md", markdown(report_of(summary)))
-    write_text(out / "report.html", page_of(summary, ledger))
+    write_text(out / "report.html", page_of(summary))
     lines: dict[str, list[str]] = {}
     for completion in ledger.of("completion"):
         lines.setdefault(completion["contestant"], []).append(json.dumps(answer_of(completion)))
@@ -31,33 +28,20 @@ def write_report(ledger: Ledger, out: Path) -> Summary:
     return summary
 
 
-def page_of(summary: Summary, ledger: Ledger) -> str:
-    """The report, with the latest trees of each pair and what the figures depend on."""
-    options, rows, count = summary["options"], summary["rows"], summary["questions"]
+def page_of(summary: Summary) -> str:
+    """The report, with what the figures depend on."""
+    options, count = summary["options"], summary["questions"]
     setup = {"command": command_line("eval", EvalConfig, options)}
     setup |= {what: str(value) for what, value in summary["environment"].items()}
     known = {"", *setup.values()}  # without a GPU the device is the processor
     setup |= {what: value for what, value in summary["machine"].items() if value not in known}
-    latest = {entry["contestant"]: entry for entry in ledger.of("traced")}
     return page(
         report_of(summary),
         f"{PurePath(options['target']).name}: acceptance and speed",
         subtitle=f"{drafted_by(options)}, {count} {'question' if count == 1 else 'questions'} of "
         f"{options['questions']}",
         setup=list(setup.items()),
-        traced=[
-            traced(f"{name_of(row, rows)}, temperature {row['temperature']:g}", latest[row["name"]])
-            for row in rows
-            if row["name"] in latest
-        ],
     )
-
-
-def traced(title: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """What a page shows of a trace: its title, the prompt and (sentence, cycle) of its cycles."""
-    cycles = [Cycle.from_json(fields) for fields in entry["cycles"]]
-    said = [(explained(cycle), cycle) for cycle in cycles]
-    return {"title": title, "prompt": entry["prompt"], "cycles": said}
 
 
 def answer_of(completion: Completion) -> dict[str, object]:

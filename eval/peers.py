@@ -1,13 +1,13 @@
 """Other programs as contestants: transformers' own generation, and servers with OpenAI's interface."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from treespec.api.spec import Output
 from treespec.decoding.stats import Stats
@@ -72,7 +72,8 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
             f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: "
             "take one with its tokenizer"
         )
-    if target.tokenizer is not None and _words(tokenizer) != _words(target.tokenizer):
+    words = [one and one.get_vocab() for one in (tokenizer, target.tokenizer)]
+    if words[1] and words[0] != words[1]:
         raise InputError(
             "--assistant has other tokens than the target: take a model with the target's tokenizer"
         )
@@ -83,8 +84,25 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
     return model
 
 
-def _words(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int] | None:
-    return tokenizer.get_vocab() if tokenizer else None
+def plain_tokens(
+    model: PreTrainedModel, prompt: list[int], fields: Mapping[str, object], **more: Any
+) -> list[list[int]]:
+    """New tokens of `model.generate` with these settings and none of the model's own; by default greedy.
+
+    fields: of a `GenerationConfig`. more: further arguments of `generate`.
+    """
+    # transformers fills gaps from the model's own generation config: empty that one
+    settings = GenerationConfig(
+        **{"pad_token_id": 0, "do_sample": False, "top_k": 0} | dict(fields)
+    )
+    models_own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        ids, generate = torch.tensor([prompt], device=model.device), cast(Any, model.generate)
+        mask = torch.ones_like(ids)
+        rows = generate(ids, attention_mask=mask, generation_config=settings, **more)
+        return rows[:, len(prompt) :].tolist()
+    finally:
+        model.generation_config = models_own
 
 
 @final
@@ -119,28 +137,11 @@ class Stock:
             outputs.append(Output(text, tokens, stats))
         return outputs
 
-    @torch.inference_mode()
     def generated(self, ask: Ask, eos: Collection[int]) -> list[int]:
         """New tokens; temperature 0 is greedy. eos: the tokens that end a completion."""
-        # 1. Settings. transformers fills gaps from the model's own generation config: empty that one.
-        settings = GenerationConfig(
-            max_new_tokens=ask.most,
-            eos_token_id=sorted(eos) or None,
-            pad_token_id=0,
-            **{"top_k": 0, "do_sample": False} | self.sampling,
-        )
-        models_own, self.model.generation_config = self.model.generation_config, GenerationConfig()
-
-        # 2. The completion.
-        try:
-            torch.manual_seed(ask.seed)
-            ids = torch.tensor([ask.ids], device=self.model.device)
-            generate: Any = self.model.generate
-            mask = torch.ones_like(ids)
-            text = generate(ids, attention_mask=mask, generation_config=settings, **self.method)
-            return text[0, len(ask.ids) :].tolist()
-        finally:
-            self.model.generation_config = models_own
+        torch.manual_seed(ask.seed)
+        ends = {"max_new_tokens": ask.most, "eos_token_id": sorted(eos) or None}
+        return plain_tokens(self.model, ask.ids, ends | self.sampling, **self.method)[0]
 
 
 @final

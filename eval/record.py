@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
+from treespec.eval.common import differences
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.ledger import FORMAT, Entry
 from treespec.eval.questions import Question
@@ -45,15 +46,9 @@ def models_of(config: EvalConfig) -> dict[str, str]:
 
 def check_same(before: Entry, now: Mapping[str, object], out: Path) -> None:
     """Raises InputError, with what differs, where a ledger is of something else than `now`."""
-    changes = [
-        f"{name} changed" if name.startswith("the ") else f"{name} was {before[name]}, now {x}"
-        for before in [before["same"]]
-        for name, x in now.items()
-        if before.get(name, x) != x
-    ]
-    if changes:
+    if changes := differences(before["same"], now):
         raise InputError(
-            f"{out} holds another evaluation ({'; '.join(changes)}): choose another --out, "
+            f"{out} holds another evaluation ({changes}): choose another --out, "
             "or repeat its options to go on with it"
         )
 

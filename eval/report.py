@@ -7,11 +7,9 @@ model's text and no name becomes markup.
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import StringIO
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -19,8 +17,6 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from treespec.eval.intervals import Figure
-from treespec.requests.events import Cycle
-from treespec.requests.picture import picture
 from treespec.text.strings import one_line
 
 Cell = str | Figure | None
@@ -168,7 +164,7 @@ def draw(table: Table, console: Console) -> None:
 
 def page(report: Report, title: str, **more: Any) -> str:
     """The report as a page of HTML. more: other values that page.html shows."""
-    empty: dict[str, Any] = {"subtitle": "", "setup": (), "traced": ()}
+    empty: dict[str, Any] = {"subtitle": "", "setup": ()}
     return filled_in("page.html", report=report, title=title, **empty | more)
 
 
@@ -181,15 +177,8 @@ def filled_in(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"line": printable, "tree": tree}
+    environment.filters["line"] = printable
     return environment.get_template(template).render(**values)
-
-
-def tree(cycle: Cycle) -> Markup:
-    """A drafted tree in colours, as HTML."""
-    console = Console(record=True, width=1000, file=StringIO(), force_terminal=True)
-    console.print(picture(cycle), soft_wrap=True, crop=False)
-    return Markup(console.export_html(inline_styles=True, code_format="{code}"))
 
 
 def item(text: str) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -11,15 +11,15 @@ from typing import final
 
 import torch
 
+from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, load_own, recall, traces, unfit
+from treespec.eval.answering import answerer, load_own, recall, unfit
 from treespec.eval.asking import ask, said
 from treespec.eval.common import Step, in_order
 from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, contestants, pairs
 from treespec.eval.environment import describe, machine
 from treespec.eval.figures import FEW, Summary
-from treespec.eval.forwards import check_room, forward_times
 from treespec.eval.ledger import Completion, Entry, Ledger, place_of
 from treespec.eval.outputs import write_report
 from treespec.eval.peers import peer_answerers
@@ -105,7 +105,7 @@ class Run:
         there = {(e["contestant"], e["question_id"]) for e in self.ledger.of("completion")}
         plan = planned(self.questions, chosen, there)
         contexts = numbers_of("contexts", config.contexts)
-        if self.ledger.of("forwards") or self.head["processes"] > 1:
+        if self.ledger.of("cost") or self.head["processes"] > 1:
             contexts = []
         places = [(config.target, config.head), (config.target, config.head)]
         if before is not None:
@@ -122,16 +122,14 @@ class Run:
         plan = [(group, one) for group, one in plan if one in fit]
         self.total = self.done + sum(len(group) for group, _ in plan)
 
-        # 3. Everything asked and timed, then trees for the page.
+        # 3. Everything asked and timed.
         if contexts:
-            self.report("timing forwards by nodes")
-            drafting = next(one for one in fit if one.drafter)
-            times = forward_times(self.fresh(drafting), contexts, config.seed)
-            self.ledger.append("forwards", {"times": times})
+            self.report("measuring what a cycle costs")
+            spec = self.fresh(next(one for one in fit if one.drafter))
+            for context in contexts:
+                cost = measure(spec.target, spec.proposer, context=context)
+                self.ledger.append("cost", {"context": context, **asdict(cost)})
         self.ask_all(plan)
-        self.report("recording a few trees for report.html")
-        for entry in traces(fit, self.fresh, self.questions, config):
-            self.ledger.append("traced", entry)
 
     def check(self, same: Mapping[str, object]) -> None:
         """Note what must not change. Raises InputError where it has."""
@@ -209,6 +207,16 @@ class Run:
             self.ledger.append("failed", {"contestant": one.name, "why": why})
             self.failed.add(one)
             return []
+
+
+def check_room(contexts: Sequence[int], context_length: int) -> None:
+    """Raises InputError for a context that leaves a target no room for the largest tree."""
+    most = context_length - NODES[-1]
+    if contexts and contexts[-1] > most:
+        raise InputError(
+            f"--contexts {contexts[-1]}: the target's context holds {context_length} tokens, "
+            f"{NODES[-1]} nodes included; give at most {most}"
+        )
 
 
 def planned(

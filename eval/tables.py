@@ -7,7 +7,6 @@ from treespec.eval.common import STAGE_NAMES, drafted_by
 from treespec.eval.config import EvalConfig
 from treespec.eval.contestants import batches_of
 from treespec.eval.figures import FEW, Row, Summary
-from treespec.eval.forwards import ROUNDS
 from treespec.eval.report import Cell, Report, Table, filled_in, percent, shown
 from treespec.eval.verdict import batch_of, noise_of, several, short, tree_name, verdict
 
@@ -44,7 +43,7 @@ def report_of(summary: Summary) -> Report:
         table("Acceptance rate α by depth", own, rates),
         table("A cycle's time in ms (share)", own if timed else [], cycle),
         table("Speedup without prompts, and its bound", pairs if timed else [], bound),
-        *forward_tables(summary["forwards"]),
+        cost_table(summary["costs"]),
     ]
     return Report(tables, notes(summary), verdict(summary))
 
@@ -79,7 +78,6 @@ def speeds(row: Row) -> dict[str, Cell]:
         "tokens/s": overall["tokens_per_second"],
         "speedup": overall["speedup"],
         "by generate": row["by_generate"],
-        "by the smallest batch": row["over_smallest"],
         "first token, s": first,
         "identical": "" if row["same"] is None else f"{row['same']} of {row['turns']}",
     }
@@ -132,24 +130,19 @@ def bound(row: Row) -> dict[str, Cell]:
     }
 
 
-def forward_tables(times: Sequence[dict[str, Any]]) -> list[Table]:
-    """Forwards of the target and of the head, a row a context; none without `--contexts`."""
-    titles = {"target": "The target's forward in ms, by nodes", "begin": "The head's step in ms"}
-    columns = {"target": "{}", "begin": "begin, {} tokens", "extend": "level of {}"}
-    rows: dict[str, dict[str, dict[str, Cell]]] = {}
-    for time in times:
-        title = titles.get(time["what"], titles["begin"])
-        row = rows.setdefault(title, {}).setdefault(str(time["context"]), {})
-        row[columns[time["what"]].format(time["nodes"])] = time["ms"]
-    return [
-        Table(
-            title,
-            ["Context"],
-            list(next(iter(own.values()))),
-            [[at, *row.values()] for at, row in own.items()],
-        )
-        for title, own in rows.items()
-    ]
+def cost_of(cost: dict[str, Any]) -> dict[str, str]:
+    """A cost model (`treespec.draft.cost.model.Cost`) in ms, as a row by column."""
+    seconds = {str(n): s for n, s in zip(cost["nodes"], cost["forward"], strict=True)}
+    seconds |= {"first draft level": cost["begin"] + cost["level"], "each further": cost["level"]}
+    return {"Context": str(cost["context"])} | {n: f"{1000 * s:.2f}" for n, s in seconds.items()}
+
+
+def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
+    """What a cycle costs, a row a context; without rows if there is no `--contexts`."""
+    rows = [cost_of(cost) for cost in costs]
+    label, *columns = dict.fromkeys(name for row in rows for name in row) or [""]
+    cells = [[row.get(name, "") for name in (label, *columns)] for row in rows]
+    return Table("A cycle's cost in ms, by nodes of its tree", [label], columns, cells)
 
 
 def notes(summary: Summary) -> list[str]:
@@ -162,7 +155,6 @@ def notes(summary: Summary) -> list[str]:
         config=config,
         drafted_by=drafted_by(summary["options"]),
         few=FEW,
-        rounds=ROUNDS,
         bounded=any(row["overall"]["bound"] for row in rows),
         peers=any(row["peer"] for row in rows),
         checked=any(row["right"] for row in rows),

@@ -134,10 +134,9 @@ def test_the_files_of_completions_are_what_fastchat_and_spec_bench_read(finished
 
 
 def test_one_row_of_steps_for_a_person_to_watch(finished):
-    *steps, recording = finished[2]
+    steps = finished[2]
     texts = [step.text for step in steps]
     assert [step.done for step in steps][-9:] == list(range(1, 10))
-    assert "report.html" in recording.text
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert [f"τ ({TAU})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
@@ -193,7 +192,6 @@ def test_batches_of_any_size_have_the_same_tokens_and_rows_of_their_own(home, tm
     for (name, question), tokens in tokens_of(tmp_path).items():
         by_batch[int(name[-1])][name[:-3], question] = tokens
     assert by_batch[1] == by_batch[2]
-    assert [row["over_smallest"] is None for row in rows] == [row["batch"] == 1 for row in rows]
     assert "the next one takes the place of one that has ended" in page_of(tmp_path / "report.md")
 
 

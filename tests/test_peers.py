@@ -13,9 +13,10 @@ from models import GROUPED, random_head, random_model
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
+from treespec.draft.cost.measure import measure
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.eval import contestants, forwards
+from treespec.eval import contestants
 from treespec.eval.answering import waited_stages
 from treespec.eval.asking import Ask
 from treespec.eval.contestants import GENERATE, Contestant
@@ -29,12 +30,10 @@ from treespec.requests import endpoint
 @pytest.fixture(scope="module")
 def measured(home, tmp_path_factory):
     """A run with all of transformers' methods; the target assists itself."""
-    out, patch = tmp_path_factory.mktemp("measured"), pytest.MonkeyPatch()
-    patch.setattr(forwards, "ROUNDS", 2)
+    out = tmp_path_factory.mktemp("measured")
     changes = {"temperature": "0,1", "verifier": "topk,rrs@2x2", "contexts": "20", "max_new_tokens": 6, "turns": 1}
     more = {"peers": "transformers", "assistant": str(home / "target")}
     summary = evaluate(config_in(home, out, **changes, **more))
-    patch.undo()
     return out, summary
 
 
@@ -42,7 +41,7 @@ def test_a_level_of_a_head_with_few_draft_tokens_is_timed():
     model = Target(random_model(hf.LlamaConfig(**GROUPED)))
     head = random_head(model)
     restrict(head, model, torch.tensor([1, 5]))
-    assert forwards.forward_times(Spec(model, head), [8], 0)
+    assert measure(model, Spec(model, head).proposer, context=8).forward
 
 
 def test_transformers_says_in_float32_what_we_say_greedily(measured):
@@ -59,7 +58,7 @@ def tables(text):
     return {title: [[c.strip() for c in line.split("|")[1:-1]] for line in own] for title, own in lines.items()}
 
 
-def test_the_report_compares_with_peers_bounds_and_forwards(measured):
+def test_the_report_compares_with_peers_bounds_and_costs(measured):
     out, summary = measured
     found = tables((out / "report.md").read_text())
     (_, _, *speed), limits = found[next(iter(found))], found["Speedup without prompts, and its bound"]
@@ -71,16 +70,13 @@ def test_the_report_compares_with_peers_bounds_and_forwards(measured):
         assert (row["by_generate"] is None) == (row["method"] == GENERATE)
         assert (tau == "") == (overall["acceptance_length"]["value"] is None) == bool(row["peer"])
     assert [cells[0] for cells in limits[2:]] == ["topk", "rrs"] * 2
-    times = {(one["what"], one["nodes"]): f"{one['ms']['value']:.2f}" for one in summary["forwards"]}
-    assert len(times) == len(forwards.NODES) + 1 + len(forwards.FRONTIERS)
-    for title, what, column in (
-        ("The target's forward in ms, by nodes", ("target", 128), 8),
-        ("The head's step in ms", ("extend", 10), 4),
-    ):
-        assert found[title][2][0] == "20"
-        assert found[title][2][column].startswith(times[what])
+    (cost,) = summary["costs"]
+    (_, _, cells) = found["A cycle's cost in ms, by nodes of its tree"]
+    assert cells[0] == str(cost["context"]) == "20"
+    assert cells[1 : 1 + len(cost["nodes"])] == [f"{1000 * seconds:.2f}" for seconds in cost["forward"]]
+    assert cost["level"] > 0
     page = (out / "report.html").read_text()
-    assert all(title in page for title in ("Speedup without prompts, and its bound", "The target&#39;s forward in ms"))
+    assert all(title in page for title in ("Speedup without prompts, and its bound", "A cycle&#39;s cost in ms"))
     verdict = page_of(out / "report.md").partition("## Verdict")[2]
     assert "At temperature 0 peers have this many times plain decoding's tokens/s: generate" in verdict
 
@@ -127,7 +123,7 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"contexts": "20,129"}, "--contexts 129: the target's context holds 256 tokens"),
+        ({"contexts": "20,193"}, "--contexts 193: the target's context holds 256 tokens"),
         ({"assistant": "./nowhere", "peers": "transformers"}, "no assistant directory at ./nowhere"),
         ({"assistant": "other", "peers": "transformers"}, "--assistant has a vocabulary of 64, the target's is 259"),
         ({"peers": "http://127.0.0.1:1/v1"}, "--peers http://127.0.0.1:1/v1: the server does not answer: "),

@@ -11,13 +11,13 @@ from rich.console import Console
 from tracing import cycle_of, own
 
 from treespec.api.spec import Spec, trace
+from treespec.cli.trace import picture
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
 from treespec.model.target import Target
 from treespec.requests.events import Cycle, explained, visible
-from treespec.requests.picture import picture
 from treespec.shaping.sampling import SamplingParams, probs
 
 PROMPT = [3, 4, 5, 6, 7]

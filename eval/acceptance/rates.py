@@ -1,4 +1,4 @@
-"""Acceptance rates of schemes at collected positions, stated and measured, beside their α*."""
+"""Acceptance rates of schemes at collected positions, beside their α*."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import Case
 from treespec.eval.acceptance.sources import Coordinates, Logits
-from treespec.shaping.sampling import SamplingParams, probs, sample
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.scheme import Scheme
 
@@ -28,19 +28,14 @@ class MethodRates:
 
     method: the scheme's name, or for α* how its draws are made. drawn: how the draws are made,
     where α* of that is known. values: [n] rates. errors: [n] their Monte-Carlo standard errors, 0
-    where a formula states them. hits: [n] the share of sampled outputs that were draws; None for α*.
+    where a formula states them. optimum: whether these rates are α*.
     """
 
     method: str
     drawn: str | None
     values: Tensor
     errors: Tensor
-    hits: Tensor | None = None
-
-    @property
-    def optimum(self) -> bool:
-        """Whether these rates are α*."""
-        return self.hits is None
+    optimum: bool = False
 
 
 def rate(
@@ -51,7 +46,7 @@ def rate(
     The generator's device computes. samples: Monte-Carlo samples per position.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
-    chunks = defaultdict[tuple[str, str | None, bool], list[tuple[Tensor, ...]]](list)
+    chunks = defaultdict[tuple[str, str | None, bool], list[tuple[Tensor, Tensor]]](list)
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
     target, *of_draws = (
@@ -68,12 +63,11 @@ def rate(
         for name, scheme in schemes.items():
             try:
                 found = measured(scheme, p, q, case.draws, generator, samples)
-                hits = trials(scheme, p, q, case.draws, samples, generator)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
                 drawn.add(scheme.drawing)
-                chunk = found.value.cpu(), found.error.cpu(), hits.cpu()
+                chunk = found.value.cpu(), found.error.cpu()
                 chunks[name, scheme.drawing, False].append(chunk)
         for kind in (kind for kind in OPTIMA if kind in drawn and q.dim() == 2):
             values = OPTIMA[kind](p, q, case.draws).cpu()
@@ -81,31 +75,21 @@ def rate(
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
     whole = [
-        MethodRates(name, kind, *map(torch.cat, zip(*parts, strict=True)))
-        for (name, kind, _), parts in chunks.items()
+        MethodRates(
+            name,
+            kind,
+            torch.cat([values for values, _ in parts]),
+            torch.cat([errors for _, errors in parts]),
+            optimum,
+        )
+        for (name, kind, optimum), parts in chunks.items()
         if name not in refused
     ]
     return whole, refused
 
 
-def trials(
-    scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator
-) -> Tensor:
-    """[B] the share of samples whose output is one of the draws, drawn and answered as in decoding.
-
-    p: [B, V]. q: [B, V] or [B, K, V]. k: draws at each of the B nodes.
-    """
-    every = torch.arange(len(p), device=p.device).repeat_interleave(samples)
-    hits = []
-    for rows in every.split(max(1, ELEMENTS // p.shape[1])):
-        draws = scheme.draw(q[rows], k, generator)
-        output = sample(scheme.plan(p[rows], q[rows], draws), generator)
-        hits.append((draws.tokens == output[:, None]).any(1))
-    return torch.cat(hits).view(len(p), samples).double().mean(1)
-
-
 def rows_of(
-    rated: list[MethodRates], case: Case, group: Tensor, samples: int, names: Sequence[Coordinates]
+    rated: list[MethodRates], case: Case, group: Tensor, names: Sequence[Coordinates]
 ) -> Iterator[Row]:
     """A row per method; with given distributions, a row per pair of them and method.
 
@@ -113,7 +97,7 @@ def rows_of(
     optimum, drawn: as of `MethodRates`. positions, groups: their numbers; a group is a question or
     text. rate: α or α*; its error is over positions, by group, and at least `noise`: the
     Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an error
-    alike. measured: the share of sampled outputs that were draws; its error is that of sampling.
+    alike.
 
     group: [n] int64. names: what names each pair; (): all positions are one place.
     """
@@ -127,15 +111,10 @@ def rows_of(
     for at, positions in places:
         groups = group[positions]
         for rates in rated:
-            gap = hits = None
+            gap = None
             noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions) or None
             if rates.drawn in optima and not rates.optimum:
                 gap = average((optima[rates.drawn] - rates.values)[positions], groups, noise)
-            if rates.hits is not None:
-                shares = rates.hits[positions]
-                variance = (shares * (1 - shares)).sum() / (samples - 1)
-                error = float(variance.sqrt() / len(shares))
-                hits = {"value": float(shares.mean()), "error": error}
             yield {
                 "at": at,
                 "method": rates.method,
@@ -146,7 +125,6 @@ def rows_of(
                 "rate": average(rates.values[positions], groups, noise),
                 "noise": noise,
                 "gap": gap,
-                "measured": hits,
             }
 
 

@@ -59,7 +59,7 @@ def accept(
             left_out = refused | left_out
             if not rated:
                 raise InputError("; ".join(refused.values()))
-            tables.setdefault(sweep, []).extend(rows_of(rated, case, logits.group, samples, names))
+            tables.setdefault(sweep, []).extend(rows_of(rated, case, logits.group, names))
 
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}

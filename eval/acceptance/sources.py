@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.common import Step
+from treespec.eval.common import Step, differences
 from treespec.eval.environment import describe
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
@@ -51,63 +52,56 @@ class Logits:
 def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Collected:
     """The logits of OUT/logits.safetensors, or new ones, which are written there.
 
-    Raises InputError if the file holds logits of other options, texts or models.
+    Raises InputError if the file is damaged, or holds logits of other options, texts or models.
     """
     # 1. What the logits follow from.
     SamplingParams(config.answers_temperature)  # raises for a bad value
     file, options = Path(config.out) / "logits.safetensors", asdict(config)
-    identity = {name: value for name, value in options.items() if name not in CHANGE_NO_LOGITS}
+    made = {name: value for name, value in options.items() if name not in CHANGE_NO_LOGITS}
     questions: list[Question] = []
     if config.text is None:
         questions = load_questions(config.questions)[0][: config.limit]
         content = json.dumps([(q.question_id, q.turns) for q in questions]).encode()
     else:
         content = content_of(config.text)
-    identity["content"] = hashlib.sha256(content).hexdigest()
-    if file.exists():
-        return _stored(file, config, identity)
+    made["the text"] = hashlib.sha256(content).hexdigest()
+    made |= models_of(config)
 
-    # 2. The models' logits.
+    # 2. Those that are there. Models that are gone are not compared.
+    if file.exists():
+        other = f"choose another --out, or delete {file} to collect the logits again"
+        tensors, about = read_tensors(file, other)
+        try:
+            before, environment = json.loads(about["made"]), json.loads(about["environment"])
+            logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{file} does not hold logits of an acceptance run: {other}"
+            ) from error
+        if changes := differences(before, made):
+            raise InputError(f"{file} was made otherwise ({changes}): {other}")
+        return logits, environment
+
+    # 3. The models' logits.
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     spec = load_models(config, config.head)
     passages = passages_of(config, spec, questions, report)
     logits = logits_of(spec, passages, config.step, config.positions, report)
     environment = describe(spec.target)
-    about = {"identity": json.dumps(identity), "environment": json.dumps(environment)}
-    write_tensors(file, asdict(logits), about | {"models": _models(config) or ""})
+    about = {"made": json.dumps(made), "environment": json.dumps(environment)}
+    write_tensors(file, asdict(logits), about)
     return logits, environment
 
 
-def _stored(file: Path, config: AcceptanceConfig, identity: dict[str, object]) -> Collected:
-    """Raises InputError for a file that is damaged, or of other options, texts or models.
-
-    identity: the options and text that its logits must come from. Models that are gone are not compared.
-    """
-    other = "choose another --out"
-    tensors, about = read_tensors(file, f"delete it to collect the logits again, or {other}")
-    try:
-        theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
-        logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
-        changed = [name for name, ours in identity.items() if theirs.get(name) != ours]
-        changes = [f"{name} was {theirs.get(name)}, now {identity[name]}" for name in changed]
-        models = about["models"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{file} does not hold logits of an acceptance run: {other}") from error
-    if changes:
-        raise InputError(f"{file} was made otherwise ({'; '.join(changes)}): {other}, or delete it")
-    if models != (_models(config) or models):
-        raise InputError(
-            f"target or head have changed since {file} was made: {other}, or delete it"
-        )
-    return logits, environment
-
-
-def _models(config: AcceptanceConfig) -> str | None:
-    """The identities of target and head; None if their files are gone."""
-    try:
-        return f"{target_identity(config.target or '', config.variant)} {identity_of(config.head or '')}"
-    except InputError:
-        return None
+def models_of(config: AcceptanceConfig) -> dict[str, str]:
+    """The identities of target and head, as far as their files are there."""
+    with suppress(InputError):
+        head = identity_of(config.head or "")
+        return {
+            "the target": target_identity(config.target or "", config.variant),
+            "the head": head,
+        }
+    return {}
 
 
 def logits_of(

@@ -16,7 +16,6 @@ from treespec.eval.report import Report, Table, percent
 KINDS = {  # of figures in a row, by what their tables are called
     "rate": "Acceptance rate α in %",
     "gap": "Below α* of its own draws, in points",
-    "measured": "Measured on sampled outputs, in %",
 }
 SHORT = {"temperature": "T", "draws": "K"}
 
@@ -108,7 +107,7 @@ def notes(result: dict[str, Any]) -> list[str]:
             f"{text}: {row['positions']} positions of {row['groups']} questions or texts, "
             f"seed {config['seed']}.",
             "In brackets: 95 % intervals, from standard errors over questions or texts, at least those "
-            "of the sampling; of measured rates, of the sampling alone.",
+            "of the sampling.",
         ]
     lines.append(", ".join(f"{name} {x}" for name, x in result["environment"].items()) + ".")
 

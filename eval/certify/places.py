@@ -5,7 +5,7 @@ orders the tokens. So any function of the text before a token serves; it need no
 distribution that the draft used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -166,51 +166,35 @@ def questions(
 ) -> list[tuple[str, Tensor, Statistic]]:
     """The name of each question, its numbers and its statistic.
 
-    A question without meaning for a scheme has no numbers. mine: places of the texts' tokens.
-    ours: the texts.
+    A question without numbers has no meaning for the scheme, and is left out. mine: places of the
+    texts' tokens. ours: the texts.
     """
     cycles = [cycle for text in ours for cycle in text.cycles]
-    return [
-        ("tokens follow the target's law, by p/q", joined(text.by_ratio for text in mine), GAP),
-        ("tokens follow the target's law, by p", joined(text.by_p for text in mine), GAP),
-        (
-            "first tokens of cycles follow it, by p/q as told",
-            joined(text.first_by_ratio for text in mine),
+    asked = {
+        "tokens follow the target's law, by p/q": (GAP, [text.by_ratio for text in mine]),
+        "tokens follow the target's law, by p": (GAP, [text.by_p for text in mine]),
+        "first tokens of cycles follow it, by p/q as told": (
             GAP,
+            [text.first_by_ratio for text in mine],
         ),
-        (
-            "draws follow the law that they are said to",
-            joined(cycle.draws for cycle in cycles),
-            GAP,
-        ),
-        ("draws are not from a power of that law", joined(cycle.hotter for cycle in cycles), BET),
-        (
-            "draws do not repeat them more often, or less",
-            joined(cycle.rarer for cycle in cycles),
-            BET,
-        ),
-        (
-            "tokens are independent of the token before",
-            joined(successive(text.by_number) for text in mine),
+        "draws follow the law that they are said to": (GAP, [cycle.draws for cycle in cycles]),
+        "draws are not from a power of that law": (BET, [cycle.hotter for cycle in cycles]),
+        "draws do not repeat them more often, or less": (BET, [cycle.rarer for cycle in cycles]),
+        "tokens are independent of the token before": (
             PAIRS,
+            [successive(text.by_number) for text in mine],
         ),
-        (
-            "cycles are independent of the cycle before",
-            joined(successive(text.first) for text in mine),
+        "cycles are independent of the cycle before": (
             PAIRS,
+            [successive(text.first) for text in mine],
         ),
-        (
-            "draws are independent of the draws before",
-            joined(successive_draws(text.cycles) for text in ours),
+        "draws are independent of the draws before": (
             PAIRS,
+            [pair for text in ours for pair in successive_draws(text.cycles)],
         ),
-    ]
-
-
-def joined(rows: Iterable[Tensor]) -> Tensor:
-    """Tensors of one width as one; an empty one for none."""
-    tensors = list(rows)
-    return torch.cat(tensors) if tensors else torch.empty(0)
+    }
+    joined = [(name, torch.cat(rows), by) for name, (by, rows) in asked.items() if rows]
+    return [question for question in joined if len(question[1])]
 
 
 def successive(numbers: Tensor) -> Tensor:
@@ -218,13 +202,12 @@ def successive(numbers: Tensor) -> Tensor:
     return torch.stack([numbers[:-1], numbers[1:]], dim=1)
 
 
-def successive_draws(cycles: Sequence[Cycle]) -> Tensor:
+def successive_draws(cycles: Sequence[Cycle]) -> Iterator[Tensor]:
     """[m, 2] pairs of places of first draws.
 
     At successive nodes of a tree, and at the same node of successive trees of a text.
     """
-    pairs = [successive(cycle.first) for cycle in cycles]
+    yield from (successive(cycle.first) for cycle in cycles)
     for before, now in pairwise(cycle.first for cycle in cycles):
         both = min(len(before), len(now))
-        pairs.append(torch.stack([before[:both], now[:both]], dim=1))
-    return joined(pairs)
+        yield torch.stack([before[:both], now[:both]], dim=1)

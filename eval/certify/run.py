@@ -172,9 +172,9 @@ class Examination:
 
         answers: as from `greedy_answer`. An empty `plain` leaves out the comparison of both sides.
         """
-        # 1. A question without numbers is not asked, such as one about draws where none are sampled.
+        # 1. The questions about our texts.
         mine = list(places(self.spec, ours, **self.changes))
-        asked = [(name, rows, by) for name, rows, by in questions(mine, ours) if len(rows)]
+        asked = questions(mine, ours)
 
         # 2. These and the comparison with plain texts share the error.
         error, tests = self.config.error / (len(asked) + 1), []

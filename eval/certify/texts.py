@@ -1,8 +1,7 @@
 """The two sides of a certificate: texts of treespec, and of `model.generate` without the model's own settings."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from treespec.api.spec import Spec
 from treespec.eval.certify.draws import Cycle, watched
+from treespec.eval.peers import plain_tokens
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
@@ -24,8 +24,9 @@ OWN = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     *("transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate"),
     *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
-    *("num_return_sequences", "disable_compile"),
+    *("num_return_sequences", "disable_compile", "_from_model_config"),
 }
+NEUTRAL: tuple[object, ...] = (None, False, 0, [], {})  # values that change no token
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,13 @@ def own_texts(
 
 def own_settings(model: PreTrainedModel) -> dict[str, object]:
     """The settings of the model's generation config that change answers and treespec ignores."""
-    config = getattr(model, "generation_config", None) or GenerationConfig()
-    defaults = GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0}
-    neutral: tuple[object, ...] = (None, False, 0, [], {})
+    fields = (model.generation_config or GenerationConfig()).to_dict()
+    plain = GenerationConfig(num_beams=1, repetition_penalty=1.0).to_dict()
     return {
-        name: value
-        for name, value in config.to_dict().items()
-        if not (
-            name in OWN or name.startswith("_") or value in neutral or value == defaults.get(name)
-        )
+        name: x
+        for name, x in fields.items()
+        if name not in OWN and x not in NEUTRAL and x != plain.get(name)
     }
-
-
-@contextmanager
-def fresh(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model.generate` applies its arguments and nothing else."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 @final
@@ -110,7 +97,6 @@ class Changed(LogitsProcessor):
         return shaped
 
 
-@torch.no_grad()
 def plain_texts(
     spec: Spec,
     prompt: list[int],
@@ -127,34 +113,20 @@ def plain_texts(
     def ending() -> Ending:
         return spec.request(prompt, max_new_tokens=tokens, **changes).ending
 
-    # 1. The options.
-    model = spec.target.model
     law = spec.request(prompt, **changes).law
-    processors = [Changed(law, prompt)] if law.shapers else []
-    options: dict[str, object] = {"do_sample": False}
+    processors = LogitsProcessorList([Changed(law, prompt)] if law.shapers else [])
+    fields: dict[str, object] = {
+        "max_new_tokens": ending().left,
+        "eos_token_id": sorted(ending().eos) or None,
+    }
     if not params.greedy:
-        sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-        options = {"do_sample": True, **sampling}
-    inputs = torch.tensor([prompt], device=spec.target.device)
-
-    # 2. Answers, several at a time, cut where ours would end.
+        fields |= {"do_sample": True, "temperature": params.temperature}
+        fields |= {"top_k": params.top_k, "top_p": params.top_p}
     texts: list[list[int]] = []
-    with fresh(model):
-        while len(texts) < number:
-            config = GenerationConfig(
-                max_new_tokens=ending().left,
-                num_return_sequences=min(AT_ONCE, number - len(texts)),
-                eos_token_id=sorted(ending().eos) or None,
-                pad_token_id=0,
-                **options,
-            )
-            rows = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                generation_config=config,
-                logits_processor=LogitsProcessorList(processors),
-            )
-            texts += [ending().take(row)[0] for row in rows[:, len(prompt) :].tolist()]
+    while len(texts) < number:  # several at a time, cut where ours would end
+        fields["num_return_sequences"] = min(AT_ONCE, number - len(texts))
+        rows = plain_tokens(spec.target.model, prompt, fields, logits_processor=processors)
+        texts += [ending().take(row)[0] for row in rows]
     return texts
 
 

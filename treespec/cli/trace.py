@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from treespec.requests.events import Cycle
 
+ACCEPTED, OWN, REFUSED = "bold green", "bold yellow", "dim"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
@@ -73,7 +75,6 @@ def as_trees(cycles: Iterator["Cycle"]) -> Iterator["Cycle"]:
     from rich.text import Text
 
     from treespec.requests.events import explained
-    from treespec.requests.picture import picture
 
     console, tokens = Console(highlight=False), 0
     for cycle in cycles:
@@ -98,3 +99,31 @@ def heading(cycle: "Cycle", tau: float) -> str:
     times = times.replace(",", f" (head {of_draft_model}),", 1)
     count = f"{cycle.new_tokens} {'token' if cycle.new_tokens == 1 else 'tokens'}"
     return f"cycle {cycle.number} · {count} · τ {tau:.2f} so far · {times}"
+
+
+def picture(cycle: "Cycle") -> "Tree":
+    """The tree of a cycle; the target's own token stands below the node that it follows."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from treespec.requests.events import visible
+
+    root = Tree(Text(visible(cycle.texts[0]), "bold"), guide_style="dim")
+    branches = {0: root}
+    for node in range(1, len(cycle.tokens)):
+        accepted, token = node in cycle.path, visible(cycle.texts[node])
+        said = Text(f"✓ {token}" if accepted else token, ACCEPTED if accepted else REFUSED)
+        said.append(odds(cycle.q[node], cycle.p[node]), "not bold")
+        style = "green" if accepted else "dim"
+        branches[node] = branches[cycle.parents[node]].add(said, guide_style=style)
+    own = Text(f"→ {visible(cycle.own.text)}", OWN)
+    own.append(odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
+    branches[cycle.own.at].add(own)
+    return root
+
+
+def odds(q: float | None, p: float | None) -> str:
+    from treespec.requests.events import chance
+
+    parts = [f"  {name} {chance(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
+    return "".join(parts)

@@ -83,12 +83,15 @@ def dependencies(target: Target, proposer: Proposer | None, batch: int = 1) -> l
 
 
 @torch.inference_mode()
-def measure(target: Target, proposer: Proposer | None, batch: int = 1) -> Cost:
-    """proposer: None leaves the drafts at 0."""
+def measure(
+    target: Target, proposer: Proposer | None, batch: int = 1, context: int = CONTEXT
+) -> Cost:
+    """proposer: None leaves the drafts at 0. context: tokens before the tree."""
     # 1. Equal sequences, in the target's cache and observed by the proposer.
-    # CONTEXT may exceed the target's context length.
-    tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
-    cache = target.new_cache(512 if batch == 1 else CONTEXT + NODES_TOGETHER[-1])
+    # The context may exceed the target's context length.
+    ids = torch.arange(max(context, NODES[-1]), device=target.output_device) % target.vocab_size
+    tokens = ids[:context]
+    cache = target.new_cache(context + (320 if batch == 1 else NODES_TOGETHER[-1]))
     features = target.prefill(cache, tokens[None], proposer.taps if proposer else ())[0]
     cache.select([0] * batch)
 
@@ -110,10 +113,10 @@ def measure(target: Target, proposer: Proposer | None, batch: int = 1) -> Cost:
         drafting = [(before, partial(draft, grow)) for grow in trees]
 
     # 3. Forwards over growing numbers of nodes, up to the first that is too dear; then the ends.
-    nodes = affordable(forward, tokens, alone)
+    nodes = affordable(forward, ids, alone)
     earlier = drafting[1][1] if drafting and alone else before
     steps: list[Step] = [
-        (before if n == 1 else earlier, partial(forward, branch(n, tokens))) for n in nodes
+        (before if n == 1 else earlier, partial(forward, branch(n, ids))) for n in nodes
     ]
     steps += [*ends(forward, cache, tokens, target.vocab_size, shapes), *drafting]
 
@@ -172,7 +175,7 @@ def drafts(
 ) -> None:
     """Draft a tree for each sequence after observing a few new tokens."""
     batch = len(cache.lengths)
-    proposer.rewind([CONTEXT - 1 - WAITING] * batch)
+    proposer.rewind([len(tokens) - 1 - WAITING] * batch)
     proposer.observe([features[-1 - WAITING : -1]] * batch, [tokens[-1 - WAITING :]] * batch)
     begun = proposer.begin(tokens[-1:].expand(batch), cache)
     grow_together(proposer, [grow(tokens[-1:], logits) for logits in begun if logits is not None])

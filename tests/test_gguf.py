@@ -1,5 +1,6 @@
 """A GGUF file stays in its blocks: same weights as unpacked, same tokens as one at a time, the bytes of the file."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import transformers as hf
 from gguf_files import write_gguf, write_mixture
 from models import random_model, save_model, tokenizer
+from offline import cached, said_offline
 from torch import nn
 from training import small_run, write_data
 
@@ -17,12 +19,13 @@ from treespec.demo.known import DEMO_MODEL
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.model.blocks import BlockEmbedding, BlockLinear
+from treespec.model.blocks import BlockEmbedding
 from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.gguf_quantizer import order_of_rows
 from treespec.model.identity import target_identity
 from treespec.model.target import Target
 from treespec.model.variant import Variant
+from treespec.train.machine import shard
 from treespec.train.run import train
 
 
@@ -59,17 +62,6 @@ def test_blocks_have_the_logits_of_the_unpacked_file(kind, tied, tmp_path):
     assert not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     torch.testing.assert_close(model(tokens).logits, unpacked(folder, "own.gguf")(tokens).logits, rtol=0, atol=1e-4)
-
-
-def test_a_tree_of_a_packed_file_has_the_tokens_of_one_token_at_a_time(folder, tmp_path):
-    """With a head that takes the target's embedding, which stays in blocks too."""
-    target = loaded(folder)
-    head = new_head(target).eval()
-    save_head(head, tmp_path / "head")
-    spec = load(str(folder), tmp_path / "head", "4x2", load_in="gguf:tiny.gguf", dtype="float32")
-    drafts = spec.generate([3, 9, 4, 30], max_new_tokens=24)
-    assert drafts.token_ids == spec.baseline().generate([3, 9, 4, 30], max_new_tokens=24).token_ids
-    assert isinstance(spec.target.model.lm_head, BlockLinear)
 
 
 def test_a_head_without_an_embedding_reads_the_blocks(folder, tmp_path):
@@ -125,14 +117,23 @@ def test_the_demo_file_in_blocks_speaks_as_unpacked(tmp_path):
         assert drafts.stats.acceptance_length > 1.2
 
 
-def test_a_file_alone_brings_its_config(folder, tmp_path):
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "tiny.gguf").write_bytes((folder / "tiny.gguf").read_bytes())
-    from treespec.model.weights import load_config
-
-    config = load_config(str(alone), variant=Variant("gguf:tiny.gguf"))
-    assert (config.model_type, config.hidden_size, config.num_key_value_heads) == ("llama", 64, 1)
+def test_a_repository_without_a_config_loads_from_the_cache_and_has_an_identity(folder, tmp_path):
+    """Its config comes from the file."""
+    snapshot = cached(tmp_path, "org/small-GGUF", "0123abc")
+    snapshot.mkdir()
+    shutil.copy(folder / "tiny.gguf", snapshot)
+    code = """if True:
+    from treespec.model.identity import target_identity
+    from treespec.model.weights import load_model
+    from treespec.model.variant import Variant
+    variant = Variant("gguf:tiny.gguf")
+    config = load_model("org/small-GGUF", variant=variant).config
+    print(target_identity("org/small-GGUF", variant))
+    print(config.model_type, config.num_hidden_layers, config.num_key_value_heads)
+    """
+    identity, config = said_offline(tmp_path, code)
+    assert identity.startswith("as gguf ")
+    assert config == "llama 3 1"
 
 
 def test_rotary_factors_that_the_config_lacks_are_told(folder, caplog):
@@ -186,12 +187,22 @@ def test_a_file_with_blocks_that_torch_cannot_unpack_is_unpacked_whole(folder, c
 
 def test_what_is_no_gguf_file_is_told_in_a_line(folder):
     (folder / "none.gguf").write_text("hello")
-    for file, told in (("none.gguf", "is no GGUF file"), ("missing.gguf", "no such file, neither here nor in")):
+    (folder / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
+    for file, told in (
+        ("none.gguf", "is no GGUF file"),
+        ("missing.gguf", "no such file, neither here nor in"),
+        ("broken.gguf", "cannot load the target"),
+    ):
         with pytest.raises(InputError, match=told) as caught:
             loaded(folder, file)
         assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="name its folder, and the file by --load-in gguf:FILE"):
         load(str(folder / "tiny.gguf"))
+
+
+def test_blocks_are_not_split_over_processes(folder):
+    with pytest.raises(InputError, match="this target's are quantised"):
+        shard(loaded(folder), 2, torch.device("cpu"))
 
 
 def test_only_a_reordering_of_rows_leaves_blocks_as_they_are():

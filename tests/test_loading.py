@@ -1,16 +1,14 @@
 """What lies in a target's directory is loaded whole, or one line says which file and what is wrong with it."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
 import torch
 import transformers as hf
 from models import CONFIGS, random_model, tokenizer
+from offline import cached, said_offline
 from safetensors.torch import load_file, save_file
 
 from treespec.errors import InputError
@@ -147,12 +145,8 @@ def test_flipped_bytes_are_one_line_or_a_model(folder, name):
 
 
 def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_seconds(folder, tmp_path):
-    cached = tmp_path / "hub" / "models--org--small"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("0123abc")
-    (cached / "snapshots").mkdir()
     tokenizer().save_pretrained(folder)
-    folder.rename(cached / "snapshots" / "0123abc")
+    folder.rename(cached(tmp_path, "org/small", "0123abc"))
     code = """if True:
     import time
     from treespec.errors import InputError
@@ -166,12 +160,7 @@ def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_se
         except ValueError as error:
             print(error, time.perf_counter() - started < 5)
     """
-    nowhere = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    layers, *lines = done.stdout.splitlines()
-    assert layers == "3", done.stderr
-    assert len(lines) == 2
+    layers, *lines = said_offline(tmp_path, code)
+    assert (layers, len(lines)) == ("3", 2)
     for line in lines:
         assert "not in the cache, and the hub cannot be reached True" in line
-    assert "Retrying" not in done.stderr

@@ -1,15 +1,14 @@
 """Quantised targets draft as plain ones do: own tokens, rows, heads; what cannot be is told in a line."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers as hf
+from gguf_files import write_gguf
 from models import CONFIGS, random_model, save_model
+from offline import cached, said_offline
 from torch import nn
 
 from treespec.api.load import load
@@ -43,16 +42,36 @@ def whole(folder):
     return Target(model)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form, folder, tmp_path):
-    pytest.importorskip("torchao")
-    head = new_head(Target.load(str(folder), dtype="float32")).eval()
-    save_head(head, tmp_path / "head")
-    spec = load(str(folder), tmp_path / "head", "4x2", load_in=form, dtype="float32")
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A target of widths that every form takes, a file of its blocks, and a head."""
+    home = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = save_model(home / "target", **sizes)
+    write_gguf(hf.AutoModelForCausalLM.from_pretrained(folder), folder / "tiny.gguf")
+    save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), home / "head")
+    return home
+
+
+@pytest.mark.parametrize(
+    ("form", "package"),
+    [
+        *((form, "torchao") for form in FORMS),
+        *((form, "bitsandbytes") for form in ("4bit", "8bit")),
+        ("gguf:tiny.gguf", "gguf"),
+    ],
+)
+def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form, package, wide, caplog):
+    """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
+    pytest.importorskip(package)
+    spec = load(str(wide / "target"), wide / "head", "4x2", load_in=form, dtype="float32")
     drafts = spec.generate(PROMPT, max_new_tokens=24)
-    assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
-    layers = spec.target.model.model.layers
-    assert type(layers[0].mlp.up_proj.weight) is not nn.Parameter
+    if form != "8bit":
+        assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    weight = spec.target.model.model.layers[0].mlp.up_proj.weight
+    assert type(weight) is not nn.Parameter or weight.dtype != torch.float32
+    assert [record.name for record in caplog.records].count("treespec.model.load_in") == (form == "8bit")
+    assert "MatMul8bitLt" not in caplog.text
 
 
 @torch.no_grad()
@@ -131,20 +150,6 @@ def test_a_checkpoint_in_8bit_is_told_to_be_inexact_as_the_option_is(caplog):
     assert "8bit computes in float16 and chooses outlier columns from all rows" in caplog.text
 
 
-@pytest.mark.parametrize(("form", "exact"), [("4bit", True), ("8bit", False)])
-def test_forms_of_bitsandbytes_draft(form, exact, tmp_path, caplog):
-    """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
-    pytest.importorskip("bitsandbytes")
-    folder = save_model(tmp_path / "target", hidden_size=64, intermediate_size=128)
-    save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
-    spec = load(str(folder), tmp_path / "head", "4x2", load_in=form, dtype="float32")
-    drafts = spec.generate(PROMPT, max_new_tokens=24)
-    if exact:
-        assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
-    assert [record.name for record in caplog.records].count("treespec.model.load_in") == (not exact)
-    assert "MatMul8bitLt" not in caplog.text
-
-
 def test_8bit_logits_that_change_with_the_rows_are_told_by_their_cause(folder, monkeypatch):
     model = random_model(hf.AutoConfig.from_pretrained(folder))
     model.is_loaded_in_8bit = True
@@ -167,12 +172,9 @@ def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above
 
 def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
     """From the hub's cache, without a network: weights and identity are those of the named state."""
-    cached = tmp_path / "hub" / "models--org--small"
-    for name, commit in (("main", "0123abc"), ("other", "4567def")):
-        (cached / "refs").mkdir(parents=True, exist_ok=True)
-        (cached / "refs" / name).write_text(commit)
-        shutil.copytree(folder, cached / "snapshots" / commit)
-    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(cached / "snapshots" / "4567def")
+    for revision, commit in (("main", "0123abc"), ("other", "4567def")):
+        place = shutil.copytree(folder, cached(tmp_path, "org/small", commit, revision))
+    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(place)
     code = """if True:
     from treespec.errors import InputError
     from treespec.model.identity import target_identity
@@ -186,9 +188,7 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
         except InputError as error:
             print(error)
     """
-    nowhere = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere, capture_output=True, text=True)
-    first, of_first, second, of_second, absent = done.stdout.splitlines()
+    first, of_first, second, of_second, absent = said_offline(tmp_path, code)
     assert (first, second) == ("commit 0123abc", "commit 4567def")
     assert of_first != of_second
     assert "revision absent of it is not in the cache" in absent

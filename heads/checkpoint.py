@@ -1,4 +1,4 @@
-"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.names`.
+"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.folder`.
 
 Each file carries a checksum, which `load_head` verifies. `save_head` writes each file under a
 temporary name and renames it, so a kill leaves the old file or the new one. From a pickle nothing
@@ -6,22 +6,19 @@ but tensors is loaded.
 """
 
 import json
-import os
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from treespec.heads import checksum
+from treespec.errors import InputError
+from treespec.files import checksum
+from treespec.files.atomic import read_tensors, write_tensors, write_text
+from treespec.heads.folder import AGAIN, config_of, head_folder, inside, tensor_file
 from treespec.heads.head import Config, Head, Tensors
-from treespec.heads.known import kind_of
-from treespec.heads.names import HeadError, config_of, damaged, head_folder, inside, tensor_file
-from treespec.heads.registry import HEADS, HeadKind
+from treespec.heads.registry import HEADS, HeadKind, kind_of
 
 
 def load_head(
@@ -35,21 +32,21 @@ def load_head(
     norm_output: of an EAGLE-3 head, in place of what its config says. Default: what it says.
     Some files of SpecForge say true for a head whose next feature is not normed (docs/formats.md).
     It also reads the formats of other projects (`treespec.heads.formats`).
-    Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
+    Raises InputError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
     by name.
     """
     # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
-    config, tensors = config_of(folder), read_tensors(folder)
+    config, tensors = config_of(folder), tensors_in(folder)
     try:
         kind = HEADS[kind_of(config, tensors)]
         build = kind.build()
         config, tensors = resolve_name(kind.read)(config, tensors)
     except Exception as error:  # a file may say anything
-        raise HeadError(f"{folder}: {_line(error)}") from error
+        raise InputError(f"{folder}: {_line(error)}") from error
     if norm_output is not None:
         if kind is not HEADS["eagle3"]:
-            raise HeadError(f"{folder}: norm_output is for EAGLE-3 heads, it is {build.known_as}")
+            raise InputError(f"{folder}: norm_output is for EAGLE-3 heads, it is {build.known_as}")
         config = config | {"norm_output": norm_output}
 
     # 2. Compare the tensors with those that the config describes.
@@ -57,31 +54,28 @@ def load_head(
         with torch.device("meta"):
             described = build(config)
     except Exception as error:
-        raise HeadError(
+        raise InputError(
             f"{folder / 'config.json'} does not describe {build.known_as}: {_line(error)}"
         ) from error
     shapes = {name: value.shape for name, value in described.state_dict().items()}
     if missing := shapes.keys() - tensors.keys() - described.optional:
-        raise HeadError(f"{folder}: the head lacks {_names(missing)}; {_doubt(config, kind)}")
+        raise InputError(f"{folder}: the head lacks {_names(missing)}; {_doubt(config, kind)}")
     if unknown := tensors.keys() - shapes.keys():
-        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; {_doubt(config, kind)}")
+        raise InputError(f"{folder}: unknown tensors {_names(unknown)}; {_doubt(config, kind)}")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
-            raise HeadError(
+            raise InputError(
                 f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}"
             )
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise HeadError(
-            f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head "
-            "again"
-        )
+        raise InputError(f"{folder}: {_names(broken)} hold values that are not finite; {AGAIN}")
 
     # 3. Build the head itself: some of its buffers follow from the config.
     head: Head = build(config)
     try:
         head.fill(tensors)
     except ValueError as error:
-        raise HeadError(f"{folder}: {error}; fetch or train the head again") from error
+        raise InputError(f"{folder}: {error}; {AGAIN}") from error
     return head.to(device=device, dtype=dtype)
 
 
@@ -95,7 +89,7 @@ def save_head(
 
     dtype: of the weights in the file. Default: the head's own.
     leave_out: names of tensors that the target has, from `head.optional`.
-    Raises HeadError where it cannot be written.
+    Raises InputError where it cannot be written.
     """
     tensors = {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else None)
@@ -106,31 +100,9 @@ def save_head(
 
 
 def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
-    """Write config.json and the tensors with their checksum. Raises HeadError as `save_head`.
-
-    Each file gets a temporary name first.
-    """
-    tensors = {name: value.contiguous() for name, value in tensors.items()}
-    about = {"format": "pt"}
-    about[checksum.FIELD] = checksum.of_tensors(tensors, about)
-    text = json.dumps(config, indent=2) + "\n"
-    writes: dict[str, Callable[[Path], object]] = {
-        "model.safetensors": lambda file: save_file(tensors, file, metadata=about),
-        "config.json": lambda file: file.write_text(text, encoding="utf-8"),
-    }
-    for name, write in writes.items():
-        temporary = folder / f".{name}.{os.getpid()}.tmp"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(temporary)
-            os.replace(temporary, folder / name)
-        except (OSError, SafetensorError) as error:
-            raise HeadError(
-                f"cannot write {folder / name}: {getattr(error, 'strerror', None) or error}"
-            ) from error
-        finally:
-            with suppress(OSError):  # the folder is a file: nothing was written
-                temporary.unlink(missing_ok=True)
+    """Write config.json and the tensors with their checksum. Raises InputError as `save_head`."""
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _doubt(config: Config, kind: HeadKind) -> str:
@@ -152,65 +124,44 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def tensors_in(folder: Path) -> Tensors:
     """The tensors of a head directory, by name.
 
-    Raises HeadError where there is none, or it holds something else.
+    Raises InputError where there is none, or it holds something else.
     """
-    file = tensor_file(folder)
-    return _sharded(file) if file.suffix == ".json" else _loaded(file)
-
-
-def _sharded(index: Path) -> dict[str, Tensor]:
+    index = tensor_file(folder)
+    if index.suffix != ".json":
+        return _loaded(index)
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         of_heads = {places[name] for name in places if name.startswith("medusa_head.")}
-        names = sorted(of_heads or set(places.values()))  # without the model around the heads
-        outside = [name for name in names if not inside(name)]
+        files = sorted(of_heads or set(places.values()))  # without the model around the heads
+        outside = [name for name in files if not inside(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise HeadError(
-            f"{index} is damaged: it names no files of tensors; fetch the head again"
-        ) from error
+        raise InputError(f"{index} is damaged: it names no files of tensors; {AGAIN}") from error
     if outside:
-        raise HeadError(
+        raise InputError(
             f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; "
-            "fetch the head again"
+            f"{AGAIN}"
         )
-    return {name: value for file in names for name, value in _loaded(index.parent / file).items()}
+    return {name: value for file in files for name, value in _loaded(folder / file).items()}
 
 
-def _loaded(file: Path) -> dict[str, Tensor]:
+def _loaded(file: Path) -> Tensors:
+    """The tensors of one file. Raises InputError for a pickle that holds anything else."""
     if not file.is_file():
-        raise HeadError(f"{file} is missing; fetch or train the head again")
-    return _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-
-
-def _safetensors(file: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            names = stored.keys()
-            tensors = {name: stored.get_tensor(name) for name in names}
-            about = dict(stored.metadata() or {})
-    except Exception as error:  # safetensors raises what its header's bytes lead to
-        raise damaged(file, error) from error
-    expected = about.pop(checksum.FIELD, None)
-    if expected is not None and expected != checksum.of_tensors(tensors, about):
-        raise HeadError(
-            f"{file} is damaged, its checksum does not match; fetch or train the head again"
-        )
-    return tensors
-
-
-def _pickled(file: Path) -> dict[str, Tensor]:
+        raise InputError(f"{file} is missing; {AGAIN}")
+    if file.suffix == ".safetensors":
+        return read_tensors(file, AGAIN)[0]
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise damaged(file, error) from error
+        raise InputError(f"{file} is damaged: {error}; {AGAIN}") from error
     except Exception as error:
-        raise HeadError(
+        raise InputError(
             f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
         ) from error
     named = isinstance(tensors, dict)
     if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise HeadError(f"{file} is no file of tensors by name; fetch or train the head again")
+        raise InputError(f"{file} is no file of tensors by name; {AGAIN}")
     return tensors

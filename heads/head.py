@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from treespec.heads import checksum
+from treespec.files import checksum
 
 Config = checksum.Fields  # of a config.json
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.head import Config
-from treespec.heads.known import ARCHITECTURES
 from treespec.heads.layers import KeyValues, Layer, RMSNorm, Rotary
+from treespec.heads.levels import ARCHITECTURES
 from treespec.heads.medusa import DepthHeads, ResBlock, last_linear
 
 

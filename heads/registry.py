@@ -1,19 +1,27 @@
-"""The kinds of draft head: one entry each says its class, its formats and how it is trained.
+"""The kinds of draft head: one row each says its class, its formats, its marks and its training.
 
 It loads no torch: a name such as `module:function` is imported when it is needed. A new kind is a
-module here with an entry below, a loss in `treespec.train.losses`, and what drafts with it in
-`treespec.draft.trained`. `treespec.heads.known` says how its directories are recognised.
+module here with a row below, a loss in `treespec.train.losses`, and what drafts with it in
+`treespec.draft.trained`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from treespec.heads.known import KINDS
+from treespec.errors import InputError
+from treespec.files.checksum import Fields as Config
+from treespec.heads import levels
+from treespec.heads.folder import written
 
 FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
+DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
+KIND = "speculators_model_type"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,40 +73,75 @@ class HeadKind:
 
     read: name of the function that turns what the directory holds, in the format of any project,
     into the config and the tensors that the class and its `fill` take; it raises ValueError for
-    what it does not understand. writers: by export format, the name of (head, target) -> config and
-    tensors to write, which raises ValueError for a head that the format cannot describe. embedded:
-    the formats that must store the target's embedding. outputs: name of (head, features [1, T, F],
-    generator) -> logits on random tokens, to compare a head with its export.
-    architectures: the names in config.json that its readers know; none: they read no names.
+    what it does not understand. engines: the formats that `write` has, the name of (head, target,
+    format) -> config and tensors to write, which raises ValueError for a head that the format
+    cannot describe. embedded: whether these formats store the target's embedding. outputs: name of
+    (head, features [1, T, F], generator) -> logits on random tokens, to compare a head with its
+    export. architectures: the names in config.json that its readers know; none: they read no names.
     training: None where treespec does not train it.
+
+    A directory is of this kind by any of its marks, where the field `needs` has its value. types:
+    of the fields model_type and speculators_model_type. fields: of config.json. architecture: a
+    part of a name in `architectures`. tensors: how a tensor's name begins.
+    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
+    they do not tell.
     """
 
     head: str
     read: str
-    writers: Mapping[str, str] = field(default_factory=dict)
-    embedded: tuple[str, ...] = ()
+    write: str = ""
+    engines: tuple[str, ...] = ()
+    embedded: bool = False
     outputs: str = ""
     architectures: tuple[str, ...] = ()
     training: Training | None = None
+    types: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    architecture: str | None = None
+    tensors: str | None = None
+    needs: tuple[str, str] | None = None
+    levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
 
     def build(self) -> Any:
         """The class of its heads."""
         return resolve_name(self.head)
+
+    def fits(self, config: Config, names: Collection[str]) -> bool:
+        """Whether a directory holds this kind. Several projects leave defaults out of the config."""
+        if self.needs and config.get(self.needs[0]) != self.needs[1]:
+            return False
+        pattern, architecture = self.tensors, str(config.get("architectures")).lower()
+        return (
+            any(config.get(name) in self.types for name in ("model_type", KIND))
+            or any(name in config for name in self.fields)
+            or (self.architecture is not None and self.architecture in architecture)
+            or (pattern is not None and any(re.match(pattern, name) for name in names))
+        )
 
 
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
 )
-HYDRA = HeadKind(head="treespec.heads.hydra:HydraHead", read=f"{FORMATS}.depths:read_hydra")
-HEADS = {
+HYDRA = HeadKind(
+    head="treespec.heads.hydra:HydraHead",
+    read=f"{FORMATS}.depths:read_hydra",
+    types=("hydra",),
+    fields=("hydra_num_heads",),
+    tensors=r"hydra_(mlp|lm_head)\.",
+    levels=levels.hydra_levels,
+)
+# `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
+HEADS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
         read=f"{FORMATS}.eagle:read",
-        writers={to: f"{FORMATS}.eagle:to_{to}" for to in ("sglang", "vllm", "eagle")},
-        embedded=("sglang", "vllm", "eagle"),
+        write=f"{FORMATS}.eagle:write",
+        engines=("sglang", "vllm", "eagle"),
+        embedded=True,
         outputs=f"{FORMATS}.eagle:outputs",
         architectures=("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+        architecture="",  # all others have marks
         training=Training(
             objective=f"{LOSSES}.eagle:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
@@ -107,16 +150,16 @@ HEADS = {
     ),
     "eagle3": HeadKind(
         head="treespec.heads.eagle3:Eagle3Head",
-        read=f"{FORMATS}.eagle3:read_any",
-        writers={
-            to: f"{FORMATS}.eagle3:to_{to}"
-            for to in ("sglang", "vllm", "speculators", "eagle", "treespec")
-        },
+        read=f"{FORMATS}.eagle3:read",
+        write=f"{FORMATS}.eagle3:write",
+        engines=("sglang", "vllm", "speculators", "eagle", "treespec"),
         outputs=f"{FORMATS}.eagle:outputs",
         architectures=(
             *("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
             *("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
         ),
+        fields=("draft_vocab_size", KIND),
+        architecture="eagle3",
         training=Training(
             objective=f"{LOSSES}.eagle:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
@@ -127,11 +170,32 @@ HEADS = {
             restricted_first=True,
         ),
     ),
+    "p-eagle": HeadKind(
+        head="treespec.heads.p_eagle:PEagleHead",
+        read=f"{FORMATS}.block:read_p_eagle",
+        types=(P_EAGLE, "peagle"),
+        architecture="peagle",
+        tensors=r"mask_hidden\Z",
+        levels=levels.p_eagle_levels,
+    ),
+    "dflash": HeadKind(
+        head="treespec.heads.dflash:DFlashHead",
+        read=f"{FORMATS}.block:read_dflash",
+        types=(DFLASH,),
+        fields=("dflash_config",),
+        architecture="dflash",
+        levels=levels.dflash_levels,
+    ),
     "medusa": HeadKind(
         head="treespec.heads.medusa:MedusaHead",
         read=f"{FORMATS}.depths:read_medusa",
-        writers={"vllm": f"{FORMATS}.depths:medusa_to_vllm"},
+        write=f"{FORMATS}.depths:write_medusa",
+        engines=("vllm",),
         outputs=f"{FORMATS}.depths:medusa_outputs",
+        types=("medusa",),
+        fields=("medusa_num_heads",),
+        tensors=r"\d+\.|blocks\.\d+\.|medusa_heads?\.",
+        levels=levels.medusa_levels,
         training=Training(
             objective=f"{LOSSES}.depths:medusa_objective",
             # This one and Hydra++'s as in the commands of their repositories' README.md.
@@ -158,6 +222,7 @@ HEADS = {
     ),
     "hydra++": replace(
         HYDRA,
+        needs=("hydra_head_arch", levels.ARCHITECTURES["hydra++"]),
         training=Training(
             objective=f"{LOSSES}.depths:hydra_objective",
             recipe=Recipe(
@@ -175,12 +240,38 @@ HEADS = {
             options=("draft_heads", "dropout"),
         ),
     ),
-    "dflash": HeadKind(
-        head="treespec.heads.dflash:DFlashHead", read=f"{FORMATS}.block:read_dflash"
-    ),
-    "p-eagle": HeadKind(
-        head="treespec.heads.p_eagle:PEagleHead", read=f"{FORMATS}.block:read_p_eagle"
-    ),
-    **{name: resolve_name(known.loads) for name, known in KINDS.items() if known.loads},
+    **{point.name: point.load() for point in entry_points(group="treespec.heads")},
 }
 TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training}
+
+
+def kind_of(config: Config, names: Collection[str]) -> str:
+    """The kind of head that a directory holds."""
+    return next(name for name in reversed(HEADS) if HEADS[name].fits(config, names))
+
+
+def kind_in(folder: Path) -> str | None:
+    """The kind of the head in a directory; None where its files do not tell."""
+    config, names = written(folder)
+    return None if names is None else kind_of(config, names)
+
+
+def levels_in(folder: Path) -> int | None:
+    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
+    config, names = written(folder)
+    return None if names is None else levels_of(config, names)
+
+
+def levels_of(config: Config, names: Collection[str]) -> int | None:
+    """As `levels_in`, of a directory's config.json and the names of its tensors."""
+    try:
+        return HEADS[kind_of(config, names)].levels(config, names)
+    except Exception:  # a file may say anything: loading it raises the error
+        return None
+
+
+def check_export(kind: str, to: str, path: str) -> None:
+    """Raises InputError for a kind of head that a format does not hold."""
+    if to not in HEADS[kind].engines:
+        able = " or ".join(sorted(name for name, other in HEADS.items() if to in other.engines))
+        raise InputError(f"{to} takes heads of kind {able}: {path} is of kind {kind}")

@@ -34,7 +34,7 @@ from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.config import EvalConfig
 from treespec.eval.fit.config import CalibrateConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
-from treespec.heads import shipped
+from treespec.heads import folder as shipped
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import identity_of
 from treespec.model.target import Target

@@ -18,8 +18,8 @@ from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
-from treespec.heads.checkpoint import HeadError, load_head, save_head
-from treespec.heads.checksum import sealed
+from treespec.files.checksum import sealed
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
@@ -113,7 +113,7 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
     name = sorted(tensors)[3]
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(HeadError, match=f"lacks {name}"):
+    with pytest.raises(InputError, match=f"lacks {name}"):
         load_head(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, t
     save_head(heads_for(target("llama"), kind), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(sealed(config | changes)))
-    with pytest.raises(HeadError, match=complaint) as caught:
+    with pytest.raises(InputError, match=complaint) as caught:
         load_head(tmp_path)
     assert "\n" not in str(caught.value)
 

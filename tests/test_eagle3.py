@@ -15,7 +15,7 @@ from treespec.api.spec import Spec
 from treespec.draft.trained.load import fit
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.errors import InputError
-from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle3 import default_taps
 from treespec.model.target import Target
 
@@ -130,7 +130,7 @@ def test_the_published_taps_and_three_of_a_small_target(layers, taps):
 )
 def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, complaint):
     rewrite(published, **changes)
-    with pytest.raises(HeadError, match=complaint) as caught:
+    with pytest.raises(InputError, match=complaint) as caught:
         load_head(published)
     assert "published" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -146,10 +146,10 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, com
 )
 def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, config, complaint):
     (published / "config.json").write_text(json.dumps(PUBLISHED | config))
-    with pytest.raises(HeadError, match=complaint):
+    with pytest.raises(InputError, match=complaint):
         load_head(published)
     (published / "config.json").write_text("[]")
-    with pytest.raises(HeadError, match="holds no fields"):
+    with pytest.raises(InputError, match="holds no fields"):
         load_head(published)
 
 

@@ -17,7 +17,8 @@ from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.draft.vocabulary import save_vocabulary
-from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import compare, export, outputs
@@ -88,7 +89,7 @@ def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
 
 
 def test_every_writer_is_among_the_pairs():
-    written = {(to, name) for name, kind in HEADS.items() for to in kind.writers}
+    written = {(to, name) for name, kind in HEADS.items() for to in kind.engines}
     assert {(to, make().kind) for to, make in PAIRS} == written
     assert {to for to, _ in written} == set(ENGINES)
 
@@ -207,7 +208,7 @@ def tapping(*taps):
 )
 def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, complaint, tmp_path):
     head = saved(make(), tmp_path / "head", **config)
-    with pytest.raises(HeadError, match=complaint) as caught:
+    with pytest.raises(InputError, match=complaint) as caught:
         export(head, to, tmp_path / "out", SERVED)
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["head"]
@@ -217,7 +218,7 @@ def test_a_head_of_another_target_is_refused(tmp_path):
     head = saved(three(), tmp_path / "head")
     for field, complaint in (("vocab_size", "vocabulary of 64, the target's is 65"), ("hidden_size", "width 96")):
         other = SERVED.__class__(**SERVED.__dict__ | {field: getattr(SERVED, field) + 1})
-        with pytest.raises(HeadError, match=complaint):
+        with pytest.raises(InputError, match=complaint):
             export(head, "vllm", tmp_path / "out", other)
 
 
@@ -226,10 +227,10 @@ def test_an_out_that_is_there_or_cannot_be_written_is_left_alone(tmp_path):
     (tmp_path / "out").mkdir()
     export(head, "vllm", tmp_path / "out", SERVED)  # an empty folder is as good as none
     before = (tmp_path / "out" / "config.json").read_bytes()
-    with pytest.raises(HeadError, match="out exists already: name a new folder"):
+    with pytest.raises(InputError, match="out exists already: name a new folder"):
         export(head, "sglang", tmp_path / "out", SERVED)
     assert (tmp_path / "out" / "config.json").read_bytes() == before
-    with pytest.raises(HeadError, match=r"cannot write .*config\.json/out: Not a directory"):
+    with pytest.raises(InputError, match=r"cannot write .*config\.json/out: Not a directory"):
         export(head, "sglang", tmp_path / "out" / "config.json" / "out", SERVED)
 
 

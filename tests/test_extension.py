@@ -28,19 +28,13 @@ from treespec.verify.walk import Walk
 CAREFUL = Walk(TopK())
 """,
     "mine": """
-from treespec.heads.known import Known
-
-ROW = Known(types=("mine",), loads="my_kind:KIND")
-""",
-    "my_kind": """
 from treespec.heads.registry import HeadKind
 
-
+ROW = HeadKind(head="treespec.heads.medusa:MedusaHead", read="my_kind:read", types=("mine",))
+""",
+    "my_kind": """
 def read(config, tensors):
     return config, tensors
-
-
-KIND = HeadKind(head="treespec.heads.medusa:MedusaHead", read="my_kind:read")
 """,
     "bush": """
 from treespec.trees.policy import Form

@@ -17,7 +17,6 @@ from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
-from treespec.heads import known
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.train.config import TRACKERS, TrainConfig
 from treespec.trees import policy
@@ -95,11 +94,11 @@ def test_every_command_that_loads_a_target_may_trust_its_code():
 def test_the_names_that_help_lists_are_those_of_the_registries():
     assert {name for name, row in ROWS.items() if row.is_head} == {"head", *KINDS}
     assert tuple(SETS) == options.QUESTIONS
-    assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.writers}
+    assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.engines}
 
 
 def test_what_is_known_without_torch_is_what_the_parts_say():
-    """The pairing rules read the facts of a scheme, and a head's kind, from tables of their own."""
+    """The pairing rules read the facts of a scheme from a table of their own."""
     for name, scheme in SCHEMES.items():
         known_of = facts.SCHEMES[name]
         named = [field.name for field in fields(facts.Facts) if field.name not in ("loads", "options")]
@@ -109,9 +108,6 @@ def test_what_is_known_without_torch_is_what_the_parts_say():
         verifier = verifier_by_name(name)
         assert verifier.name == name
         assert (one.scheme.name, one.paced) == (verifier.scheme.name, verifier.paced)
-    assert {name: set(kind.engines) for name, kind in known.KINDS.items()} == {
-        name: set(kind.writers) for name, kind in HEADS.items()
-    }
     assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
     named = {name for training in TRAINING.values() for name in training.options}
     assert named <= {field.name for field in fields(TrainConfig)}

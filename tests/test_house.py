@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"treespec": "treespec"} | {f"treespec.{name}": name for name in ("heads", "trees", "train", "eval")}
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
-    "heads trees",
+    "trees",
     "files",
+    "heads",
     "demo",
     "options",
     "shaping",
@@ -97,10 +98,10 @@ def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    found = f"site.addsitedir({str(tmp_path / 'site')!r}); import treespec.heads.shipped as file; print(file.__file__)"
+    found = f"site.addsitedir({str(tmp_path / 'site')!r}); import treespec.heads.levels as file; print(file.__file__)"
     code = f"import site; {found}"
     done = subprocess.run([sys.executable, "-SEc", code], cwd=tmp_path / place, capture_output=True, text=True)
-    assert done.stdout.strip() == str(ROOT / "heads" / "shipped.py"), done.stderr
+    assert done.stdout.strip() == str(ROOT / "heads" / "levels.py"), done.stderr
 
 
 def test_a_room_imports_the_floors_below_its_own():

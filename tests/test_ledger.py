@@ -19,8 +19,8 @@ from treespec.errors import InputError
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
+from treespec.files import checksum
 from treespec.files.atomic import locked, write_json
-from treespec.heads import checksum
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

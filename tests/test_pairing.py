@@ -11,7 +11,7 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import model_of
 from treespec.draft.trained.kinds import new_hydra, new_medusa
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.known import levels_in
+from treespec.heads.registry import levels_in
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from treespec.demo.known import DEMO_MODEL
 from treespec.draft.calibration import load_calibration
 from treespec.heads.checkpoint import load_head
-from treespec.heads.shipped import PRETRAINED, shipped_head
+from treespec.heads.folder import PRETRAINED, shipped_head
 
 HEADS = sorted(folder for folder in PRETRAINED.iterdir() if folder.is_dir())
 

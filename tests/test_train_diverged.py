@@ -21,8 +21,8 @@ from training import (
 )
 
 from treespec.errors import InputError
+from treespec.files import checksum
 from treespec.files.atomic import read_tensors, write_tensors
-from treespec.heads import checksum
 from treespec.train.data.batches import epoch_batches
 from treespec.train.files.checkpoints import latest_step
 from treespec.train.loop.gradient import IN_A_ROW, Skips

@@ -24,7 +24,7 @@ from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, read_tensors, write_json, write_tensors
 from treespec.heads.checkpoint import load_head
-from treespec.heads.names import head_folder
+from treespec.heads.folder import head_folder
 from treespec.train.data.batches import batches_from
 from treespec.train.files.checkpoints import all_in
 from treespec.train.loop import gradient

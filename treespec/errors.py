@@ -4,8 +4,8 @@
 class InputError(ValueError):
     """An input that cannot be used. The message says what, where, and what to do instead.
 
-    `heads` and `trees` stand below this package and raise errors of their own. The command line
-    treats every error with `exit_code = 2` alike.
+    `trees` stands below this package and raises errors of its own. The command line treats every
+    error with `exit_code = 2` alike.
     """
 
     exit_code = 2

@@ -7,9 +7,10 @@ tap enters, z-lab and SpecForge the layer that it leaves.
 from treespec.heads.formats import eagle3
 from treespec.heads.formats.engines import without_whole_map
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.known import DFLASH, KIND, P_EAGLE, p_eagle_levels
 from treespec.heads.layers import SLIDING
+from treespec.heads.levels import p_eagle_levels
 from treespec.heads.p_eagle import INNER
+from treespec.heads.registry import DFLASH, KIND, P_EAGLE
 
 VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's, not used
 
@@ -39,13 +40,9 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
 
 def _of_speculators(config: Config) -> Config:
     """A nested config of speculators, whose layers with a window are causal unless it says so."""
-    layer = config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ValueError("transformer_layer_config is missing")
-    fields = eagle3.as_qwen3(layer)
-    for name in ("block_size", "mask_token_id", "draft_vocab_size", "sample_from_anchor"):
-        if name in config:
-            fields[name] = config[name]
+    own = ("block_size", "mask_token_id", "draft_vocab_size", "sample_from_anchor")
+    fields = eagle3.as_qwen3(eagle3.nested_layer(config))
+    fields |= {name: config[name] for name in own if name in config}
     if config.get("target_hidden_size"):
         fields["target_hidden_size"] = config["target_hidden_size"]
     if config.get("sliding_window_non_causal"):
@@ -117,9 +114,7 @@ def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
         )
 
     # 2. EAGLE-3's part.
-    if KIND in config:
-        fields, inner = eagle3.read_speculators(config | {KIND: "eagle3"}, tensors)
-    else:
-        fields, inner = eagle3.read(config, tensors)
+    kind = {KIND: "eagle3"} if KIND in config else {}
+    fields, inner = eagle3.read(config | kind, tensors)
     fields |= {"model_type": P_EAGLE, "mask_token_id": token, "levels": p_eagle_levels(config)}
     return fields, {"mask_hidden": mask_hidden} | {INNER + name: inner[name] for name in inner}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from treespec.heads.formats.engines import Served, dtype_of, renamed
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.known import BLOCK, WHOLE, hydra_heads, medusa_heads
+from treespec.heads.levels import BLOCK, WHOLE, hydra_heads, medusa_heads
 from treespec.heads.medusa import MedusaHead
 
 # vLLM's blocks.{head}.layers.{block} and lm_heads.{head}
@@ -71,7 +71,7 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
     return config, named
 
 
-def medusa_to_vllm(head: MedusaHead, served: Served) -> Stored:
+def write_medusa(head: MedusaHead, served: Served, to: str) -> Stored:
     """For vLLM."""
     config = {
         "architectures": ["MedusaModel"],

@@ -2,14 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from treespec.heads.eagle import EagleHead
 from treespec.heads.features import FeatureHead
 from treespec.heads.formats.engines import Served, check_layer, check_norms, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
-
-ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
@@ -23,52 +20,29 @@ def read(config: Config, tensors: Tensors) -> Stored:
     return config, tensors
 
 
-def to_eagle(head: EagleHead, served: Served) -> Stored:
-    """For SafeAILab/EAGLE."""
-    check_layer(head, biases=True, activation=None)
-    check_project(head)
-    biases = {"bias": head.fc.bias is not None, "qkv_bias": head.config.get("qkv_bias", False)}
-    return _config(head, served, "LlamaForCausalLM") | biases, head.state_dict()
+def write(head: EagleHead, served: Served, to: str) -> Stored:
+    """For SafeAILab/EAGLE, vLLM or SGLang.
 
+    The `fc` of vLLM has no bias, that of SGLang always one; in both the field `bias` would give the
+    attention one.
+    """
+    # 1. What all have.
+    check_layer(head, to, biases=to != "sglang")
+    architecture = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
+    config = {"architectures": [architecture]} | llama_fields(head, served)
+    tensors = head.state_dict()
+    if to == "sglang":
+        zeros = torch.zeros(head.hidden_size, dtype=head.dtype)
+        return config, {"fc.bias": zeros} | tensors
 
-def to_vllm(head: EagleHead, served: Served) -> Stored:
-    """For vLLM: `fc` has no bias, and the field `bias` would give the attention one."""
-    check_layer(head, biases=True)
-    if head.fc.bias is not None and head.fc.bias.any():
+    # 2. The biases.
+    biased = to == "eagle" and head.fc.bias is not None
+    if not biased and (bias := tensors.pop("fc.bias", None)) is not None and bias.any():
         raise ValueError(
             "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to "
             "sglang"
         )
-    tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
-    biases = {"bias": False, "qkv_bias": head.config.get("qkv_bias", False)}
-    return _config(head, served, "LlamaForCausalLM") | biases, tensors
-
-
-def to_sglang(head: EagleHead, served: Served) -> Stored:
-    """For SGLang: `fc` always has a bias, and the field `bias` would give the attention one."""
-    check_layer(head)
-    zeros = torch.zeros(head.hidden_size, dtype=head.dtype)
-    return _config(head, served, "LlamaForCausalLMEagle"), {"fc.bias": zeros} | head.state_dict()
-
-
-def _config(head: EagleHead, served: Served, architecture: str) -> Config:
-    return {"architectures": [architecture]} | llama_fields(head, served)
-
-
-def check_project(head: FeatureHead) -> None:
-    """Raises ValueError for a layer that SafeAILab/EAGLE does not compute."""
-    llama = LlamaConfig(**head.config)
-    rope = llama.rope_parameters or {}
-    if (kind := rope.get("rope_type")) not in ROTARY:
-        raise ValueError(
-            f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}"
-        )
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"its partial_rotary_factor is {part}, which the project does not compute")
-    if (width := (llama.head_dim or 0) * llama.num_attention_heads) != llama.hidden_size:
-        raise ValueError(
-            f"its attention heads are {width} wide together, not {llama.hidden_size} as there"
-        )
+    return config | {"bias": biased, "qkv_bias": head.config.get("qkv_bias", False)}, tensors
 
 
 class Unchanged:

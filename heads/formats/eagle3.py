@@ -12,7 +12,6 @@ the layer that it leaves. In a target of five layers:
 from transformers import Qwen3Config
 
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.formats.eagle import check_project
 from treespec.heads.formats.engines import (
     SIZES,
     Served,
@@ -25,8 +24,10 @@ from treespec.heads.formats.engines import (
 )
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.layers import FULL, SLIDING
+from treespec.heads.registry import KIND
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA = "LlamaForCausalLMEagle3"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
 QUERY_NORM = "midlayer.self_attn.q_norm.weight"
 NESTED = {  # in eagle_config, as vLLM and TensorRT-LLM read it: at the top level
@@ -44,6 +45,9 @@ FROM_SGLANG = (r"^(layers\.\d+\.)hidden_norm\.", r"\1input_layernorm.")
 TO_SGLANG = (r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.")
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+OWN = ("draft_vocab_size", "target_hidden_size", IDS, *NORMS)  # beside speculators' layer
+VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
+DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 VLLM = ("vllm", "speculators")
 ENGINES = ("sglang", *VLLM)
 # The parts that newer heads have, by their names in config.json: in words, and the formats that
@@ -65,6 +69,8 @@ def read(config: Config, tensors: Tensors) -> Stored:
     A layer is Qwen3's by its architecture or its tensors. Raises ValueError for taps that
     contradict each other, and for norms that the head does not have.
     """
+    if KIND in config:
+        config = _of_speculators(config)
     check_norms(config, Eagle3Head.known_as, has=True)
     if "eagle_config" in config:
         config = _untangled(config)
@@ -79,6 +85,30 @@ def read(config: Config, tensors: Tensors) -> Stored:
     elif QUERY_NORM in tensors:
         config = config | {"qk_norm": True}
     return config, without_whole_map(tensors)
+
+
+def _of_speculators(config: Config) -> Config:
+    """The flat config. Raises ValueError for other speculators, and for layers of others."""
+    if (kind := config[KIND]) != "eagle3":
+        raise ValueError(f"{KIND} is {kind!r}: treespec reads 'dflash', 'eagle3' and 'peagle'")
+    layer = nested_layer(config)
+    family = layer.get("model_type", "qwen3")
+    if family not in ("llama", "qwen3"):
+        raise ValueError(
+            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
+            "'qwen3' are known"
+        )
+    fields = {name: config[name] for name in OWN if config.get(name) is not None}
+    fields["norm_before_residual"] = config.get("norm_before_residual", True)
+    return layer | fields | {"architectures": [QWEN3 if family == "qwen3" else LLAMA]}
+
+
+def nested_layer(config: Config) -> Config:
+    """The decoder layer's fields in a config of speculators. Raises ValueError without them."""
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError("transformer_layer_config is missing")
+    return layer
 
 
 def as_qwen3(config: Config) -> Config:
@@ -125,51 +155,71 @@ def to_sglang_ids(taps: tuple[int, ...]) -> list[int]:
     return [k - 1 for k in taps]
 
 
-def to_eagle(head: Eagle3Head, served: Served) -> Stored:
-    """For SafeAILab/EAGLE, which reads no layer ids, and no embedding of another width."""
-    check_layer(head, activation=None)
-    check_parts(head, "eagle")
-    check_project(head)
-    layers = served.layers
-    if head.taps != (2, layers // 2, layers - 3):
-        raise ValueError(
-            f"it taps {', '.join(map(str, head.taps))}, and SafeAILab/EAGLE "
-            f"{2, layers // 2, layers - 3} in any case"
-        )
-    config = _config(head, served, "LlamaForCausalLM") | {IDS: list(head.taps)}
-    if config["target_hidden_size"] == head.hidden_size:
-        del config["target_hidden_size"]
-    return config, head.state_dict()
+def write(head: Eagle3Head, served: Served, to: str) -> Stored:
+    """For an engine, SafeAILab/EAGLE, or treespec itself: a head in treespec's own terms.
 
-
-def to_sglang(head: Eagle3Head, served: Served) -> Stored:
-    """For SGLang, which requires `draft_vocab_size`, and names a norm of later layers otherwise."""
-    check_layer(head)
-    check_parts(head, "sglang")
-    taps = {"eagle_config": {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}}
-    norms = {name: value for name, value in norm_fields(head).items() if name != "norm_before_fc"}
-    tensors = renamed(head.state_dict(), TO_SGLANG)
-    return _config(head, served, "LlamaForCausalLMEagle3") | taps | norms, tensors
-
-
-def to_vllm(head: Eagle3Head, served: Served) -> Stored:
-    """For vLLM, which refuses unknown tensors, and d2t of a head that drafts all tokens."""
-    check_layer(head)
-    config = {IDS: list(head.taps), "norm_before_residual": head.midlayer.norm_before_residual}
-    family = layer_fields(head)["model_type"]
-    architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
-    return _config(head, served, architecture) | config | norm_fields(head), head.state_dict()
-
-
-def to_treespec(head: Eagle3Head, served: Served) -> Stored:
-    """For treespec itself: a head of another project in treespec's own terms."""
-    return head.config, head.state_dict()
-
-
-def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
-    own = {"draft_vocab_size": head.lm_head.out_features, "target_hidden_size": served.hidden_size}
+    SafeAILab/EAGLE reads no layer ids, and no embedding of another width. SGLang requires
+    `draft_vocab_size`, and names a norm of later layers otherwise. vLLM refuses unknown tensors,
+    and d2t of a head that drafts all tokens; it loads a directory of speculators together with the
+    target that it names.
+    """
+    # 1. What all have.
+    config, tensors = head.config, head.state_dict()
+    if to == "treespec":
+        return config, tensors
+    check_layer(head, to)
+    parts = parts_of(head)
+    check_parts(parts, to)
     layers = llama_fields(head, served) | layer_fields(head)
-    return {"architectures": [architecture]} | layers | own
+    own = {"draft_vocab_size": head.lm_head.out_features, "target_hidden_size": served.hidden_size}
+    taps, norms = {IDS: list(head.taps)}, {name: name in parts for name in NORMS}
+    norms_of_vllm = norms | {"norm_before_residual": head.midlayer.norm_before_residual}
+    qwen = "qk_norm" in parts
+
+    # 2. What the format has of its own.
+    if to == "vllm":
+        architecture = QWEN3 if qwen else LLAMA
+        return {"architectures": [architecture]} | layers | own | taps | norms_of_vllm, tensors
+    if to == "sglang":
+        left = {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}
+        del norms["norm_before_fc"]
+        config = {"architectures": [LLAMA]} | layers | own | {"eagle_config": left} | norms
+        return config, renamed(tensors, TO_SGLANG)
+    if to == "eagle":
+        depth = served.layers
+        if head.taps != (expected := (2, depth // 2, depth - 3)):
+            raise ValueError(
+                f"it taps {', '.join(map(str, head.taps))}, and SafeAILab/EAGLE {expected} in any "
+                "case"
+            )
+        if served.hidden_size == head.hidden_size:
+            del own["target_hidden_size"]
+        return {"architectures": ["LlamaForCausalLM"]} | layers | own | taps, tensors
+
+    # 3. speculators nests the layer, and says how `vllm serve` shall draft.
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": DRAFTED,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    family = "Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"
+    config = {
+        KIND: "eagle3",
+        "speculators_version": VERSION,
+        "architectures": ["Eagle3Speculator"],
+        **(own | taps | norms_of_vllm),
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_of(head),
+        "transformer_layer_config": {"architectures": [family]} | layers,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
+        },
+    }
+    return config, renamed(tensors, (r"^midlayer\.", "layers.0."))
 
 
 def parts_of(head: Eagle3Head) -> set[str]:
@@ -187,9 +237,9 @@ def parts_of(head: Eagle3Head) -> set[str]:
     return {name for name, there in has.items() if there}
 
 
-def check_parts(head: Eagle3Head, to: str) -> None:
+def check_parts(parts: set[str], to: str) -> None:
     """Raises ValueError for a part that the format `to` has no place for."""
-    for name in sorted(parts_of(head)):
+    for name in sorted(parts):
         words, formats = PARTS[name]
         if to not in formats:
             *before, last = formats
@@ -197,16 +247,10 @@ def check_parts(head: Eagle3Head, to: str) -> None:
             raise ValueError(f"{words} ({name}), which only {known} know")
 
 
-def norm_fields(head: Eagle3Head) -> Config:
-    """Whether a head has each of NORMS."""
-    parts = parts_of(head)
-    return {name: name in parts for name in NORMS}
-
-
 def layer_fields(head: Eagle3Head) -> Config:
     """The number of layers, their family, and their windows if any has one."""
     windows = [attention.window for attention in head.attentions]
-    family = "qwen3" if "qk_norm" in parts_of(head) else "llama"
+    family = "llama" if head.attentions[0].q_norm is None else "qwen3"
     fields: Config = {"model_type": family, "num_hidden_layers": len(windows)}
     if not any(windows):
         return fields
@@ -215,72 +259,3 @@ def layer_fields(head: Eagle3Head) -> Config:
         "sliding_window": next(window for window in windows if window is not None),
         "use_sliding_window": True,
     }
-
-
-OWN = ("draft_vocab_size", "target_hidden_size", IDS, *NORMS)
-VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
-DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
-
-
-def read_any(config: Config, tensors: Tensors) -> Stored:
-    """An EAGLE-3 directory of this project or of the others."""
-    return (read_speculators if "speculators_model_type" in config else read)(config, tensors)
-
-
-def read_speculators(config: Config, tensors: Tensors) -> Stored:
-    """Flatten the config. Raises ValueError for other speculators, and for layers of others."""
-    if (kind := config["speculators_model_type"]) != "eagle3":
-        raise ValueError(
-            f"speculators_model_type is {kind!r}: treespec reads 'dflash', 'eagle3' and 'peagle'"
-        )
-    layer = config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ValueError("transformer_layer_config is missing")
-    family = layer.get("model_type", "qwen3")
-    if family not in ("llama", "qwen3"):
-        raise ValueError(
-            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
-            "'qwen3' are known"
-        )
-    fields = {name: config[name] for name in OWN if config.get(name) is not None}
-    fields["norm_before_residual"] = config.get("norm_before_residual", True)
-    architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
-    return read(layer | fields | {"architectures": [architecture]}, tensors)
-
-
-def to_speculators(head: Eagle3Head, served: Served) -> Stored:
-    """The directory that `vllm serve` loads together with the target that it names."""
-    check_layer(head)
-    # 1. How `vllm serve` shall draft with it.
-    greedy = {
-        "proposal_type": "greedy",
-        "speculative_tokens": DRAFTED,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-
-    # 2. The nested config, and the tensors by the name of its layer.
-    layers = layer_fields(head)
-    family = "Qwen3ForCausalLM" if layers["model_type"] == "qwen3" else "LlamaForCausalLM"
-    config = {
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": head.lm_head.out_features,
-        "target_hidden_size": served.hidden_size,
-        IDS: list(head.taps),
-        "norm_before_residual": head.midlayer.norm_before_residual,
-        **norm_fields(head),
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype_of(head),
-        "transformer_layer_config": {"architectures": [family]}
-        | llama_fields(head, served)
-        | layers,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [greedy],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
-        },
-    }
-    return config, renamed(head.state_dict(), (r"^midlayer\.", "layers.0."))

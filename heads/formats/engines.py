@@ -12,6 +12,7 @@ SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
 )
+ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,13 @@ def check_norms(config: Config, known_as: str, has: bool) -> None:
             raise ValueError(f"{name} is {config[name]}: {known_as} {words}")
 
 
-def check_layer(
-    head: FeatureHead, *, biases: bool = False, activation: str | None = "silu"
-) -> None:
-    """Raises ValueError for a decoder layer that a format cannot describe.
+def check_layer(head: FeatureHead, to: str, biases: bool = False) -> None:
+    """Raises ValueError for a decoder layer that a format cannot describe, or does not compute.
 
-    biases: whether the format has a field for biases of queries, keys and values. activation: the
-    only activation that the format allows; None: it has a field that names one.
+    biases: whether the format has a field for biases of queries, keys and values.
     """
+    # 1. What no format has, and the engines' activation; SafeAILab/EAGLE has a field for it.
+    llama = LlamaConfig(**head.config)
     if head.embed_scale != 1.0:
         raise ValueError(
             f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no "
@@ -94,8 +94,23 @@ def check_layer(
         )
     if head.config.get("qkv_bias") and not biases:
         raise ValueError("its queries, keys and values have biases, for which there is no field")
-    if activation and (own := LlamaConfig(**head.config).hidden_act) != activation:
-        raise ValueError(f"its activation is {own}, where the engines have {activation}")
+    if to != "eagle":
+        if llama.hidden_act != "silu":
+            raise ValueError(f"its activation is {llama.hidden_act}, where the engines have silu")
+        return
+
+    # 2. What SafeAILab/EAGLE computes.
+    rope = llama.rope_parameters or {}
+    if (kind := rope.get("rope_type")) not in ROTARY:
+        raise ValueError(
+            f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}"
+        )
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"its partial_rotary_factor is {part}, which the project does not compute")
+    if (width := (llama.head_dim or 0) * llama.num_attention_heads) != llama.hidden_size:
+        raise ValueError(
+            f"its attention heads are {width} wide together, not {llama.hidden_size} as there"
+        )
 
 
 def llama_fields(head: FeatureHead, served: Served) -> Config:

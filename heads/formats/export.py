@@ -12,13 +12,13 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.checkpoint import HeadError, load_head, write_head
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head, write_head
+from treespec.heads.folder import check_new, head_folder
 from treespec.heads.formats.eagle3 import DRAFTED
 from treespec.heads.formats.engines import Served
 from treespec.heads.head import Head
-from treespec.heads.known import check_export
-from treespec.heads.names import check_new, head_folder
-from treespec.heads.registry import HEADS
+from treespec.heads.registry import HEADS, check_export
 
 TOKENS = 8  # length of the random text on which heads are compared
 
@@ -40,14 +40,14 @@ def export(
     embedding: Callable[[], Tensor] | None = None,
     norm_output: bool | None = None,
 ) -> Exported:
-    """Write a head's directory in the format of `to`, a name of `Known.engines`.
+    """Write a head's directory in the format of `to`, one of `HeadKind.engines`.
 
     It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
     kill leaves no half-written head.
     embedding: computes the target's embedding [V, H], for a head that does not store it where the
     format must.
     norm_output: as for `load_head`.
-    Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
+    Raises InputError for a head that the format cannot describe, for an `out` that exists or cannot
     be written, and where the head that is read back differs.
     """
     # 1. Refuse what needs no conversion to be refused.
@@ -59,17 +59,18 @@ def export(
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         check(head, served, engine=to != "treespec")
-        if head.lacks_embedding and to in HEADS[head.kind].embedded:
+        kind = HEADS[head.kind]
+        if head.lacks_embedding and kind.embedded:
             head.share_embedding(as_stored(embedding, head))
-        config, tensors = resolve_name(HEADS[head.kind].writers[to])(head, served)
+        config, tensors = resolve_name(kind.write)(head, served, to)
         temporary.mkdir(parents=True)
         write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
         compared = compare(head, load_head(temporary))
         os.replace(temporary, out)
     except ValueError as error:
-        raise HeadError(f"{head_path} is not exported to {to}: {error}") from error
+        raise InputError(f"{head_path} is not exported to {to}: {error}") from error
     except OSError as error:
-        raise HeadError(f"cannot write {out}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))

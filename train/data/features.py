@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.files import checksum
 from treespec.files.atomic import locked, read_json, write_json, writing
-from treespec.heads import checksum
 from treespec.model.identity import target_identity
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig

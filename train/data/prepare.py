@@ -18,8 +18,8 @@ from treespec.draft.vocabulary import (
 from treespec.errors import InputError
 from treespec.files.atomic import write_text
 from treespec.heads.checkpoint import load_head
+from treespec.heads.folder import head_folder
 from treespec.heads.head import Head
-from treespec.heads.names import head_folder
 from treespec.model.inspect import context_length
 from treespec.model.target import Target
 from treespec.model.weights import load_config

@@ -84,7 +84,7 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
     """Write the checkpoint of a step; keep it and the one before.
 
     Later ones are of a run that was gone back on: they go too. folder: OUT/training. Raises
-    InputError or HeadError where there is no room.
+    InputError where there is no room.
     """
     # 1. The new one.
     names = list(trained(head))

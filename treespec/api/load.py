@@ -52,7 +52,7 @@ def load(
     trust_remote_code: run Python files from the target's or a draft model's directory.
     load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
     its files hold them, a quantised checkpoint included. revision: of the target's hub repository.
-    Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
+    Raises InputError, or TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")

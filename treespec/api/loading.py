@@ -13,7 +13,7 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import Source, load_source
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
-from treespec.heads.names import head_folder
+from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack
 from treespec.model.target import Target

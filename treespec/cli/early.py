@@ -11,7 +11,7 @@ from treespec.draft.checks import check_there
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
-from treespec.heads.known import levels_in
+from treespec.heads.registry import levels_in
 from treespec.model.folder import check_files, check_words, located
 from treespec.options import nearest
 
@@ -32,7 +32,7 @@ def begin(
 
     drafters: as `--drafter` takes them. words: whether the target needs a
     tokenizer. chats: whether messages go through its chat template.
-    Raises InputError and HeadError.
+    Raises InputError.
     """
     target, template = options.target or "", options.template
     check_sources(target, drafters)

@@ -9,8 +9,8 @@ from treespec.cli.early import check_files_of_target, check_folder, check_source
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
 from treespec.demo.known import head_of, name_elsewhere
-from treespec.heads.known import check_export, kind_in
-from treespec.heads.names import check_new
+from treespec.heads.folder import check_new
+from treespec.heads.registry import check_export, kind_in
 from treespec.options import either, option
 
 if TYPE_CHECKING:

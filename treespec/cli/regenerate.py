@@ -37,7 +37,7 @@ def regenerate(config: RegenerateConfig) -> None:
 
 
 def check(config: RegenerateConfig) -> None:
-    """What needs no weights to tell. Raises InputError, HeadError, TreeError."""
+    """What needs no weights to tell. Raises InputError, TreeError."""
     check_folder(config.out)
     if config.data is not None:
         check_data(config.data, answered=False)

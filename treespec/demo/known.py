@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 
-from treespec.heads.shipped import shipped_head
+from treespec.heads.folder import shipped_head
 
 DEMO = "demo"
 DRAFTER = f"suffix:tokens=0+head:{DEMO}"  # drafts for `demo`: the sequence's own past, and the head

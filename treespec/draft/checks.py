@@ -6,11 +6,11 @@ from pathlib import Path
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError, first_line
-from treespec.heads.known import kind_in
+from treespec.files.hub import mistyped
+from treespec.heads.folder import check_files as check_head_files
+from treespec.heads.folder import head_folder, inside
 from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
-from treespec.heads.names import check_files as check_head_files
-from treespec.heads.names import head_folder, inside
-from treespec.heads.places import mistyped
+from treespec.heads.registry import kind_in
 from treespec.model.folder import check_files
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

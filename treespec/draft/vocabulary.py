@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.files import checksum
 from treespec.files.atomic import read_json, write_text
-from treespec.heads import checksum
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.trees.tree import Drafts, TokenTree

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from treespec.errors import InputError
-from treespec.heads import checksum
+from treespec.files import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor

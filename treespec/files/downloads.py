@@ -23,8 +23,8 @@ from huggingface_hub import (
 
 from treespec.errors import InputError
 from treespec.files.atomic import writing
+from treespec.files.hub import SECONDS
 from treespec.files.packages import packaged_file
-from treespec.heads.hub import SECONDS
 
 MOST = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from treespec.errors import InputError
-from treespec.heads import checksum
+from treespec.files import checksum
 
 
 @final

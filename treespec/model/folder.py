@@ -8,8 +8,7 @@ from typing import Any
 from safetensors import safe_open
 
 from treespec.errors import InputError, first_line
-from treespec.heads.hub import only_cached
-from treespec.heads.places import mistyped
+from treespec.files.hub import mistyped, only_cached
 from treespec.model.gguf_file import gguf_file
 from treespec.model.variant import AS_IT_IS, Variant
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from treespec.errors import InputError, first_line
-from treespec.heads.hub import only_cached
+from treespec.files.hub import only_cached
 from treespec.model.variant import Variant
 
 

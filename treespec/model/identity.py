@@ -14,8 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_json
-from treespec.heads.hub import only_cached
-from treespec.heads.places import mistyped
+from treespec.files.hub import mistyped, only_cached
 from treespec.model.gguf_file import gguf_file
 from treespec.model.variant import AS_IT_IS, Variant
 

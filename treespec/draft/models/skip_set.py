@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treespec.errors import InputError
+from treespec.files import checksum
 from treespec.files.atomic import read_json, write_text
-from treespec.heads import checksum
 
 EDITED = "make it again with treespec skip, or, if you have edited it, delete its field 'checksum'"
 

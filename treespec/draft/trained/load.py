@@ -27,8 +27,8 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.draft_map import mapping_of
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.folder import head_folder
 from treespec.heads.head import EMBEDDING, Config, Head
-from treespec.heads.names import head_folder
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 
@@ -49,7 +49,7 @@ def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
 def trained_head(folder: str, target: Target) -> Head:
     """A head of any kind with its draft vocabulary, before its target is packed.
 
-    Raises HeadError.
+    Raises InputError.
     """
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)

@@ -1,0 +1,126 @@
+"""The folder of a head: its files, its config.json and the names of its tensors, without torch."""
+
+import json
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from safetensors import safe_open
+
+from treespec.errors import InputError, first_line
+from treespec.files import checksum
+from treespec.files.atomic import read_about, read_json
+from treespec.files.checksum import Fields as Config
+from treespec.files.hub import mistyped, only_cached
+
+PRETRAINED = Path(__file__).with_name("pretrained")  # heads that come with treespec
+AGAIN = "fetch or train the head again"
+FILES = (  # of tensors: the first that exists
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+)
+
+
+def shipped_head(name: str) -> Path | None:
+    """The directory of a head that comes with treespec; None where this one does not."""
+    folder = PRETRAINED / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def head_folder(path: str | Path) -> Path:
+    """The directory itself, or a local copy of the hub repository.
+
+    A training run that goes on has no head yet: its latest checkpoint stands for it. Raises
+    InputError where there is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").exists():
+            return folder
+        checkpoints = [file.parent for file in folder.glob("training/checkpoint-*/config.json")]
+        return max(checkpoints, key=lambda path: (len(path.name), path.name), default=folder)
+    local = cached_alone(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), local_files_only=local))
+    except Exception as error:  # of many kinds; its first line gives the reason
+        raise InputError(
+            f"no directory {path}, and the hub did not give it: {first_line(error)}"
+        ) from error
+
+
+def cached_alone(path: str | Path) -> bool:
+    """Whether a hub repository is to be read from the cache alone.
+
+    Raises InputError where there is none.
+    """
+    if problem := mistyped(path, "head directory"):
+        raise InputError(problem)
+    if str(path).count("/") != 1:
+        raise InputError(f"no head directory at {path}, and hub ids are of the form OWNER/NAME")
+    try:
+        return only_cached(str(path))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def config_of(folder: Path) -> Config:
+    """The fields of config.json without its checksum. Raises InputError for a damaged file."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{folder} is not a head directory: it has no config.json")
+    edited = f"or, if you have edited it, delete its field {checksum.FIELD!r}"
+    return read_json(file, f"{AGAIN}, {edited}")
+
+
+def tensor_file(folder: Path) -> Path:
+    """The first of FILES that exists. Raises InputError where there is none."""
+    file = next((folder / name for name in FILES if (folder / name).exists()), None)
+    if file is None:
+        names = [name for name in FILES[2:] if "index" not in name]
+        raise InputError(f"{folder} has neither {FILES[0]} nor {', '.join(names)}")
+    return file
+
+
+def inside(name: str) -> bool:
+    """Whether a name in an index stays in its folder; links may leave it, as in the hub's cache."""
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    return not any(path.anchor or ".." in path.parts for path in paths)
+
+
+def check_files(path: str) -> None:
+    """Raises InputError for a head whose config.json or file of tensors is missing or damaged.
+
+    Of a file of tensors it reads the header alone. Of a hub id it checks the name.
+    """
+    if not Path(path).expanduser().is_dir():
+        cached_alone(path)
+        return
+    folder = head_folder(path)
+    config_of(folder)
+    file = tensor_file(folder)
+    if file.suffix == ".safetensors":
+        read_about(file, AGAIN)
+
+
+def written(folder: Path) -> tuple[Config, set[str] | None]:
+    """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        file = tensor_file(folder)
+        if file.suffix != ".safetensors" or not isinstance(config, dict):
+            return {}, None
+        with safe_open(file, framework="numpy") as stored:
+            return config, set(stored.keys())
+    except Exception:  # missing or damaged: loading says how
+        return {}, None
+
+
+def check_new(out: Path) -> None:
+    """Raises InputError for a folder that holds anything, and for a file."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists already: name a new folder")

@@ -58,7 +58,7 @@ WRONG = [
     ((*TREES, "train", "calibrate"), "--template vicunna", "no fschat template is called 'vicunna'"),
     # heads
     (HEADS, "--head HOME/eagel", "did you mean HOME/eagle?"),
-    (HEADS, "--head HOME/empty", "is not a head directory: it has no readable config.json"),
+    (HEADS, "--head HOME/empty", "is not a head directory: it has no config.json"),
     (HEADS, "--head HOME/cut-head", "model.safetensors is damaged"),
     (HEADS, "--head HOME/wide", "for features of width 4096, the target's are 32"),
     (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json is not understood: make it again"),

@@ -1,17 +1,14 @@
 """A slow reference for the schemes: every set of draws with its exact probability, in plain Python."""
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
 from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.trees.tree import Draws
 from treespec.verify import registry
-from treespec.verify.scheme import Scheme
 
 Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
 
@@ -42,18 +39,18 @@ CASES = {
 }
 
 
-def law(values: list[float]) -> Tensor:
+def law(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def random_law(vocabulary: int, generator: torch.Generator) -> Tensor:
+def random_law(vocabulary, generator):
     """Masses over several orders of magnitude, a fifth of them zero."""
     logits = 2 * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
     logits[1:][torch.rand(vocabulary - 1, generator=generator) < 0.2] = -torch.inf
     return logits.softmax(-1)
 
 
-def sequential(q: list[float], k: int) -> Iterator[Outcome]:
+def sequential(q, k):
     """One draw after another, each from q without the earlier ones."""
     total = sum(q)
     if k == 0 or total == 0:
@@ -65,7 +62,7 @@ def sequential(q: list[float], k: int) -> Iterator[Outcome]:
             yield (x, *draws), mass / total * probability
 
 
-def independent(laws: list[list[float]]) -> Iterator[Outcome]:
+def independent(laws):
     for draws in itertools.product(*(range(len(law)) for law in laws)):
         probability = 1.0
         for x, law in zip(draws, laws, strict=True):
@@ -73,7 +70,7 @@ def independent(laws: list[list[float]]) -> Iterator[Outcome]:
         yield draws, probability
 
 
-def tops_then_one(q: list[float], k: int) -> Iterator[Outcome]:
+def tops_then_one(q, k):
     order = sorted(range(len(q)), key=lambda x: -q[x])
     tops = tuple(x for x in order[: k - 1] if q[x] > 0)
     rest = [0.0 if x in tops else mass for x, mass in enumerate(q)]
@@ -82,7 +79,7 @@ def tops_then_one(q: list[float], k: int) -> Iterator[Outcome]:
         yield draws + (-1,) * (k - len(draws)), probability
 
 
-def hub(q: list[float], k: int) -> Iterator[Outcome]:
+def hub(q, k):
     if k == 1:
         yield from independent([q])
         return
@@ -110,11 +107,11 @@ def with_tops(q, draws, tops):
     return Draws(torch.tensor(tokens, dtype=torch.int64), torch.tensor(is_sure, dtype=torch.bool)), law(chances)
 
 
-def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
+def scheme_by_name(spec, allow_lossy=False):
     return SCHEMES[spec] if spec == "otm-lp" else registry.scheme_by_name(spec, allow_lossy)
 
 
-def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
+def outcomes(name, q, k):
     """The law of k draws that have positive probability. q: [V] or [K, V]."""
     laws = q.tolist()
     match name:
@@ -131,7 +128,7 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
     return [(draws, probability) for draws, probability in found if probability > 0]
 
 
-def optimum(found: list[Outcome], p: Tensor) -> float:
+def optimum(found, p):
     """The most that any plan accepts: mass from draws to their own tokens, a linear program (HiGHS, 1e-7)."""
     pairs = [(row, x) for row, (draws, _) in enumerate(found) for x in {*draws} - {-1}]
     uses = np.zeros((len(found) + len(p), len(pairs)))
@@ -141,7 +138,7 @@ def optimum(found: list[Outcome], p: Tensor) -> float:
     return -linprog(-np.ones(len(pairs)), A_ub=uses, b_ub=supply, method="highs").fun
 
 
-def enumerate_plans(scheme: Scheme, p: Tensor, q: Tensor, ks: list[int]) -> list[tuple[Tensor, Tensor]]:
+def enumerate_plans(scheme, p, q, ks):
     """The law of the output [V] and Pr(it is one of the draws), for each k; all in one batch.
 
     p: [V]. q: [V] or [K, V]. Every plan is checked to be a law.

@@ -1,16 +1,15 @@
 """Faults that a certificate must find: each makes a `Spec` wrong in place, as a mistake in the code would."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from mutants import mutant
 
-from treespec.api.spec import Spec
 from treespec.draft.grow import builder
 from treespec.model.cache import TreeCache
-from treespec.trees.tree import Drafts, TokenTree
+from treespec.trees.tree import Drafts
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,18 @@ class Changed:
         return None
 
 
-def change(spec: Spec, drawing: Callable | None = None, planning: Callable | None = None) -> None:
+def change(spec, drawing=None, planning=None):
     """Put a changed scheme into the verifier and the drafter."""
     scheme = Changed(spec.verifier.scheme, drawing, planning)
     spec.verifier = spec.decoder.verifier = replace(spec.verifier, scheme=scheme)
     spec.decoder.drafter.scheme = scheme
 
 
-def redraft(spec: Spec, before: Callable | None = None, after: Callable | None = None) -> None:
+def redraft(spec, before=None, after=None):
     """Around every draft: before(generators) and after(tree)."""
     drafter = spec.decoder.drafter
 
-    def draft_trees(roots: Any, laws: Any, generators: Sequence[torch.Generator], *rest: Any) -> list[TokenTree]:
+    def draft_trees(roots, laws, generators, *rest):
         if before:
             before(generators)
         trees = type(drafter).draft_trees(drafter, roots, laws, generators, *rest)
@@ -64,20 +63,20 @@ def redraft(spec: Spec, before: Callable | None = None, after: Callable | None =
     drafter.new = lambda: redrafted(type(drafter).new(drafter), before, after)
 
 
-def redrafted(drafter: Any, before: Callable | None, after: Callable | None) -> Any:
+def redrafted(drafter, before, after):
     redraft(type("Of", (), {"decoder": type("One", (), {"drafter": drafter})})(), before, after)
     return drafter
 
 
-def draws_from_a_hotter_law(spec: Spec, power: float = 0.95) -> None:
+def draws_from_a_hotter_law(spec, power=0.95):
     """Draws from q^.95 told as draws from q."""
     change(spec, drawing=lambda scheme, q, k, generator: scheme.draw(normal(q**power), k, generator))
 
 
-def phantoms_dropped(spec: Spec) -> None:
+def phantoms_dropped(spec):
     """The verifier is not told of draws that have no node."""
 
-    def dropped(tree: TokenTree) -> TokenTree:
+    def dropped(tree):
         if tree.drafts is None:
             return tree
         nodes, draws = tree.drafts.nodes, tree.drafts.draws
@@ -89,7 +88,7 @@ def phantoms_dropped(spec: Spec) -> None:
     redraft(spec, after=dropped)
 
 
-def coins_reused(spec: Spec) -> None:
+def coins_reused(spec):
     """The verifier's uniform numbers are those that the draft was drawn by."""
     states: dict[torch.Generator, torch.Tensor] = {}
     redraft(spec, before=lambda generators: states.update({one: one.get_state() for one in generators}))
@@ -108,12 +107,12 @@ def coins_reused(spec: Spec) -> None:
     spec.verifier = spec.decoder.verifier = Reusing()
 
 
-def seeded_anew(spec: Spec) -> None:
+def seeded_anew(spec):
     """Every cycle begins with the seed of the text."""
     redraft(spec, before=lambda generators: [one.manual_seed(one.initial_seed()) for one in generators])
 
 
-def doubted_token_dropped(monkeypatch: Any) -> None:
+def doubted_token_dropped(monkeypatch):
     """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
     whole = "            nodes.add(drawn.tokens[:, 0], parent)\n"
     stop = (
@@ -126,11 +125,11 @@ def doubted_token_dropped(monkeypatch: Any) -> None:
     monkeypatch.setattr(builder.TreeBuilder, "chain", broken.TreeBuilder.chain)
 
 
-def commits_a_sibling(spec: Spec) -> None:
+def commits_a_sibling(spec):
     """The cache keeps the node before each accepted one."""
     step = spec.decoder.step
 
-    def shifted(entering: Any) -> Any:
+    def shifted(entering):
         commit = TreeCache.commit
         TreeCache.commit = lambda cache, paths: commit(cache, [[max(node - 1, 0) for node in path] for path in paths])
         try:
@@ -141,10 +140,10 @@ def commits_a_sibling(spec: Spec) -> None:
     spec.decoder.step = shifted
 
 
-def plan_of_another_law(spec: Spec) -> None:
+def plan_of_another_law(spec):
     """The draws are answered by the draft law with its tokens moved by one."""
     change(spec, planning=lambda scheme, p, q, draws: scheme.plan(p, q.roll(1, -1), draws))
 
 
-def normal(law: torch.Tensor) -> torch.Tensor:
+def normal(law):
     return law / law.sum(-1, keepdim=True)

@@ -1,8 +1,5 @@
 """Small GGUF files, as llama.cpp's converter writes those of a Llama or a mixture."""
 
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 import torch
@@ -10,9 +7,7 @@ import torch
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def write_gguf(
-    model: Any, file: Path, kind: str = "Q4_1", of_embedding: str = "Q8_0", factors: np.ndarray | None = None
-) -> Path:
+def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None):
     """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
 
     factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them.
@@ -52,7 +47,7 @@ def write_gguf(
 
 
 @torch.no_grad()
-def write_mixture(model: Any, file: Path, kind: str = "Q8_0") -> Path:
+def write_mixture(model, file, kind="Q8_0"):
     """The weights of a Qwen3-MoE: matrices in blocks, routers and norms in float32.
 
     The model's own weights become the rounded ones.
@@ -83,7 +78,7 @@ def write_mixture(model: Any, file: Path, kind: str = "Q8_0") -> Path:
     return file
 
 
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+def permuted(weight, heads):
     """[out, in] rows in the order in which llama.cpp rotates them."""
     rows = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return rows.swapaxes(1, 2).reshape(weight.shape)

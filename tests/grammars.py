@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.shaping.sampling import probs
 
 TOKENS = ["a", "b", "c", "ab", "</s>", "d"]
 END = 4
 Allowed = Callable[[tuple[int, ...]], set[int]]  # the tokens that may follow an answer
 
 
-def letters_tokenizer() -> PreTrainedTokenizerFast:
+def letters_tokenizer():
     words = Tokenizer(BPE(vocab={token: i for i, token in enumerate(TOKENS)}, merges=[("a", "b")]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
@@ -26,15 +26,15 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
 
-def letters_spec() -> Spec:
+def letters_spec():
     model = Target(TableModel(TableConfig(len(TOKENS), seed=1, eos_token_id=END)), letters_tokenizer())
     return Spec(model, random_head(model, seed=2))
 
 
-def by_words(words: set[str]) -> Allowed:
+def by_words(words):
     """The tokens by which an answer stays the beginning of one of the words."""
 
-    def allowed(answer: tuple[int, ...]) -> set[int]:
+    def allowed(answer):
         text = "".join(TOKENS[token] for token in answer)
         following = {i for i, token in enumerate(TOKENS) if any(word.startswith(text + token) for word in words)}
         return following | ({END} if text in words else set())
@@ -42,13 +42,11 @@ def by_words(words: set[str]) -> Allowed:
     return allowed
 
 
-def law_of_answers(
-    model: Target, prompt: list[int], allowed: Allowed, params: SamplingParams
-) -> dict[tuple[int, ...], float]:
+def law_of_answers(model, prompt, allowed, params):
     """{answer: probability}: forbidden tokens have none, and the rest are scaled to 1, token by token."""
     laws: dict[tuple[int, ...], float] = {}
 
-    def walk(answer: tuple[int, ...], chance: float) -> None:
+    def walk(answer, chance):
         if answer and answer[-1] == END:
             laws[answer] = chance
             return

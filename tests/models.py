@@ -1,28 +1,22 @@
 """Small random models of many architectures, and one whose next-token law is a table."""
 
 from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import transformers as hf
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from treespec.draft.drafter import Drafter
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.draft.trained.kinds import new_eagle3
 from treespec.draft.vocabulary import restrict
-from treespec.heads.eagle import EagleHead
-from treespec.heads.eagle3 import Eagle3Head
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
-from treespec.shaping.sampling import SamplingParams
-from treespec.trees.tree import TokenTree
 
 VOCAB = 64
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -75,7 +69,7 @@ CANNOT_BRANCH = {
 }
 
 
-def random_model(config: Any, seed: int = 0) -> Any:
+def random_model(config, seed=0):
     """A model of that architecture whose logits are far from flat, so that a wrong mask shows."""
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config)
@@ -86,36 +80,36 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 
 @cache
-def target(name: str) -> Target:
+def target(name):
     return Target(random_model(CONFIGS[name]()))
 
 
-def small(seed: int = 5, **changes: Any) -> Target:
+def small(seed=5, **changes):
     """A Llama of one layer."""
     return Target(random_model(hf.LlamaConfig(**GROUPED | {"num_hidden_layers": 1} | changes), seed))
 
 
-def prompt(length: int = 7, seed: int = 3) -> list[int]:
+def prompt(length=7, seed=3):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def plain_generate(target: Target, ids: list[int], new: int) -> list[int]:
+def plain_generate(target, ids, new):
     """What transformers' greedy generate says after a prompt."""
     out = target.model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, len(ids) :].tolist()
 
 
-def what(outputs: Any) -> list[tuple[list[int], list[int]]]:
+def what(outputs):
     """The tokens of each completion, and how many drafts each of its cycles accepted."""
     return [(output.token_ids, output.stats.accepted) for output in outputs]
 
 
-def random_head(target: Target, seed: int = 0) -> EagleHead:
+def random_head(target, seed=0):
     torch.manual_seed(seed)
     return new_head(target).eval()
 
 
-def random_eagle3(target: Target, seed: int = 0, drafted: Tensor | None = None) -> Eagle3Head:
+def random_eagle3(target, seed=0, drafted=None):
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
     head = new_eagle3(target).eval()
@@ -129,7 +123,7 @@ class TableConfig(hf.PreTrainedConfig):
     model_type = "treespec-table"
     attribute_map: ClassVar = {"num_hidden_layers": "layers"}
 
-    def __init__(self, vocab_size: int = 4, seed: int = 0, eos_token_id: int | None = None, **kwargs: Any):
+    def __init__(self, vocab_size=4, seed=0, eos_token_id=None, **kwargs):
         self.vocab_size, self.seed, self.layers = vocab_size, seed, 1
         self.max_position_embeddings = 4096
         self.hidden_size, self.num_attention_heads = vocab_size, 1
@@ -142,7 +136,7 @@ class TableDecoder(nn.Module):
     The token before is read off the mask, as attention would: it goes through the cache like keys.
     """
 
-    def __init__(self, config: TableConfig) -> None:
+    def __init__(self, config):
         super().__init__()
         v = config.vocab_size
         generator = torch.Generator().manual_seed(config.seed)
@@ -151,12 +145,12 @@ class TableDecoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        **_: Any,
-    ) -> BaseModelOutputWithPast:
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        **_,
+    ):
         n = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(n)[None]
@@ -177,7 +171,7 @@ class TableModel(hf.PreTrainedModel):
     config_class = TableConfig
     base_model_prefix = "model"
 
-    def __init__(self, config: TableConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.model = TableDecoder(config)
         self.embed = nn.Embedding(config.vocab_size, config.vocab_size)
@@ -185,26 +179,26 @@ class TableModel(hf.PreTrainedModel):
         self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
         nn.init.eye_(self.lm_head.weight)
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self):
         return self.embed
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.lm_head
 
-    def get_decoder(self) -> nn.Module:
+    def get_decoder(self):
         return self.model
 
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, input_ids, **kwargs):
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         return hf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
 
 
-def follow(drafter: Any, features: Tensor, following: Tensor) -> None:
+def follow(drafter, features, following):
     """Let a drafter or proposer observe features [n, H] and the token [n] after each; that of the first is token 0."""
     drafter.observe([features], [torch.cat([following[:1] * 0, following])])
 
 
-def draft_tree(drafter: Drafter, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+def draft_tree(drafter, root, params, generator):
     """The tree of one text, by a drafter that needs no target's cache."""
     return drafter.draft_trees(root, [Distribution(params)], [generator], TreeCache(layers=1))[0]
 
@@ -216,7 +210,7 @@ CHAT = (
 )
 
 
-def tokenizer(vocab_size: int = 320) -> hf.PreTrainedTokenizerFast:
+def tokenizer(vocab_size=320):
     """A byte-level tokenizer with a chat template: <pad> 0, <s> 1, </s> 2."""
     model = Tokenizer(BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -233,7 +227,7 @@ def tokenizer(vocab_size: int = 320) -> hf.PreTrainedTokenizerFast:
     )
 
 
-def save_model(folder: Path, **changes: Any) -> Path:
+def save_model(folder, **changes):
     """A real directory that transformers loads: a random Llama of 3 layers with the tokenizer above."""
     words = tokenizer()
     config = hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 512} | changes)
@@ -242,7 +236,7 @@ def save_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def hollow_model(folder: Path) -> Path:
+def hollow_model(folder):
     """As `save_model`, with a file of weights that holds none: loading it is an error."""
     save_file({}, save_model(folder) / "model.safetensors")
     return folder

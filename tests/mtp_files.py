@@ -1,13 +1,11 @@
 """Tiny targets whose files hold MTP layers, by the names that their families publish."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
 from models import GROUPED, random_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_experts": 4}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
@@ -46,23 +44,23 @@ NAMES = {
 }
 
 
-def names_of(layout: str, number: int, layers: int) -> tuple[str, list[str]]:
+def names_of(layout, number, layers):
     """The start of an MTP layer's names and its four parts. layers: of the target."""
     start, parts = NAMES[layout]
     before = start.format(number + (layers if layout in ("deepseek", "glm") else 0))
     return before, [part.format(before) for part in parts]
 
 
-def decoder_layer(model: Any) -> nn.Module:
+def decoder_layer(model):
     """A new layer like the model's last."""
     return type(model.model.layers[-1])(model.config, model.config.num_hidden_layers - 1)
 
 
-def mtp_tensors(model: Any, layout: str, layers: int = 1, seed: int = 3) -> dict[str, Tensor]:
+def mtp_tensors(model, layout, layers=1, seed=3):
     """Random MTP layers for a model, by the published names."""
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(*shape: int) -> Tensor:
+    def drawn(*shape):
         return 0.25 * torch.randn(*shape, generator=generator)
 
     tensors, width = {}, model.config.hidden_size
@@ -76,7 +74,7 @@ def mtp_tensors(model: Any, layout: str, layers: int = 1, seed: int = 3) -> dict
     return tensors
 
 
-def split_experts(name: str, value: Tensor) -> dict[str, Tensor]:
+def split_experts(name, value):
     """A tensor of all experts as published: one for each."""
     start, _, part = name.rpartition(".experts.")
     if part == "gate_up_proj":
@@ -92,14 +90,14 @@ def split_experts(name: str, value: Tensor) -> dict[str, Tensor]:
     }
 
 
-def add_tensors(folder: Path, tensors: dict[str, Tensor], drop: str | None = None) -> None:
+def add_tensors(folder, tensors, drop=None):
     """Add tensors to a directory's only file, and drop one of that name."""
     file = folder / "model.safetensors"
     held = load_file(file) | tensors
     save_file({name: held[name].contiguous() for name in held if name != drop}, file, metadata={"format": "pt"})
 
 
-def save_with_mtp(folder: Path, layout: str, layers: int = 1) -> Path:
+def save_with_mtp(folder, layout, layers=1):
     """A random target of a family, with MTP layers in its file."""
     model = random_model(CONFIGS[layout]())
     model.save_pretrained(folder)

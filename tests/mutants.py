@@ -4,7 +4,7 @@ import inspect
 from types import ModuleType
 
 
-def mutant(module: ModuleType, *changes: tuple[str, str], part: ModuleType | None = None) -> ModuleType:
+def mutant(module, *changes, part=None):
     """A copy of the module with each (old, new) made in its source, where the old occurs once.
 
     part: make them in a copy of this module instead, from which the copy of `module` then has what it imports.

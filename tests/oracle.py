@@ -10,24 +10,17 @@ import itertools
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
-from treespec.api.spec import Spec
 from treespec.decoding import decode
-from treespec.decoding.sequence import Request
 from treespec.shaping import sampling
-from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.tree import TokenTree
+from treespec.shaping.sampling import probs
 from treespec.verify import rrs
 from treespec.verify.distributions import without
-from treespec.verify.walk import Verifier
 
 Text = tuple[int, ...]
 State = tuple[Text, tuple[Text, ...], Text]  # the text, its cycles, and all outcomes where these count too
@@ -39,16 +32,16 @@ BATCH = 64  # sequences replayed together
 class Oracle(torch.Generator):
     """The draws of one sequence: those of its script, then the first possible ones."""
 
-    def __new__(cls, _: Text) -> "Oracle":
+    def __new__(cls, _):
         return super().__new__(cls)
 
-    def __init__(self, script: Text) -> None:
+    def __init__(self, script):
         self.script, self.taken, self.forks = script, [], []
         self.probability = self.before = 1.0  # of all outcomes so far, and of those before this cycle
         self.cycles: tuple[Text, ...] = ()  # nodes and path of each
         self.state = START
 
-    def choose(self, masses: Sequence[float]) -> int:
+    def choose(self, masses):
         """The number of an outcome; that of no outcome, len(masses), where none has mass."""
         total = math.fsum(masses)
         if not total > 0:
@@ -65,29 +58,29 @@ class Oracle(torch.Generator):
         return outcome
 
 
-def sample(law: Tensor, generator: Oracle) -> Tensor:
+def sample(law, generator):
     rows = law.double().reshape(-1, law.shape[-1]).tolist()
     return torch.tensor([generator.choose(row) for row in rows], dtype=torch.int64).view(law.shape[:-1])
 
 
-def sample_each(law: Tensor, number: int, generator: Oracle) -> Tensor:
+def sample_each(law, number, generator):
     return sample(law[:, None].expand(-1, number, -1), generator)
 
 
-def happens(probability: Tensor, generator: Oracle) -> Tensor:
+def happens(probability, generator):
     return sample(torch.stack([1 - probability, probability], dim=-1).clamp(0, 1), generator) > 0
 
 
 class Coins:
-    def __init__(self, number: int, generator: Oracle, device: torch.device) -> None:
+    def __init__(self, number, generator, device):
         self.generator = generator
 
-    def happens(self, probability: float) -> bool:
+    def happens(self, probability):
         chance = min(max(probability, 0.0), 1.0)
         return self.generator.choose([1 - chance, chance]) == 1
 
 
-def judge_all(verifier: Any, trees: Any, logits: Any, laws: Any, generators: Sequence[Oracle]) -> Any:
+def judge_all(verifier, trees, logits, laws, generators):
     verdicts = JUDGE(verifier, trees, logits, laws, generators)
     for tree, verdict, oracle in zip(trees, verdicts, generators, strict=True):
         if isinstance(verdict, Exception):
@@ -99,7 +92,7 @@ def judge_all(verifier: Any, trees: Any, logits: Any, laws: Any, generators: Seq
 JUDGE = decode.judge_all
 
 
-def in_turn(q: Tensor, width: int, generator: Oracle) -> Tensor:
+def in_turn(q, width, generator):
     """Distinct draws for `rrs-wo`, which itself makes independent ones and drops repeats."""
     tokens = torch.empty(len(q), 0, dtype=torch.int64)
     for _ in range(width):
@@ -109,7 +102,7 @@ def in_turn(q: Tensor, width: int, generator: Oracle) -> Tensor:
 
 
 @contextmanager
-def behind_every_draw() -> Iterator[None]:
+def behind_every_draw():
     """Inside, all draws of the package are the oracle's."""
     modules = [module for name, module in sys.modules.items() if name.startswith("treespec.")]
     with ExitStack() as stack:
@@ -135,7 +128,7 @@ class Outcomes:
     states: dict[State, list[tuple[float, State | End]]] = field(default_factory=lambda: {START: []})
     replays: int = 0
 
-    def distribution(self) -> tuple[Counter[Text], float]:
+    def distribution(self):
         """{text: probability}, and the mean number of cycles."""
         texts, mean, weights = Counter(), 0.0, defaultdict(float, {START: 1.0})
         for state in sorted(self.states, key=lambda state: len(state[0])):
@@ -148,7 +141,7 @@ class Outcomes:
                     weights[after] += mass
         return texts, mean
 
-    def note(self, text: Request, merged: bool) -> list[Text]:
+    def note(self, text, merged):
         """What the latest cycle of a sequence led to. Returns the scripts of its other outcomes."""
         oracle = text.generator
         first = len(text.prompt)
@@ -165,14 +158,14 @@ class Outcomes:
 
 
 def outcomes(
-    spec: Spec,
-    prompt: list[int],
-    batch: int = BATCH,
-    merged: bool = True,
-    recall: bool = False,
-    reuse: bool = True,
-    **options: Any,
-) -> Outcomes:
+    spec,
+    prompt,
+    batch=BATCH,
+    merged=True,
+    recall=False,
+    reuse=True,
+    **options,
+):
     """Replay all that can happen to a completion.
 
     merged: whether a cycle depends on what was committed alone. recall: whether it is drafted from the suffix cache.
@@ -201,7 +194,7 @@ def outcomes(
     return found
 
 
-def verdict_texts(verifier: Verifier, tree: TokenTree, p: Tensor) -> Counter[Text]:
+def verdict_texts(verifier, tree, p):
     """{tokens of the verdict: probability}. The path must carry all of them but the last."""
     texts, scripts = Counter(), [()]
     with behind_every_draw():
@@ -217,13 +210,13 @@ def verdict_texts(verifier: Verifier, tree: TokenTree, p: Tensor) -> Counter[Tex
 
 
 def distribution(
-    model: Any,
-    prompt: list[int],
-    new: int,
-    params: SamplingParams,
-    change: Callable | None = None,
-    end: int | None = None,
-) -> Counter[Text]:
+    model,
+    prompt,
+    new,
+    params,
+    change=None,
+    end=None,
+):
     """{text: probability} of a table target, each text computed by itself.
 
     change: what the tokens so far and the logits [V] become, before temperature. end: a token that ends texts.

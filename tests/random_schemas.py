@@ -7,7 +7,7 @@ Schema = dict[str, Any]
 WORDS = ("a", "id", "size", "the user", "x-1", 'quote"d', "naïve", "kind", "tags")
 
 
-def random_schema(seed: int, depth: int = 3) -> Schema:
+def random_schema(seed, depth=3):
     """A schema of objects, arrays, enums, numbers and strings, nested up to `depth` levels."""
     rng = random.Random(seed)
     schema = _object(rng, depth)
@@ -18,13 +18,13 @@ def random_schema(seed: int, depth: int = 3) -> Schema:
     return schema
 
 
-def _any(rng: random.Random, depth: int) -> Schema:
+def _any(rng, depth):
     if depth == 0 or rng.random() < 0.4:
         return _leaf(rng)
     return rng.choice([_object, _array, _either])(rng, depth - 1)
 
 
-def _object(rng: random.Random, depth: int) -> Schema:
+def _object(rng, depth):
     names = rng.sample(WORDS, rng.randint(1, 3))
     return {
         "type": "object",
@@ -34,17 +34,17 @@ def _object(rng: random.Random, depth: int) -> Schema:
     }
 
 
-def _array(rng: random.Random, depth: int) -> Schema:
+def _array(rng, depth):
     least = rng.randint(0, 2)
     most = least + rng.randint(0, 2)
     return {"type": "array", "items": _any(rng, depth), "minItems": least, "maxItems": most}
 
 
-def _either(rng: random.Random, depth: int) -> Schema:
+def _either(rng, depth):
     return {"anyOf": [_any(rng, depth), {"type": "null"}]}
 
 
-def _leaf(rng: random.Random) -> Schema:
+def _leaf(rng):
     low = rng.randint(-50, 50)
     return rng.choice(
         [

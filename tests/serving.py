@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import torch
 
-from treespec.api.engine import Engine
 from treespec.errors import Busy
 
 
@@ -26,7 +25,7 @@ def held():
     return threading.active_count(), psutil.Process().num_fds()
 
 
-def soak(engine: Engine, prompts, clients, options, cut=0.1, seed=0):
+def soak(engine, prompts, clients, options, cut=0.1, seed=0):
     """What each of `clients` threads read of its share of the prompts, a part of which it cuts off at random.
 
     options: of the request with a number. Returns (prompt number, tokens, whether it was cut off) for each.

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers as hf
-from models import VOCAB, random_eagle3, random_head, random_model
+from models import random_eagle3, random_head, random_model
 from test_target import plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
@@ -110,14 +110,3 @@ def test_a_window_of_any_size_stays_as_the_config_says(window):
     assert Target(model).windows == {"sliding_attention": window}
     assert model.config.sliding_window == window
     assert equal_or_refused(model) is None
-
-
-def test_weights_that_are_not_numbers_are_named():
-    model = random_model(hf.LlamaConfig(**tiny(MODELS["llama"]).to_dict()))
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
-    with pytest.raises(InputError, match=r"not finite, in model\.layers\.1\.mlp\.up_proj\.weight"):
-        Target(model)
-
-
-def test_the_vocabulary_of_these_configs_is_the_tests_own():
-    assert tiny(MODELS["llama"]).vocab_size == VOCAB

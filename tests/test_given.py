@@ -1,7 +1,6 @@
 """Drafters without a model: what they find, that no token changes by them, and what they do not go with."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -21,10 +20,7 @@ from treespec.draft.options import LookupOptions
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import Examination
-from treespec.shaping.sampling import sample
 from treespec.verify.facts import NAMES
-from treespec.verify.topk import TopK
-from treespec.verify.walk import Verdict
 
 DRAFTERS = [
     "lookup",
@@ -142,6 +138,11 @@ class TestWhatDoesNotGoTogether:
             ("jacobi:window", "'window' is not understood; its options are window=15"),
             ("lookout", "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, "),
             ("rest:nowhere", "no datastore at nowhere"),
+            ("suffix:tokens=99999999", "tokens is 99999999, must be a whole number from 0 to 10,000,000"),
+            ("suffix:tokens=5000,memory", "'memory' is not understood; its options are tokens=200000, longest=64"),
+            ("sparse:512,h2o", "'h2o' is not"),
+            ("sparse:4", "at least 8"),
+            ("sparse:32,snapkv", "at least 64"),
         ],
     )
     def test_a_drafter_that_there_is_not_is_one_line(self, drafter, complaint):
@@ -158,31 +159,7 @@ def test_chat_says_what_drafts_and_refuses_a_tree():
         run(conversation, "/tree eagle")
 
 
-@dataclass(frozen=True)
-class Credulous:
-    """Follows the first child whatever the target says; a fault."""
-
-    scheme: TopK
-    name: str = "credulous"
-    paced: bool = False
-
-    def __call__(self, tree, p, generator):
-        path = [0]
-        while (below := (tree.parents == path[-1]).nonzero().flatten().tolist()) and len(path) < 3:
-            path.append(below[0])
-        return Verdict(path[1:], [*tree.tokens[path[1:]].tolist(), int(sample(p[path[-1]], generator))])
-
-
-class TestCertificate:
-    def test_a_drafter_without_a_head_is_certified(self):
-        config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
-        found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()
-        assert found["passed"]
-        assert found["tree"] == "lookup"
-
-    def test_a_verifier_that_takes_what_it_is_given_is_not(self):
-        config = CertifyConfig(target="target", drafter="lookup", tokens=300, length=6, batch=1, greedy_tokens=1)
-        found = Examination(
-            spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config
-        ).verdict()
-        assert [test["passed"] for test in found["tests"]][1] is False
+def test_a_drafter_without_a_head_is_certified():
+    config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
+    found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()
+    assert (found["passed"], found["tree"]) == (True, "lookup")

@@ -162,18 +162,6 @@ def test_so_is_that_of_tops_and_independent_draws(k, tops):
             assert optimal_tops(p[None], q[None], k, tops).item() == pytest.approx(best, rel=0, abs=1e-7)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_greedy_and_topk_reach_the_optimal_rate_of_their_tops_and_is_lp_that_of_two_draws(k):
-    p, q = (torch.stack(rows) for rows in zip(*random_pairs(20, 40), strict=True))
-    for name, tops in (("greedy", k - 1), ("topk", k)):
-        torch.testing.assert_close(
-            SCHEMES[name].acceptance_rate(p, q, k), optimal_tops(p, q, k, tops), rtol=0, atol=1e-12
-        )
-    p, q = (torch.stack(rows) for rows in zip(*random_pairs(20, 8), strict=True))
-    rate = scheme_by_name("is-lp:s=8").acceptance_rate(p, q, 2)
-    torch.testing.assert_close(rate, optimal_iid(p, q, 2), rtol=0, atol=1e-12)
-
-
 def smallest_cut(p, found):
     """The minimum of p(H) + 1 - Q(H) over every set H."""
     sets = [({*draws}, probability) for draws, probability in found]

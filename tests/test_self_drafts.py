@@ -13,7 +13,6 @@ from treespec import load
 from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.cli.entry import run
-from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.skip import refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
@@ -103,15 +102,6 @@ class TestSnapKV:
         eager.model.set_attn_implementation("eager")
         with pytest.raises(InputError, match="LlamaForCausalLM has another"):
             refuse_what_shows_no_attention(eager)
-
-
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [("x", "'x' is not"), ("512,h2o", "'h2o' is not"), ("4", "at least 8"), ("32,snapkv", "at least 64")],
-)
-def test_what_is_no_budget_is_one_line(value, complaint):
-    with pytest.raises(InputError, match=complaint):
-        DrafterSpec.parse(f"sparse:{value}")
 
 
 class TestSkipSet:

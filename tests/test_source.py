@@ -6,9 +6,12 @@ from models import random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import source_for
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.trees.tree import root_only
+from treespec.verify.topk import TopK
+from treespec.verify.walk import Walk
 
 
 class NoDrafts(Drafter):
@@ -96,3 +99,35 @@ def test_a_cycle_counts_the_draft_models_seconds_apart():
     model = target("llama")
     spent = Spec(model, random_head(model), "2x2", "rrs").generate([5, 9, 7], max_new_tokens=12).stats.seconds
     assert 0 < spent["head"] <= spent["draft"]
+
+
+class Own:
+    """A verifier with what `Verifier` names, and nothing else."""
+
+    name, scheme, paced = "own", TopK(), False
+
+    def __call__(self, tree, p, generator):
+        return Walk(self.scheme)(tree, p, generator)
+
+
+@pytest.mark.parametrize("tree", ["chain:3", None])
+def test_a_verifier_needs_a_name_a_scheme_and_a_call(tree):
+    model = target("llama")
+    spec = Spec(model, random_head(model), tree, Own())
+    answer = spec.generate([5, 9, 11, 4], max_new_tokens=24)
+    assert answer.token_ids == spec.baseline().generate([5, 9, 11, 4], max_new_tokens=24).token_ids
+    assert "own" in repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("suffix+eagle:HEAD", ["suffix", "eagle:HEAD"]),
+        ("suffix:a/b,tokens=5000+hydra++:a+b", ["suffix:a/b,tokens=5000", "hydra++:a+b"]),
+        ("suffix:c++/d+model:x+y", ["suffix:c++/d", "model:x+y"]),
+        ("suffix:a+b", ["suffix:a+b"]),
+        ("model:x+eagle:y", ["model:x+eagle:y"]),
+    ],
+)
+def test_a_name_joins_a_memory_and_a_drafter(name, members):
+    assert [member.own for member in DrafterSpec.parse(name).members] == members

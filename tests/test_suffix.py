@@ -4,8 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from drafting import source_of
-from models import prompt, target
+from models import prompt
 from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine
@@ -152,18 +151,3 @@ class TestBounds:
         assert len(memories._by_name) == 256
         assert len(memories.named("0")) == 0
         assert len(memories.named("299")) == 3
-
-    @pytest.mark.parametrize(
-        ("drafter", "complaint"),
-        [
-            ("suffix:tokens=99999999", "tokens is 99999999, must be a whole number from 0 to 10,000,000"),
-            ("suffix:words=3", "'words=3' is not understood; its options are tokens=200000, longest=64"),
-            ("suffix:count=0", "count is 0"),
-            ("suffix:nodes=all", "'nodes=all' is not understood"),
-            ("suffix:tokens=5000,memory", "'memory' is not understood"),
-        ],
-    )
-    def test_options_out_of_range_are_one_line(self, drafter, complaint):
-        with pytest.raises(InputError) as caught:
-            source_of(drafter, target("llama"))
-        assert complaint in str(caught.value)

@@ -1,16 +1,11 @@
 """One forward over a tree is the forward over each of its paths, for every architecture that can branch."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers as hf
 from models import CANNOT_BRANCH, CONFIGS, VOCAB, random_model, target
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from treespec.errors import InputError
-from treespec.model.attention import NAME, tree_attention
-from treespec.model.inspect import layer_windows
 from treespec.model.target import Target
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
@@ -80,13 +75,6 @@ def test_prefill_in_chunks_equals_prefill_at_once(name):
     assert whole.lengths == parts.lengths == [23]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "cohere", "granite"])
-def test_features_lead_to_the_logits_through_the_output_path(name):
-    model, text = target(name), prefix()
-    features = model.prefill(model.new_cache(), text)
-    assert torch.allclose(model.output_logits(features)[0], plain_logits(model.model, text[0].tolist()), atol=TOLERANCE)
-
-
 def test_taps_are_transformers_hidden_states():
     model, text = target("llama"), prefix()
     taps = (0, 1, 2)
@@ -119,24 +107,6 @@ def test_a_model_with_an_unknown_output_path_is_refused():
         Target(model)
 
 
-def test_growth_doubles_and_copies_what_is_committed():
-    model, text = target("llama"), prefix(length=40)
-    small, large = model.new_cache(capacity=4), model.new_cache(capacity=256)
-    for part in text.split(3, dim=1):
-        model.prefill(small, part)
-    model.prefill(large, text)
-    assert {layer.capacity for layer in small.layers} == {64}
-    for a, b in zip(small.layers, large.layers, strict=True):
-        assert torch.allclose(a.keys[:, :, :40], b.keys[:, :, :40], atol=TOLERANCE)
-
-
-def test_mask_kinds_follow_the_config():
-    assert layer_windows(CONFIGS["llama"]()) == {"full_attention": None}
-    assert layer_windows(CONFIGS["mistral-window-6"]()) == {"sliding_attention": 6}
-    assert layer_windows(CONFIGS["gemma3"]()) == {"full_attention": None, "sliding_attention": 6}
-    assert layer_windows(hf.Qwen2Config(use_sliding_window=False)) == {"full_attention": None}
-
-
 def test_an_offloaded_target_scores_the_same_tree(tmp_path):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "model")
     whole = Target.load(str(tmp_path / "model"), dtype="float32")
@@ -158,29 +128,3 @@ def test_an_offloaded_target_scores_the_same_tree(tmp_path):
         model.prefill(cache, prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
     assert torch.allclose(*outs, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("content", [None, b"not safetensors"])
-def test_a_missing_or_corrupt_target_is_one_line(tmp_path, content):
-    path = tmp_path / "model"
-    if content:
-        random_model(CONFIGS["llama"]()).save_pretrained(path)
-        (path / "model.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match="cannot load the target") as caught:
-        Target.load(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_stacked_query_heads_attend_as_repeated_keys_and_values():
-    """Three heads a group under random masks, against transformers' function on the same tensors."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((6, 5), (2, 9), (2, 9)))
-    mask = torch.zeros(2, 1, 5, 9).masked_fill_(torch.rand(2, 1, 5, 9, generator=generator) < 0.5, -1e9)
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    ours, theirs = (
-        f(module, query, key, value, mask, scaling=0.3)[0] for f in (tree_attention, sdpa_attention_forward)
-    )
-    repeated = tree_attention(module, query, key, value, mask.repeat(1, 1, 3, 1), scaling=0.3)[0]
-    assert torch.allclose(ours, theirs, atol=1e-6)
-    assert torch.equal(repeated, ours)
-    assert target("llama").config._attn_implementation == NAME

@@ -81,7 +81,7 @@ OWN |= {
 }
 
 
-def tiny(kind: Any, own: dict[str, Any] | None = None) -> Any:
+def tiny(kind, own=None):
     """A small config of a class, and of the classes within it."""
     known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", {})}
     values: dict[str, Any] = {name: size for name, size in TINY.items() if name in known}

@@ -1,7 +1,7 @@
 """Tiny pairs of a target and a drafter, whose texts of 3 tokens of 4 an oracle enumerates."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -39,12 +39,12 @@ RATES = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), rates={
 
 
 @cache
-def table(seed: int = 1, size: int = VOCAB, end: int | None = None) -> Target:
+def table(seed=1, size=VOCAB, end=None):
     return Target(TableModel(TableConfig(size, seed=seed, eos_token_id=end)))
 
 
 @cache
-def near(seed: int) -> Target:
+def near(seed):
     """A table near that of the target."""
     model = TableModel(TableConfig(VOCAB, seed=1))
     noise = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -53,18 +53,18 @@ def near(seed: int) -> Target:
 
 
 @cache
-def attentive(end: int | None) -> Target:
+def attentive(end):
     """A model of three layers, for drafters that leave some out or see some of the keys."""
     return Target(random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": VOCAB, "eos_token_id": end}), seed=2))
 
 
 @cache
-def recurrent(end: int | None) -> Target:
+def recurrent(end):
     """A model whose layers carry a state."""
     return Target(random_model(tiny(MODELS["qwen3_next"], {"vocab_size": VOCAB, "eos_token_id": end}), seed=4))
 
 
-def trained(kind: str, target: Target) -> Any:
+def trained(kind, target):
     """A head far from its start, so that a wrong input or order shows."""
     torch.manual_seed(2)
     head = KINDS[kind].new(target, 4).eval()
@@ -74,26 +74,26 @@ def trained(kind: str, target: Target) -> Any:
     return head
 
 
-def half(target: Target) -> Any:
+def half(target):
     head = random_head(target, seed=2)
     restrict(head, target, torch.tensor([1, 3]))
     return head
 
 
-def retrieved() -> OneHotDrafter:
+def retrieved():
     tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.int32)
     store = Datastore(tokens, suffix_array(tokens, ORDER), VOCAB)
     return OneHotDrafter(Rest(store, RestOptions(nodes=8, tokens=3)), "rest")
 
 
-def other_words(target: Target) -> OtherVocabulary:
+def other_words(target):
     """A draft model of five tokens in another order, three of which the target has."""
     places = torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0])
     words = SharedVocabulary(*places, {n: bytes([97 + n]) for n in range(VOCAB)}, {b"b": 2})
     return OtherVocabulary(table(5, 5), target, words)
 
 
-def suffix_cache() -> OneHotDrafter:
+def suffix_cache():
     chosen = SuffixOptions(percent=1, growth=9, nodes=8)
     return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)), "suffix")
 
@@ -118,7 +118,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 }
 
 
-def spec_of(drafter: str, tree: str | None = None, verifier: str = "topk", end: int | None = None) -> Spec:
+def spec_of(drafter, tree=None, verifier="topk", end=None):
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
     targets = {"recurrent": recurrent, **dict.fromkeys(("skip", "sparse", "snapkv"), attentive)}
     target = targets[drafter](end) if drafter in targets else table(end=end)
@@ -130,13 +130,13 @@ def spec_of(drafter: str, tree: str | None = None, verifier: str = "topk", end: 
     return spec
 
 
-def habits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def habits(input_ids, scores):
     """A processor: each token counts against itself, and the sum of all decides which one is forbidden."""
     counts = torch.stack([row.bincount(minlength=VOCAB) for row in input_ids])
     return (scores - 0.9 * counts).scatter(1, input_ids.sum(1, keepdim=True) % VOCAB, -torch.inf)
 
 
-def by_habits(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+def by_habits(tokens, logits):
     return habits(torch.tensor([tokens]), logits[None])[0]
 
 
@@ -149,7 +149,7 @@ PENALTIES = {
 }
 
 
-def penalised(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+def penalised(tokens, logits):
     """What PENALTIES ask for, by the definitions in OpenAI's reference and of transformers; one row."""
     row, answer = logits.clone(), tokens[len(PROMPT) :]
     row[1] += 0.7

@@ -2,14 +2,12 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
 from enumeration import outcomes
 from oracle import verdict_texts
-from torch import Tensor
 
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
@@ -28,14 +26,14 @@ class Tables:
     q: dict[Text, Law]
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary(self):
         return len(self.p[()])
 
-    def of_sequences(self, length: int) -> dict[Text, float]:
+    def of_sequences(self, length):
         """{text: probability} under the target."""
         return self.completed({(): 1.0}, length)
 
-    def completed(self, texts: dict[Text, float], length: int) -> dict[Text, float]:
+    def completed(self, texts, length):
         """The law of texts that the target continues to a length."""
         law = dict(texts)
         for _ in range(length):
@@ -48,7 +46,7 @@ class Tables:
         return {text: mass for text, mass in law.items() if mass > 0}
 
 
-def random_tables(vocabulary: int, depth: int, seed: int, noise: float = 1.0, zeros: bool = False) -> Tables:
+def random_tables(vocabulary, depth, seed, noise=1.0, zeros=False):
     generator = torch.Generator().manual_seed(seed)
     p, q = {}, {}
     for length in range(depth + 1):
@@ -70,11 +68,11 @@ class Shape:
     pruned: tuple[Path, ...] = ()
 
     @cached_property
-    def nodes(self) -> StaticTree:
+    def nodes(self):
         return StaticTree(tuple(path for path in self.draws.paths[1:] if path not in self.pruned))
 
     @property
-    def length(self) -> int:
+    def length(self):
         """Tokens of the longest verdict where all draws have nodes."""
         return self.draws.max_depth + 1
 
@@ -88,20 +86,20 @@ class Drawn:
     draws: dict[Path, Text]
     texts: dict[Path, Text]
 
-    def children(self, path: Path) -> list[Path]:
+    def children(self, path):
         """The draws below a node, also those without a node."""
         return [(*path, k) for k, token in enumerate(self.draws.get(path, ())) if token >= 0]
 
-    def has_node(self, path: Path) -> bool:
+    def has_node(self, path):
         return path in self.shape.nodes.paths
 
-    def tensors(self, dtype: torch.dtype = torch.float64) -> tuple[TokenTree, Tensor]:
+    def tensors(self, dtype=torch.float64):
         """The tree as it goes to a verifier, and p [N, V]. Below an absent draw laws are uniform, tokens are 0."""
         paths, fixed = self.shape.nodes.paths, layout(self.shape.nodes, torch.device("cpu"))
         inner = [i for i, path in enumerate(paths) if path in self.draws]
         uniform = [1 / self.tables.vocabulary] * self.tables.vocabulary
 
-        def laws(table: dict[Text, Law], nodes: list[int]) -> Tensor:
+        def laws(table, nodes):
             known = [self.texts.get(paths[node]) for node in nodes]
             return torch.tensor([uniform if text is None else table[text] for text in known], dtype=dtype)
 
@@ -113,16 +111,16 @@ class Drawn:
         return tree, laws(self.tables.p, list(range(len(paths))))
 
 
-def trees(scheme: str, shape: Shape, tables: Tables) -> Iterator[tuple[Drawn, float]]:
+def trees(scheme, shape, tables):
     """Every tree that can be drawn, with its probability."""
     paths = shape.draws.paths
     inner = [path for path in paths if any(other[:-1] == path for other in paths[1:])]
 
     @cache
-    def found(text: Text, k: int) -> list[tuple[Text, float]]:
+    def found(text, k):
         return outcomes(scheme, torch.tensor(tables.q[text], dtype=torch.float64), k)
 
-    def grow(drawn: Drawn, rest: list[Path], probability: float) -> Iterator[tuple[Drawn, float]]:
+    def grow(drawn, rest, probability):
         if not rest:
             yield drawn, probability
             return

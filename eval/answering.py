@@ -9,13 +9,11 @@ from treespec.api.loading import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
 from treespec.decoding.sequence import LEAD
 from treespec.decoding.stats import Stats
-from treespec.errors import InputError
 from treespec.eval.asking import Answerer, Ask
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
 from treespec.requests.options import Keywords, Seed
-from treespec.trees.static import TreeError
 
 Fresh = Callable[[Contestant], Spec]
 
@@ -47,17 +45,6 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
         return Spec(target, sources[one.drafter], one.tree, one.method, *rest)
 
     return plain, fresh
-
-
-def unfit(fresh: Fresh, chosen: Sequence[Contestant]) -> dict[str, str]:
-    """The contestants whose drafter cannot draft their tree, by name, each with the reason."""
-    reasons = {}
-    for one in chosen:
-        try:
-            fresh(one)
-        except (InputError, TreeError) as error:
-            reasons[one.name] = f"{one.drafter} with {one.method}: {error}"
-    return reasons
 
 
 def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:

@@ -1,6 +1,5 @@
 """The machine and the libraries that figures were measured on."""
 
-import platform
 from importlib.metadata import version
 
 import torch
@@ -27,11 +26,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     return processor()
-
-
-def machine() -> dict[str, str]:
-    """This machine: the processor with its cores and features, and the system."""
-    return {
-        "processor": processor(),
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-    }

@@ -1,6 +1,6 @@
 """From the ledger to the figures in OUT/report.json: a row for each contestant, and what they share.
 
-options, environment, machine, left_out: of the ledger's head. timed: False where several processes
+options, environment, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
 intervals. failed: why a peer has no figures, by its name. costs: of cycles, by context. again: of the
 baseline's second time (A/A), by temperature and batch: its questions, and its speedup over the first.
@@ -89,7 +89,7 @@ def summarise(ledger: Ledger) -> Summary:
             again.append(at | {"questions": len(both), "speedup": speedup})
     compare(rows, {row["name"]: [every[row["name"]][i] for i in questions] for row in rows})
     return {
-        **{name: head[name] for name in ("options", "environment", "machine", "left_out")},
+        **{name: head[name] for name in ("options", "environment", "left_out")},
         "timed": timed,
         "questions": len(questions),
         "few_questions": [name for name, chosen in groups.items() if len(chosen) < FEW],

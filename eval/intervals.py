@@ -45,13 +45,6 @@ def interval(samples: Array) -> Figure:
     return {"value": value, "low": float(low), "high": float(high)}
 
 
-def median(values: Sequence[float], seed: int) -> Figure:
-    """The median of values, with the interval of its bootstrap."""
-    numbers, rng = np.array(values), np.random.default_rng(seed)
-    drawn = rng.choice(numbers, (1000, len(numbers)))
-    return interval(np.median(np.vstack([numbers, drawn]), axis=1))
-
-
 def share_of(right: int, answers: int) -> Figure:
     """The share of right answers; its interval (Wilson 1927) has a width at 0 and 1 too."""
     limits = binomtest(right, answers).proportion_ci(method="wilson")

@@ -33,8 +33,6 @@ def page_of(summary: Summary) -> str:
     options, count = summary["options"], summary["questions"]
     setup = {"command": command_line("eval", EvalConfig, options)}
     setup |= {what: str(value) for what, value in summary["environment"].items()}
-    known = {"", *setup.values()}  # without a GPU the device is the processor
-    setup |= {what: value for what, value in summary["machine"].items() if value not in known}
     return page(
         report_of(summary),
         f"{PurePath(options['target']).name}: acceptance and speed",

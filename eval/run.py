@@ -13,12 +13,12 @@ import torch
 
 from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, load_own, recall, unfit
+from treespec.eval.answering import answerer, load_own, recall
 from treespec.eval.asking import ask, said
 from treespec.eval.common import Step, in_order
 from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, contestants, pairs
-from treespec.eval.environment import describe, machine
+from treespec.eval.environment import describe
 from treespec.eval.figures import FEW, Summary
 from treespec.eval.ledger import Completion, Entry, Ledger, place_of
 from treespec.eval.outputs import write_report
@@ -26,6 +26,7 @@ from treespec.eval.peers import peer_answerers
 from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.record import check_same, head_of, models_of
 from treespec.files.atomic import locked
+from treespec.trees.static import TreeError
 
 WARM_UP_TOKENS = 16
 WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
@@ -107,10 +108,9 @@ class Run:
         contexts = numbers_of("contexts", config.contexts)
         if self.ledger.of("cost") or self.head["processes"] > 1:
             contexts = []
-        places = [(config.target, config.head), (config.target, config.head)]
-        if before is not None:
-            places[0] = before["options"]["target"], before["options"]["head"]
-        if plan or contexts or places[0] != places[1]:
+        options, paths = before and before["options"], (config.target, config.head)
+        moved = options and (options["target"], options["head"]) != paths
+        if plan or contexts or moved:
             self.check(models_of(config))
         if not (plan or contexts):
             return
@@ -151,8 +151,18 @@ class Run:
             place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.plain, self.fresh = load_own(config, dtype, place)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        check_room(contexts, self.plain.target.context_length)
-        reasons = unfit(self.fresh, chosen)
+        room = self.plain.target.context_length - NODES[-1]
+        if contexts and contexts[-1] > room:
+            raise InputError(
+                f"--contexts {contexts[-1]}: the target's context holds {room + NODES[-1]} tokens, "
+                f"{NODES[-1]} nodes included; give at most {room}"
+            )
+        reasons = {}
+        for one in chosen:
+            try:
+                self.fresh(one)
+            except (InputError, TreeError) as error:
+                reasons[one.name] = f"{one.drafter} with {one.method}: {error}"
         fit = [one for one in chosen if one.name not in reasons]
         if reasons and (len(drafters_of(config)) == 1 or not any(one.drafter for one in fit)):
             raise InputError(next(iter(reasons.values())))
@@ -162,7 +172,7 @@ class Run:
         environment = describe(self.plain.target)
         self.check(environment)
         self.head["left_out"] += reasons.values()
-        self.head |= {"unfit": list(reasons), "environment": environment, "machine": machine()}
+        self.head |= {"unfit": list(reasons), "environment": environment}
         if self.before != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
         return fit
@@ -207,16 +217,6 @@ class Run:
             self.ledger.append("failed", {"contestant": one.name, "why": why})
             self.failed.add(one)
             return []
-
-
-def check_room(contexts: Sequence[int], context_length: int) -> None:
-    """Raises InputError for a context that leaves a target no room for the largest tree."""
-    most = context_length - NODES[-1]
-    if contexts and contexts[-1] > most:
-        raise InputError(
-            f"--contexts {contexts[-1]}: the target's context holds {context_length} tokens, "
-            f"{NODES[-1]} nodes included; give at most {most}"
-        )
 
 
 def planned(

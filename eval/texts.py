@@ -3,26 +3,22 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treespec.api.load import load
-from treespec.api.options import PlacementOptions, TargetOptions, VariantOptions
+from treespec.api.options import PlacementOptions, TargetOptions
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.questions import Question
-from treespec.text.conversations import CONVERSATIONS, read_conversations
+from treespec.files.atomic import check_writable
+from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
 
-if TYPE_CHECKING:
-    from treespec.eval.acceptance.config import AcceptanceConfig
-    from treespec.eval.fit.config import CalibrateConfig, TreeConfig
-
-    TextConfig = AcceptanceConfig | CalibrateConfig | TreeConfig
-
+Report = Callable[[Step], None]
 MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 
@@ -39,16 +35,23 @@ class Passage:
     group: int
 
 
-def load_models(config: VariantOptions, head: str | None) -> Spec:
-    """`treespec.load` with these options. head: what drafts; None: nothing. Raises as that does."""
+def load_models(config: Any, head: str | None, out: Path | str, report: Report) -> Spec:
+    """`treespec.load` with these options. head: what drafts; None: nothing. Raises as that does.
+
+    Raises InputError, before that, where `out` cannot be written or `--text` not be read.
+    """
+    check_writable(out)
+    if config.text:
+        content_of(config.text)
+    report(Step(0, 1, f"loading {config.target}" + (f" and {head}" if head else "")))
     return load(head=head, **{name: getattr(config, name) for name in MODELS})
 
 
 def passages_of(
-    config: "TextConfig",
+    config: Any,
     spec: Spec,
     questions: Sequence[Question],
-    report: Callable[[Step], None],
+    report: Report,
 ) -> list[Passage]:
     """The passages of `--text`, or without it the target's answers to the questions.
 
@@ -79,10 +82,10 @@ def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Pas
 
 
 def _answers(
-    config: "TextConfig",
+    config: Any,
     spec: Spec,
     questions: Sequence[Question],
-    report: Callable[[Step], None],
+    report: Report,
 ) -> Iterator[Passage]:
     """The target's answers to all turns by one-token decoding: no head or verifier affects them."""
     for number, question in enumerate(questions):

@@ -11,7 +11,7 @@ from evaluating import pair
 from treespec.eval.common import in_order
 from treespec.eval.contestants import Contestant
 from treespec.eval.figures import figures
-from treespec.eval.intervals import interval, median, resample
+from treespec.eval.intervals import interval, resample
 from treespec.eval.questions import Question
 from treespec.eval.run import asked_again, planned
 from treespec.eval.verdict import noise_of, sentences
@@ -79,11 +79,6 @@ def test_totals_weight_completions_by_their_tokens():
     got = figures(mine, plain, resample(3, 50, 0))
     assert got["speedup"]["value"] == pytest.approx(100 / 52)
     assert got["acceptance_length"]["value"] == pytest.approx(100 / 26)
-
-
-def test_a_median_feels_no_time_that_stalled():
-    got = median([1.0, 2.0, 40.0], 0)
-    assert (got["value"], got["low"]) == (2, 1)
 
 
 def test_ratio_of_totals_of_a_hand_example():

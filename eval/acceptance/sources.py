@@ -83,8 +83,7 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Colle
         return logits, environment
 
     # 3. The models' logits.
-    report(Step(0, 1, f"loading {config.target} and {config.head}"))
-    spec = load_models(config, config.head)
+    spec = load_models(config, config.head, file, report)
     passages = passages_of(config, spec, questions, report)
     logits = logits_of(spec, passages, config.step, config.positions, report)
     environment = describe(spec.target)

@@ -15,8 +15,8 @@ distribution is uniform whatever the distribution, so all texts answer the same 
 The questions share the error. docs/verification.md says what they find.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
@@ -44,15 +44,10 @@ OURS, PLAIN = 0, 1  # sides, for the seeds
 Report = Callable[[Step], None]
 
 
-def certify(
-    config: CertifyConfig,
-    report: Report = lambda step: None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
     """Run all tests and write the report; its field `passed` is the verdict.
 
-    report: called with each step of the work. options: further ones of `Spec.generate` that change
-    the logits, such as logits_processor. Raises InputError for bad input.
+    report: called with each step of the work. Raises InputError for bad input.
     """
     check_writable(config.out)
     asked = load_questions(config.questions)[0][: config.limit]
@@ -63,7 +58,7 @@ def certify(
         "config": asdict(config),
         "environment": describe(spec.target),
         "promised": promised(config),
-        **Examination(spec, prompts, config, report, options or {}).verdict(),
+        **Examination(spec, prompts, config, report).verdict(),
     }
     write_json(config.out, certificate)
     return certificate
@@ -85,18 +80,17 @@ def promised(config: CertifyConfig) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Examination:
-    """The tests of one `spec` on some prompts. options: further ones that change the logits."""
+    """The tests of one `spec` on some prompts."""
 
     spec: Spec
     prompts: Sequence[list[int]]
     config: CertifyConfig
     report: Report = lambda step: None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def changes(self) -> dict[str, Any]:
         """Options of `Spec.generate` that change the logits."""
-        return {**chosen(self.config, LogitOptions), **self.options}
+        return chosen(self.config, LogitOptions)
 
     @property
     def remember(self) -> bool:

@@ -22,9 +22,8 @@ from treespec.eval.common import Step
 from treespec.eval.fit.config import CalibrateConfig, TreeConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
-from treespec.files.atomic import check_writable, write_text
+from treespec.files.atomic import write_text
 from treespec.shaping.sampling import SamplingParams, largest, probs
-from treespec.text.conversations import content_of
 from treespec.trees.likeliest import expected_length, likeliest
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, text_of
@@ -42,25 +41,22 @@ def calibrate_head(
     Raises InputError for a head that is no directory, and for text that cannot be read or is too
     short.
     """
-    # 1. Files, before a model is loaded.
+    # 1. The file.
     file = Path(config.head) / FILE
     if not file.parent.is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
-    check_files(config, str(file))
-
     # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
     coverage = None
     if config.draft_vocab:
-        report(Step(0, 1, f"loading {config.target}"))
-        spec = load_models(config, None)
-        whole = passages(replace(config, limit=None), spec, report)
+        spec = load_models(config, None, file, report)
+        whole = read(replace(config, limit=None), spec, report)
         counted = [one.tokens[one.counts] for one in whole]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
-    spec = loaded(config, report)
-    rows = list(rows_of(spec, passages(config, spec, report)))
+    spec = load_models(config, config.head, file, report)
+    rows = list(rows_of(spec, read(config, spec, report)))
     report(Step(1, 1, "calibrating"))
     assert spec.head
     fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed)
@@ -76,9 +72,8 @@ def make_tree(
     Raises InputError for files and models that cannot be used, for text that is too short, and for
     a head that is never right on it.
     """
-    check_files(config, config.out)
-    spec = loaded(config, report)
-    rows = rows_of(spec, passages(config, spec, report))
+    spec = load_models(config, config.head, config.out, report)
+    rows = rows_of(spec, read(config, spec, report))
     table = accuracies(spec, rows, config.depth, config.ranks, config.temperature)
     if not bool(table[0].any()):
         raise InputError(
@@ -104,19 +99,7 @@ def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     return cost.best(np.array([rates, rates]), LARGEST, depth)[0]
 
 
-def check_files(config: CalibrateConfig | TreeConfig, out: str) -> None:
-    """Raises InputError for a file that cannot be written, and for a text that cannot be read."""
-    check_writable(out)
-    if config.text:
-        content_of(config.text)
-
-
-def loaded(config: CalibrateConfig | TreeConfig, report: Report) -> Spec:
-    report(Step(0, 1, f"loading {config.target} and {config.head}"))
-    return load_models(config, config.head)
-
-
-def passages(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:
+def read(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:
     """The text to measure on."""
     questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
     return passages_of(config, spec, questions, report)

@@ -17,8 +17,6 @@ from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.fit.config import SkipConfig
 from treespec.eval.texts import from_file, load_models
-from treespec.files.atomic import check_writable
-from treespec.text.conversations import content_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -35,10 +33,7 @@ def search_skip_set(
     """
     # 1. The target and the prompts; files are checked before.
     optuna()
-    check_writable(config.out)
-    content_of(config.text)
-    report(Step(0, config.trials, f"loading {config.target}"))
-    baseline = load_models(config, None)
+    baseline = load_models(config, None, config.out, report)
     target = baseline.target
     refuse_what_cannot_skip(target)
     prompts = prompts_of(config, baseline)

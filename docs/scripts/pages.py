@@ -11,32 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from tables import drafters, trees, verifiers
+from tables import WORDS, drafters, trees, verifiers
 
 from treespec.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 Click = Any  # a command or parameter of the click that typer brings along
-MODEL = "--target meta-llama/Llama-3.1-8B-Instruct"
-EXAMPLES = {
-    "train": f"treespec train {MODEL} --data sharegpt.jsonl --out heads/llama-8b",
-    "regenerate": f"treespec regenerate {MODEL} --data sharegpt --filter english --out answers",
-    "chat": f"treespec chat {MODEL} --head heads/llama-8b",
-    "generate": f"treespec generate {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?'",
-    "trace": f"treespec trace {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?' --cycles 4",
-    "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"
-    "    --verifier auto,topk,rrs-wo --temperature 0,1 --out runs/eval",
-    "acceptance": f"treespec acceptance {MODEL} --head heads/llama-8b --draws 2,4 --out runs/lab",
-    "calibrate": f"treespec calibrate {MODEL} --head heads/llama-8b",
-    "tree": f"treespec tree {MODEL} --head heads/llama-8b --nodes 64 --out tree.json",
-    "certify": f"treespec certify {MODEL} --head heads/llama-8b --out runs/certificate.json",
-    "serve": f"treespec serve {MODEL} --head heads/llama-8b --port 8000",
-    "skip": f"treespec skip {MODEL} --text held-out.jsonl --out skip.json",
-    "export": f"treespec export {MODEL} --head heads/llama-8b --to vllm --out exported",
-    "datastore build": f"treespec datastore build {MODEL} --data sharegpt.jsonl --out store",
-    "quickstart": "treespec quickstart",
-}
 
 
 def main(check: bool = False) -> None:
@@ -90,8 +71,8 @@ def section(name: str, command: Click) -> str:
     """The Markdown of one command."""
     says = "\n".join(line.strip() for line in (command.help or "").strip().splitlines())
     lines = [f"## treespec {name}", "", says, ""]
-    if name in EXAMPLES:
-        lines += ["```sh", EXAMPLES[name], "```", ""]
+    if name in WORDS["examples"]:
+        lines += ["```sh", WORDS["examples"][name], "```", ""]
     lines += ["| option | default | meaning |", "|---|---|---|"]
     lines += [row(option) for option in command.params if "--help" not in option.opts]
     return "\n".join([*lines, "", ""])

@@ -15,8 +15,7 @@ from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.models.skip import refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
-from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
-from treespec.draft.models.sparse import SparseProposer
+from treespec.draft.models.sparse import SparseProposer, most_seen, refuse_what_shows_no_attention
 from treespec.errors import InputError
 from treespec.model.target import Target
 
@@ -50,7 +49,7 @@ def test_drafts_attend_to_no_more_than_the_budget():
     cache, together = joined(target("llama"), SparseProposer(target("llama"), 8), LONG)
     level_logits(together, cache, LONG)
     assert together.branch.levels.seen.sum(-1).max() <= 8 + 3
-    assert together.cache.tree_layers[0].length == 8
+    assert together.branch.cache.tree_layers[0].length == 8
 
 
 @pytest.mark.parametrize("name", ["mistral-window-6", "gemma3", "gpt2"])

@@ -28,13 +28,13 @@ class ModelProposer(Proposer):
     """
 
     per_text: tuple[str, ...] = ("known", "cache")
+    branch: Branch
 
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.cache = model.new_cache()
         nothing = torch.empty(0, dtype=torch.int64, device=model.output_device)
         self.known = [nothing]
-        self.branch: Branch | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +73,6 @@ class ModelProposer(Proposer):
         return list(logits.split(1))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        assert self.branch
         own = [f and Frontier(self.drafted(f.tokens), f.parent_rows) for f in frontiers]
         return [self.fitted(rows) for rows in self.branch.extend(own)]
 

@@ -8,13 +8,12 @@ Tokens are compared by the bytes of text that each stands for.
 Special tokens stand for no text: two of them are the same if their names are.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -40,7 +39,8 @@ def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
     """The bytes of every token, by its number; a special token's name follows SPECIAL."""
     # 1. Tokens beside the model's own: special ones, and plain text.
     found: dict[int, bytes] = {}
-    byte_level = "ByteLevel" in _kinds(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    byte_level = backend is not None and '"type":"ByteLevel"' in backend.to_str()
     for number, added in tokenizer.added_tokens_decoder.items():
         if not byte_level and BYTE.fullmatch(added.content):
             continue
@@ -52,22 +52,6 @@ def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
         if number not in found:
             found[number] = _byte_level(token) if byte_level else _sentence_piece(token)
     return found
-
-
-def _kinds(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The parts of a tokenizer's decoder and pre-tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts: list[Any] = []
-    if backend is not None:
-        described = json.loads(backend.to_str())
-        parts = [described.get("decoder"), described.get("pre_tokenizer")]
-    kinds: set[str] = set()
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            kinds.add(str(part.get("type")))
-            parts += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
-    return kinds
 
 
 def _byte_level(token: str) -> bytes:
@@ -200,9 +184,6 @@ class OtherVocabulary(ModelProposer):
         self.skipped = frozenset(start_of(target.tokenizer) if start else ())  # as a first token
         self.known: list[Tensor] = [self.start]
         self.ends: list[list[int]] = [[]]
-        self.latest: list[list[tuple[int, ...]]] = [
-            []
-        ]  # draft tokens of each token translated last
 
     @property
     def name(self) -> str:
@@ -221,21 +202,23 @@ class OtherVocabulary(ModelProposer):
         return [len(ends) for ends in self.ends]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        spelled = [self.spelled(row, new[:-1]) for row, new in enumerate(tokens)]
         starts = list(map(len, self.known))
         super().observe(features, tokens)
-        for ends, start, spelled in zip(self.ends, starts, self.latest, strict=True):
-            ends += [*accumulate(map(len, spelled), initial=start)][1:]
+        for ends, start, parts in zip(self.ends, starts, spelled, strict=True):
+            ends += [*accumulate(map(len, parts), initial=start)][1:]
 
     def translated(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        self.latest = []
-        for ends, new in zip(self.ends, tokens, strict=True):
-            numbers = new.tolist()
-            spelled = [self.words.spelled(number) for number in numbers]
-            if numbers and not ends and numbers[0] in self.skipped:
-                spelled[0] = ()
-            self.latest.append(spelled)
-        flat = [[*chain.from_iterable(spelled)] for spelled in self.latest]
-        return [self.start.new_tensor(row) for row in flat]
+        parts = [self.spelled(row, new) for row, new in enumerate(tokens)]
+        return [self.start.new_tensor([*chain.from_iterable(row)]) for row in parts]
+
+    def spelled(self, row: int, tokens: Tensor) -> list[tuple[int, ...]]:
+        """The draft tokens of each of a sequence's next tokens [n]."""
+        numbers = tokens.tolist()
+        spelled = [self.words.spelled(number) for number in numbers]
+        if numbers and not self.ends[row] and numbers[0] in self.skipped:
+            spelled[0] = ()
+        return spelled
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.ends = [ends[:length] for ends, length in zip(self.ends, lengths, strict=True)]

@@ -108,11 +108,11 @@ class SkipProposer(Proposer):
     """
 
     per_text = ("observed",)
+    branch: Branch
 
     def __init__(self, target: Target, skipped: SkipSet) -> None:
         self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
         self.observed = [0]  # positions, by text
-        self.branch: Branch | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -135,7 +135,6 @@ class SkipProposer(Proposer):
             return list(self.branch.roots(roots))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        assert self.branch
         with skipping(self.target, self.skipped):
             return self.branch.extend(frontiers)
 

@@ -2,33 +2,46 @@
 
 MagicDec (Sadhukhan et al. 2025, 2408.11049). On a long text a forward spends its time on keys and
 values rather than on weights. Drafts see a small copy of them: the first few tokens and the latest
-(StreamingLLM, Xiao et al. 2024, 2309.17453). With `snapkv` the positions that the prompt's last
-tokens attended to most take the place of the first few. All keep their positions in the text.
+(StreamingLLM, Xiao et al. 2024, 2309.17453). All keep their positions in the text.
 
 A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place of token 7:
 
     column     0 1 2 3 | 4 5  6  7
     position   0 1 2 3 | 8 9 10  7
+
+With `snapkv` (SnapKV, Li et al. 2024, 2404.14469) the positions that the prompt's last tokens
+attended to most take the place of the first few. Each KV head has its own:
+
+    position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
+    seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import Branch
-from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.options import SINKS, WINDOW
 from treespec.errors import InputError
+from treespec.model.attention import NAME, tree_attention
 from treespec.model.cache import TreeCache
+from treespec.model.masks import together
 from treespec.model.target import Target
+from treespec.trees.mask import committed
 
 NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
+WATCHED = "treespec_watched"
+POOL = 5  # neighbouring positions whose scores are averaged, as in MagicDec
 
 
 @dataclass(frozen=True)
@@ -59,21 +72,18 @@ class SparseProposer(Proposer):
     """Drafts with the target over at most `budget` positions of each text; one text at first.
 
     window: tokens at a prompt's end that choose the positions kept once the text is longer than the
-    budget; None: StreamingLLM's sinks. Memory besides the target's: keys and values of texts x
-    (budget + drafted nodes), each of 2 x layers x KV heads x head width numbers. A cycle copies the
-    newly committed positions; after texts have entered or left, it copies all.
+    budget; None: StreamingLLM's sinks. A cycle copies the keys and values of texts x budget
+    positions, each of 2 x layers x KV heads x head width numbers.
     """
 
     per_text = ("texts",)
+    branch: Branch
 
     def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
         self.target, self.vocab_size = target, target.vocab_size
         self.budget, self.window = budget, window
         self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
         self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
-        self.cache: TreeCache | None = None
-        self.held = torch.empty(0)  # [B, C] the positions in its columns
-        self.branch: Branch | None = None
 
     @property
     def identity(self) -> object:
@@ -85,51 +95,30 @@ class SparseProposer(Proposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (text, new) in enumerate(zip(self.texts, tokens, strict=True)):
-            known = text
-            if self.window and len(new) - 1 > self.window:
-                known = self._unchosen(row)
-            recent = torch.cat([known.recent, new[:-1].cpu()])[-(self.window or 1) :]
-            self.texts[row] = replace(known, length=text.length + len(new) - 1, recent=recent)
+            prompt = self.window and len(new) - 1 > self.window
+            kept = replace(text, start=SINKS, chosen=None) if prompt else text
+            recent = torch.cat([text.recent, new[:-1].cpu()])[-(self.window or 1) :]
+            self.texts[row] = replace(kept, length=text.length + len(new) - 1, recent=recent)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        for row, length in enumerate(lengths):
-            text = self.texts[row] if length >= self.texts[row].start else self._unchosen(row)
+        for row, (text, length) in enumerate(zip(self.texts, lengths, strict=True)):
+            kept = text if length >= text.start else replace(text, start=SINKS, chosen=None)
             left = max(0, len(text.recent) - (text.length - length))
-            self.texts[row] = replace(text, length=length, recent=text.recent[:left])
-            if self.cache:
-                self.held[row].masked_fill_(self.held[row] >= length, NOTHING)
-
-    def join(self, others: Sequence["SparseProposer"]) -> None:
-        super().join(others)
-        self.cache = None
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cache = None
+            self.texts[row] = replace(kept, length=length, recent=text.recent[:left])
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self._choose(cache)
-        lengths, ring = cache.lengths, self.ring
-        wanted = []
+        lengths, wanted = cache.lengths, []
         for text, length in zip(self.texts, lengths, strict=True):
-            first = SINKS if text.chosen is None else self.budget - ring
+            first = SINKS if text.chosen is None else self.budget - self.ring
             wanted.append(columns(length, self.budget, first, text.start, text.chosen is not None))
         positions = torch.stack(wanted)[:, : min(self.budget, cache.end)]
-        small = self._copied(cache, positions)
         places = positions.where(positions != CHOSEN, 0).to(self.target.output_device)
-        self.branch = Branch(self.target, small, lengths, places)
+        self.branch = Branch(self.target, self._copied(cache, positions), lengths, places)
         return list(self.branch.roots(roots))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        assert self.branch
         return self.branch.extend(frontiers)
-
-    def _unchosen(self, row: int) -> Text:
-        """The text without chosen positions, back to its sinks."""
-        text = self.texts[row]
-        if text.chosen is not None and self.cache:
-            self.held[row] = NOTHING
-        return replace(text, start=SINKS, chosen=None)
 
     def _choose(self, cache: TreeCache) -> None:
         """Choose the positions that stay for texts that have outgrown the budget."""
@@ -147,37 +136,24 @@ class SparseProposer(Proposer):
                 self.texts[row] = replace(self.texts[row], start=start, chosen=chosen)
 
     @torch.no_grad()
-    def _copied(self, cache: TreeCache, wanted: Tensor) -> TreeCache:
-        """The small cache with these positions [B, C] in its columns; copies those it lacks."""
-        # 1. Columns that lack their position, as (text, column, position), and texts whose chosen
-        # positions are not there.
-        b, c = wanted.shape
-        if self.cache is None:
-            self.cache, self.held = self.target.new_cache(), torch.full((b, 0), NOTHING)
-        small = self.cache
-        held = pad(self.held, (0, c - self.held.shape[1]), value=NOTHING)
-        lacks = (held != wanted) & (wanted != NOTHING)
-        row, column = (lacks & (wanted != CHOSEN)).nonzero(as_tuple=True)
-        moves = torch.stack([row, column, wanted[row, column]])
-        whole = (lacks & (wanted == CHOSEN)).any(1).nonzero().squeeze(1).tolist()
-
-        # 2. Copy them, layer by layer.
-        small.reserve(c)
-        small.rewind([c] * b)
+    def _copied(self, cache: TreeCache, positions: Tensor) -> TreeCache:
+        """A cache with these positions [B, C] in its columns."""
+        small, (b, c) = self.target.new_cache(), positions.shape
         for i, (layer, source) in enumerate(zip(small.tree_layers, cache.tree_layers, strict=True)):
             if not source.is_initialized:
                 continue
-            if not layer.is_initialized:
-                layer.lazy_initialization(*source.storage)
-            text, to, position = moves.to(source.device)
-            for states, known in zip(layer.storage, source.storage, strict=True):
-                states[text, :, to] = known[text, :, position]
-                for text_row in whole:
-                    chosen = self.texts[text_row].chosen
-                    assert chosen is not None
-                    index = chosen[i].T[..., None].to(known.device).expand(-1, -1, known.shape[-1])
-                    states[text_row, :, : len(chosen[i])] = known[text_row].gather(1, index)
-        self.held = wanted
+            heads = source.storage[0].shape[1]
+            index = positions.clamp_min(0)[:, None].repeat(1, heads, 1)  # [B, heads, C]
+            for row, text in enumerate(self.texts):
+                if text.chosen is not None:
+                    index[row, :, : len(text.chosen[i])] = text.chosen[i].T
+            index = index.to(source.device)[..., None]
+            keys, values = (
+                known.gather(2, index.expand(-1, -1, -1, known.shape[-1]))
+                for known in source.storage
+            )
+            layer.update(keys, values)
+        small.rewind([c] * b)
         return small
 
 
@@ -191,3 +167,102 @@ def load_sparse(spec: DrafterSpec, target: Target) -> SparseProposer:
     if spec.options.snapkv:
         refuse_what_shows_no_attention(target)
     return SparseProposer(target, spec.options.budget, WINDOW if spec.options.snapkv else None)
+
+
+def refuse_what_shows_no_attention(target: Target) -> None:
+    """Raise InputError unless all layers see the whole text and the attention is sdpa."""
+    name = type(target.model).__name__
+    if target.windows.keys() != {"full_attention"}:
+        raise InputError(
+            f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N"
+        )
+    if target.config._attn_implementation != NAME:
+        raise InputError(f"snapkv reads the attention of sdpa, {name} has another: take sparse:N")
+
+
+@torch.no_grad()
+def most_seen(
+    target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int
+) -> list[Tensor | None]:
+    """For each text [layers, keep, KV heads] int64 positions before its window; None without one.
+
+    recent: each text's window, its last committed tokens [W]. It runs one forward over the windows
+    and leaves the cache unchanged. For a moment it holds the attention of a layer, [B, heads, W, T]
+    in float32.
+    """
+    # 1. The windows, padded, and what each of their tokens sees.
+    nothing = torch.zeros(1, dtype=torch.int64)
+    windows = [nothing if tokens is None else tokens for tokens in recent]
+    tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
+    sizes = [len(window) for window in windows]
+    before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
+    b, w = tokens.shape
+    device = tokens.device
+    column = torch.arange(cache.end, device=device)
+    earlier = column < torch.tensor(before, device=device)[:, None]  # [B, end]
+    causal = torch.ones(w, w, dtype=torch.bool, device=device).tril().expand(b, w, w)
+    seen = torch.cat([earlier[:, None].expand(b, w, -1), causal], dim=2)
+    own = torch.tensor(before, device=device)[:, None] + torch.arange(w, device=device)
+    places = torch.cat([column.expand(b, -1), own], dim=1)
+
+    # 2. In each layer the positions with the most attention.
+    looks = committed(sizes, device)[:, 0]  # [B, W] tokens that are not padding
+    best: list[Tensor] = []
+
+    def choose(weights: Tensor) -> None:
+        """weights: [B, key-value heads, group, W, T]."""
+        mine = looks.to(weights.device)[:, None, None, :, None]
+        score = (weights[..., : cache.end] * mine).sum((2, 3))  # [B, heads, end]
+        score = F.avg_pool1d(score, POOL, stride=1, padding=POOL // 2)
+        score = score.masked_fill(~earlier.to(score.device)[:, None], -1.0)
+        chosen = score.topk(min(keep, cache.end), dim=-1).indices  # [B, heads, keep]
+        best.append(chosen.transpose(1, 2).cpu())
+
+    with watched(target.model, choose):
+        target.forward_nodes(cache, tokens, places, seen)
+    positions = torch.stack(best, dim=1)  # [B, layers, keep, heads]
+    return [None if window is None else positions[row] for row, window in enumerate(recent)]
+
+
+class Seeing(threading.local):
+    """The function that gets the attention weights of this thread's forward."""
+
+    see: Callable[[Tensor], None]
+
+
+_now = Seeing()
+
+
+def watch(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The attention of a layer, whose weights go to `see`. It is called as transformers' are."""
+    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
+    scores = grouped @ k.float()[:, :, None].mT * (scaling or q.shape[-1] ** -0.5)
+    _now.see((scores + mask[:, :, None]).softmax(-1))
+    return tree_attention(module, q, k, v, mask, scaling=scaling, **options)
+
+
+AttentionInterface.register(WATCHED, watch)
+AttentionMaskInterface.register(WATCHED, sdpa_mask)
+
+
+@contextmanager
+def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, each layer of a forward hands its attention weights to `see`."""
+    _now.see = see
+    try:
+        model.set_attn_implementation(WATCHED)
+        yield
+    finally:
+        del _now.see
+        try:
+            model.set_attn_implementation(NAME)
+        finally:  # repeated, because an interrupt may hit the first
+            model.set_attn_implementation(NAME)

@@ -106,11 +106,11 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"tokens": []}', "holds no token"),
-        ('{"tokens": [3, 64]}', "token 64, outside the target's vocabulary of 64"),
-        ('{"tokens": [-1, 3]}', "token -1, outside"),
-        ('{"tokens": [4, 3]}', "ascending"),
-        ('{"tokens": [3, 3]}', "twice"),
+        ('{"tokens": []}', "ascending order, from 0 to 63"),
+        ('{"tokens": [3, 64]}', "ascending order, from 0 to 63"),
+        ('{"tokens": [-1, 3]}', "ascending order, from 0 to 63"),
+        ('{"tokens": [4, 3]}', "ascending order, from 0 to 63"),
+        ('{"tokens": [3, 3]}', "ascending order, from 0 to 63"),
         ('{"tokens": [3, 4.0]}', "not understood"),
         ('{"tokens": 3}', "not understood"),
         ("[3, 4]", "is damaged"),

@@ -81,15 +81,17 @@ class TreeDrafter(ForcedDrafter):
         if cache:
             self.per_text = (*self.per_text, "cache", "choices")
 
-    def trees_below(
+    @torch.no_grad()
+    def draft_trees(
         self,
         roots: Tensor,
         laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
-        now: Callable[[], float],
+        now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
+        self.chains = [law.forced() for law in laws]
         each = list(zip(range(len(laws)), roots.split(1), laws, strict=True))
         offers = [self._offer(row, root, law) for row, root, law in each]
         self.idle = [offer is not None for offer in offers]
@@ -97,29 +99,28 @@ class TreeDrafter(ForcedDrafter):
             idle or builder.pauses(law.params, law.company(len(laws))) or law.over
             for builder, law, idle in zip(self.builders, laws, self.idle, strict=True)
         ]
-        if all(rests):
-            ends = [root_only(self.end(row, root)) for row, root, _ in each]
-            return [offer or end for offer, end in zip(offers, ends, strict=True)]
+        ends = [self.end(row, root) for row, root, _ in each]
+        trees = [root_only(end) for end in ends]
+        if not all(rests):
+            # 2. Draft logits for the children of the roots.
+            started, self.now = now(), now
+            begun = self.proposer.begin(roots, cache)
+            self.forward_seconds += now() - started
 
-        # 2. Draft logits for the children of the roots.
-        started, self.now = now(), now
-        begun = self.proposer.begin(roots, cache)
-        self.forward_seconds += now() - started
+            # 3. A tree for each sequence, in draft tokens but for the root.
+            growths: list[Growth] = []
+            for (row, _, law), end, logits in zip(each, ends, begun, strict=True):
+                if rests[row] or logits is None:
+                    growths.append(ungrown(end))
+                else:
+                    growths.append(self._growth(row, end, logits, law, generators[row]))
+            trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
-        # 3. A tree for each sequence, in draft tokens but for the root.
-        growths: list[Growth] = []
-        for (row, root, law), logits in zip(each, begun, strict=True):
-            end = self.end(row, root)
-            if rests[row] or logits is None:
-                growths.append(ungrown(end))
-            else:
-                growths.append(self._growth(row, end, logits, law, generators[row]))
-        trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
-
-        # 4. In the target's tokens.
-        if vocabulary is not None:
-            trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
-        return [offer or tree for offer, tree in zip(offers, trees, strict=True)]
+            # 4. In the target's tokens.
+            if vocabulary is not None:
+                trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        chosen = [offer or tree for offer, tree in zip(offers, trees, strict=True)]
+        return self.hung(roots, chosen, generators)
 
     def _offer(self, row: int, root: Tensor, law: Distribution) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: [1]."""

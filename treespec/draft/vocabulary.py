@@ -101,17 +101,10 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
         return None
     tokens = read_json(file, AGAIN).get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise _refused(file, "is not understood")
-    if not tokens:
-        raise _refused(file, "holds no token")
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise _refused(
-            file, f"holds token {outside[0]}, outside the target's vocabulary of {vocab_size}"
+        raise InputError(f"{file} is not understood: {AGAIN}")
+    if not tokens or sorted({*tokens}) != tokens or tokens[0] < 0 or tokens[-1] >= vocab_size:
+        raise InputError(
+            f"{file} must hold tokens of the target in ascending order, from 0 to {vocab_size - 1}: "
+            f"{AGAIN}"
         )
-    if sorted(set(tokens)) != tokens:
-        raise _refused(file, "holds tokens twice, or not in ascending order")
     return torch.tensor(tokens)
-
-
-def _refused(file: Path, why: str) -> InputError:
-    return InputError(f"{file} {why}: {AGAIN}")

@@ -2,7 +2,6 @@
 forced tokens, which they leave no choice about, as a chain above the drafted tree.
 """
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from torch.nn.functional import one_hot
 from treespec.draft.drafter import Drafter, Frontier
 from treespec.draft.grow.growth import Growth, drafts_of
 from treespec.draft.vocabulary import spread
-from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.tree import TokenTree, hung_below
@@ -142,35 +140,17 @@ class ForcedDrafter(Drafter):
     chains: Sequence[Sequence[int]] = ()
 
     @abstractmethod
-    def trees_below(
-        self,
-        roots: Tensor,
-        laws: Sequence[Distribution],
-        generators: Sequence[torch.Generator],
-        cache: TreeCache,
-        now: Callable[[], float],
-    ) -> list[TokenTree]:
-        """As `draft_trees`; each tree's root is the last forced token, if there is one (`end`)."""
-
-    @abstractmethod
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
-        """Feedback on a tree of `trees_below`. path, out: without the forced tokens above it."""
+        """Feedback on a tree. path, out: without the forced tokens above it."""
 
     def end(self, row: int, root: Tensor) -> Tensor:
         """[1] the token below which a sequence's tree is drafted. root: [1]."""
         return root.new_tensor(self.chains[row][-1:]) if self.chains[row] else root
 
-    @torch.no_grad()
-    def draft_trees(
-        self,
-        roots: Tensor,
-        laws: Sequence[Distribution],
-        generators: Sequence[torch.Generator],
-        cache: TreeCache,
-        now: Callable[[], float] = time.perf_counter,
+    def hung(
+        self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
     ) -> list[TokenTree]:
-        self.chains = [law.forced() for law in laws]
-        trees = self.trees_below(roots, laws, generators, cache, now)
+        """The trees below the forced tokens. Each tree's root is the last of them (`end`)."""
         rows = zip(roots.split(1), self.chains, trees, generators, strict=True)
         return [
             with_chain(root, chain, tree, self.scheme, generator) if chain else tree

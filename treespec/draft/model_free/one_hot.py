@@ -9,6 +9,7 @@ no probabilities. So each child gets one by its rank among its siblings, correct
 so far (`treespec.draft.cost.running`).
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import final
@@ -88,15 +89,15 @@ class OneHotDrafter(ForcedDrafter):
     def lengths(self) -> list[int]:
         return [len(text) for text in self.texts]
 
-    def trees_below(
+    def draft_trees(
         self,
         roots: Tensor,
         laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
-        now: Callable[[], float],
+        now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        trees = []
+        self.chains, trees = [law.forced() for law in laws], []
         for row, (law, root) in enumerate(zip(laws, roots.split(1), strict=True)):
             pace, drafter = self.pace(row, law), self.drafters[row]
             waits = pace and drafter.probabilities is None and rests(pace, drafter.widest)
@@ -106,7 +107,7 @@ class OneHotDrafter(ForcedDrafter):
             else:
                 last = [*root.tolist(), *self.chains[row]]
                 trees.append(moved(self.tree(row, last, generators[row], pace)[0], root.device))
-        return trees
+        return self.hung(roots, trees, generators)
 
     def tree(
         self, row: int, last: list[int], generator: torch.Generator, pace: CostModel | None

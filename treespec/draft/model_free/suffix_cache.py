@@ -14,7 +14,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -57,58 +56,6 @@ def read(segment: Path, tokenizer: str | None = None) -> list[list[int]]:
 
 
 @final
-@dataclass(frozen=True)
-class CacheFolder:
-    """A suffix cache on disk.
-
-    tokens: the most to keep. tokenizer: a digest of the target's. vocab_size: of the target.
-    """
-
-    folder: Path
-    tokens: int
-    tokenizer: str
-    vocab_size: int
-
-    def completions(self) -> list[list[int]]:
-        """The latest ones, oldest first, but for those with a token that the target lacks.
-
-        Two models of one tokenizer may be padded to vocabularies of different sizes. Raises
-        InputError as `read` does.
-        """
-        found: list[list[int]] = []
-        for segment in segments(self.folder):
-            with suppress(FileNotFoundError):  # another process has just forgotten it
-                found += read(segment, self.tokenizer)
-        return [known for known in found if max(known) < self.vocab_size]
-
-    def add(self, completion: Sequence[int]) -> None:
-        """Append a completion. Raises InputError where the folder cannot be written."""
-        most = max(self.tokens // SEGMENTS, 1)
-        kept = list(completion[-most:])
-        with locked(self.folder, wait=lambda holder: None):
-            # 1. To the last segment, or to the next one where it is full.
-            files = segments(self.folder)
-            number = int(files[-1].stem) if files else 1
-            if files and sum(map(len, read(files[-1], self.tokenizer))) + len(kept) > most:
-                number += 1
-            with opened(self.folder / f"{number:06}.jsonl") as lines:
-                lines.append({"tokenizer": self.tokenizer, "tokens": kept})
-
-            # 2. The oldest ones are deleted.
-            for segment in segments(self.folder)[:-SEGMENTS]:
-                with suppress(OSError):  # the next completion tries it again
-                    segment.unlink()
-
-    def delete(self) -> None:
-        """Forget all completions, but for those in files that this process may not delete."""
-        with suppress(OSError):  # or another process adds to it
-            for segment in segments(self.folder):
-                segment.unlink(missing_ok=True)
-            (self.folder / LOCK).unlink(missing_ok=True)
-            self.folder.rmdir()
-
-
-@final
 class SuffixCache:
     """The latest completions, up to a number of tokens, in two halves.
 
@@ -116,14 +63,27 @@ class SuffixCache:
 
         old    a b c d         old    e f g h
         young  e f g h    ->   young  i
+
+    folder: where they are kept, too; None: in memory alone, as from the moment when the folder cannot
+    be written.
     """
 
-    def __init__(self, tokens: int, folder: CacheFolder | None = None) -> None:
-        """tokens: the most to keep. folder: where they are kept, too."""
-        self.half, self.folder = max(tokens // 2, 1), folder
+    def __init__(
+        self, tokens: int, folder: Path | None = None, tokenizer: str = "", vocab_size: int = 0
+    ) -> None:
+        """tokens: the most to keep. tokenizer: a digest of the target's. vocab_size: of the target.
+
+        Completions with a token that the target lacks are left out: two models of one tokenizer may
+        be padded to vocabularies of different sizes. Raises InputError as `read` does.
+        """
+        self.tokens, self.half, self.folder = tokens, max(tokens // 2, 1), folder
+        self.tokenizer = tokenizer
         self.young, self.old = SuffixIndex(), SuffixIndex()
-        for completion in folder.completions() if folder else ():
-            self._add(completion)
+        for segment in segments(folder) if folder else ():
+            with suppress(FileNotFoundError):  # another process has just forgotten it
+                for completion in read(segment, tokenizer):
+                    if max(completion) < vocab_size:
+                        self._add(completion)
 
     def __len__(self) -> int:
         return len(self.young) + len(self.old)
@@ -133,11 +93,11 @@ class SuffixCache:
         return self.young, self.old
 
     def add(self, completion: Sequence[int]) -> None:
-        """Keep a completion. A folder that cannot be written is left alone from then on."""
+        """Keep a completion."""
         completion = self._add(completion)
         if self.folder and completion:
             try:
-                self.folder.add(completion)
+                self._write(self.folder, completion)
             except (InputError, OSError) as error:
                 log.warning(WITHOUT, error)
                 self.folder = None
@@ -150,6 +110,23 @@ class SuffixCache:
             self.young.extend(kept)
             self.young.end_text()
         return kept
+
+    def _write(self, folder: Path, completion: list[int]) -> None:
+        most = max(self.tokens // SEGMENTS, 1)
+        kept = completion[-most:]
+        with locked(folder, wait=lambda holder: None):
+            # 1. To the last segment, or to the next one where it is full.
+            files = segments(folder)
+            number = int(files[-1].stem) if files else 1
+            if files and sum(map(len, read(files[-1], self.tokenizer))) + len(kept) > most:
+                number += 1
+            with opened(folder / f"{number:06}.jsonl") as lines:
+                lines.append({"tokenizer": self.tokenizer, "tokens": kept})
+
+            # 2. The oldest ones are deleted.
+            for segment in segments(folder)[:-SEGMENTS]:
+                with suppress(OSError):  # the next completion tries it again
+                    segment.unlink()
 
 
 @final
@@ -168,11 +145,12 @@ class SuffixCaches:
         self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
-            folders = [self._on_disk(folder) for folder in folders_in(root)]
-            for place in folders:
-                place.completions()
-            for place in folders[:-NAMES]:
-                place.delete()
+            folders = folders_in(root)
+            for folder in folders:
+                for segment in segments(folder):
+                    read(segment, tokenizer)
+            for folder in folders[:-NAMES]:
+                delete(folder)
             self.named("")  # reading takes up to a second: not amid the first completion
 
     def named(self, name: str) -> SuffixCache:
@@ -183,19 +161,25 @@ class SuffixCaches:
         if len(self._by_name) > NAMES:
             _, forgotten = self._by_name.popitem(last=False)
             if forgotten.folder:
-                forgotten.folder.delete()
+                delete(forgotten.folder)
         return self._by_name[name]
 
     def _begun(self, name: str) -> SuffixCache:
         if self.root is not None:
             try:
-                return SuffixCache(self.tokens, self._on_disk(self.root / folder_name(name)))
+                return SuffixCache(self.tokens, self.root / folder_name(name), *self._of_target)
             except InputError as error:  # damaged since it was checked: no request fails by that
                 log.warning(WITHOUT, error)
         return SuffixCache(self.tokens)
 
-    def _on_disk(self, folder: Path) -> CacheFolder:
-        return CacheFolder(folder, self.tokens, *self._of_target)
+
+def delete(folder: Path) -> None:
+    """Forget all completions, but for those in files that this process may not delete."""
+    with suppress(OSError):  # or another process adds to it
+        for segment in segments(folder):
+            segment.unlink(missing_ok=True)
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def folders_in(root: Path) -> list[Path]:

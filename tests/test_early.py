@@ -173,6 +173,7 @@ LINES = [(command, options, words) for commands, options, words in WRONG for com
 # Runs command lines one after the other where torch and transformers cannot be imported.
 SCRIPT = """
 import contextlib, io, json, sys
+from treespec.cli import main
 class Guard:
     def find_spec(self, name, *_):
         assert name not in ("torch", "transformers"), f"{name} is imported"

@@ -38,9 +38,8 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        *(b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "rates", "format", {"tops": [1.0]}, {"draws": "x"}),
-        *({"format": 0}, {"greedy": [math.nan] * 4}, {"rates": {"1": [math.inf]}}, {"rates": {"warm": [0.1]}}),
-        *({"rates": {"1": 0.1}}, {"rates": {"0": [0.5]}}, {"rates": {"1": []}}),
+        *(b"{", "tops", "format", {"tops": [1.0]}, {"draws": "x"}, {"format": 0}, {"greedy": [math.nan] * 4}),
+        *({"rates": {"1": [math.inf]}}, {"rates": {"warm": [0.1]}}, {"rates": {"1": 0.1}}, {"rates": {"1": []}}),
     ],
 )
 def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):

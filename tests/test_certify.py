@@ -15,8 +15,7 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.draws import Cycle
-from treespec.eval.certify.places import places, starts
+from treespec.eval.certify.places import places
 from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.texts import Sample, greedy_answer, own_settings, plain_texts
 from treespec.model.target import Target
@@ -94,14 +93,6 @@ def test_the_places_are_those_of_the_text(headed):
             below = law[law < law[token]].sum()
             assert below - 1e-5 <= found.by_p[i] <= below + law[token] + 1e-5
             assert law[:token].sum() - 1e-5 <= found.by_number[i] <= law[: token + 1].sum() + 1e-5
-
-
-def test_cycles_begin_where_the_ones_before_end():
-    cycles = [Cycle(tokens) for tokens in ([4, 5], [6], [7, 8, 9])]
-    params = SamplingParams(1.0)
-    assert [at for at, _ in starts(Sample(0, [1], [4, 5, 6, 7], params, cycles))] == [0, 2, 3]
-    assert [at for at, _ in starts(Sample(0, [1], [4, 5], params, cycles))] == [0]
-    assert starts(Sample(0, [1], [4, 6], params, cycles)) == []
 
 
 def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import random_eagle3, random_head, target
+from models import random_head, target
 from test_losses import plain as losses_of
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.train.config import TrainConfig
 from treespec.train.losses.chunked import Guess, Laws, token_losses
-from treespec.train.losses.eagle import eagle3_objective, eagle_objective
+from treespec.train.losses.eagle import eagle_objective
 from treespec.train.losses.teacher import Batch, LawTokens, target_laws
 from treespec.train.losses.tokens import LOSSES, chosen_loss
 
@@ -61,34 +61,6 @@ def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
     total.backward()
     assert seen == [torch.float32, torch.bfloat16]
     assert layer.weight.grad.dtype == guess.states.grad.dtype == torch.float32
-
-
-@pytest.fixture
-def one_process():
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_output_layers_outside_the_forward_take_part_in_the_gradients_of_several_processes():
-    """Two steps of an EAGLE-3 head behind DistributedDataParallel, which waits for every weight."""
-    model = target("llama")
-    head, tokens = random_eagle3(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    features = model.features(tokens, head.taps, last=True)
-    everything = torch.ones(2, 9, dtype=torch.bool)
-    batch = Batch(tokens, everything, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
-    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
-    eagle3_objective(config, model, head, batch).total.backward()
-    alone = [weight.grad.clone() for weight in head.parameters() if weight.requires_grad]
-    wrapped = torch.nn.parallel.DistributedDataParallel(head)
-    for _ in range(2):
-        wrapped.zero_grad()
-        eagle3_objective(config, model, wrapped, batch).total.backward()
-    together = [weight.grad for weight in head.parameters() if weight.requires_grad]
-    for one, other in zip(alone, together, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_in_float16_small_gradients_are_rounded_and_not_lost():

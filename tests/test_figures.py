@@ -67,12 +67,6 @@ def test_figures_of_given_times():
     assert got["speedup"]["value"] == pytest.approx(80 / 60)
 
 
-def test_a_peer_has_speeds_and_no_cycles():
-    got = figures([answer(10, 0, 2.0, target=0.0, first=0.5)], [answer(10, 10, 4.0)], resample(1, 50, 0))
-    assert (got["speedup"]["value"], got["first_token"]) == (pytest.approx(2), 0.5)
-    assert got["acceptance_length"] == got["bound"] == {"value": None, "low": None, "high": None}
-
-
 def test_totals_weight_completions_by_their_tokens():
     mine = [answer(2, 1, 0.02)] * 2 + [answer(96, 24, 0.48)]
     plain = [answer(2, 2, 0.02)] * 2 + [answer(96, 96, 0.96)]

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -124,15 +123,3 @@ def test_options_of_one_subject_stand_under_one_heading():
     assert headings == ["Options", "Target", "Drafting", "Answers", "Questions"]
     target = text.split("─ Target ─")[1].split("─ Drafting ─")[0]
     assert all(flag in target for flag in ("--target", "--template", "--dtype", "--device-map"))
-
-
-def test_no_help_is_written_twice_for_one_shared_option():
-    """A text that several commands show stands in one place of the sources."""
-    folders = ("treespec", "eval", "train")
-    sources = "\n".join(
-        file.read_text() for folder in folders for file in (Path(__file__).parent.parent / folder).rglob("*.py")
-    )
-    texts = [text.partition(" (")[0] for lines in HELP.values() for text in lines.values()]
-    shared = {text for text in texts if texts.count(text) > 2 and len(text) < 60}
-    assert len(shared) > 5
-    assert {text: sources.count(text) for text in shared if sources.count(text) > 2} == {}

@@ -46,12 +46,6 @@ def module_of(package, folder, file):
 MODULES = {module_of(*source): source[2] for source in sources()}
 
 
-def room_of(module):
-    """The folder that a module of treespec lies in: treespec.heads.eagle -> heads."""
-    second = module.split(".")[1] if "." in module else ""
-    return second if f"treespec.{second}" in FOLDERS else "treespec"
-
-
 def imported(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -46,14 +46,9 @@ def test_a_spec_is_told_in_a_line(home):
     assert repr(spec) == "Spec(target, eagle head, static tree of 3 nodes, 3 deep, verifier rrs-wo, float32, cpu)"
     assert repr(spec.new()) == repr(spec)
     assert repr(spec.baseline()) == "Spec(target, no drafter, float32, cpu)"
-    dynamic = repr(spec.configured("dynamic:depth=3,topk=4,nodes=9"))
-    assert dynamic == "Spec(target, eagle head, dynamic tree (depth=3, topk=4, nodes=9), verifier topk, float32, cpu)"
     llama = target("llama")
-    assert (
-        repr(Spec(llama, source_of("lookup", llama))) == "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
-    )
-    default = Spec(llama, random_head(llama))
-    assert repr(default.new()) == repr(default)
+    lookup = "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
+    assert repr(Spec(llama, source_of("lookup", llama))) == lookup
     for source in (SkipProposer(llama, SkipSet(3, (1,), ())), SparseProposer(llama, 16), random_head(llama)):
         for tree in ("auto", "confident", "2x2"):
             assert "\n" not in repr(Spec(llama, source, tree, "topk" if tree != "confident" else "single"))

@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Literal
 
 import openai
@@ -11,8 +10,6 @@ import pydantic
 import pytest
 from http_serving import MESSAGES, NAME, client, openai_client, serving, tiny_spec
 from models import CHAT
-
-from treespec.serve.replies import words
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHAT
 CITY = {"type": "object", "properties": {"city": {"enum": ["Zug", "Bern"]}}, "required": ["city"]}
@@ -159,10 +156,3 @@ def test_penalties_biases_and_ends_are_those_of_the_python_call(ai, spec):
         wanted = asked.get("extra_body") if options is None else options or asked
         answer = ai.chat.completions.create(**ASK | {"max_tokens": 20}, **asked).choices[0].message.content
         assert answer == spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=20, **wanted).text
-
-
-def test_the_bytes_of_tokens_are_those_of_the_text():
-    tokenizer = tiny_spec().target.tokenizer
-    ids = [1, *tokenizer.encode("Zürich 🌍 the user", add_special_tokens=False)]
-    parts = [words(tokenizer, before, token)[1] for before, token in pairwise(ids)]
-    assert b"".join(parts).decode() == "Zürich 🌍 the user"

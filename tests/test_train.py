@@ -66,13 +66,15 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     assert not list((tmp_path / "features").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("more", [[], ["--shard-target", "--calibrate", "--features"]], ids=["whole", "sharded"])
-def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, more):
+@pytest.mark.parametrize(("head", "more"), [("eagle3", []), ("eagle", ["--shard-target", "--calibrate", "--features"])])
+def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, head, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = trained(config, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)
+    one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
-    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --draft-steps 3 --validate-every 0"
+    options += (
+        f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --draft-steps 3 --validate-every 0"
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "treespec.train", *options.split(), "--validate-on", "2", *more]
     command += [str(tmp_path / "features")] if more else []

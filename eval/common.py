@@ -53,7 +53,7 @@ def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
 def parts_of(name: str, values: str) -> list[str]:
     """The parts of an option's value, between commas or semicolons.
 
-    A comma before `option=` does not separate: `is-lp:s=8,alphabet=50` is one part. Raises
+    A comma before `option=` does not separate: `is-lp:s=8,draft-temperatures=1` is one part. Raises
     InputError for an empty part.
     """
     parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]

@@ -25,7 +25,7 @@ SPREADS = (5.0, 10.0, 20.0)
 EXACT = {torch.float32: 2e-6, torch.float64: 1e-13}
 # Of logits over T, between the draft's largest and the others: normal, subnormal, and 0 probabilities.
 GAPS = {torch.float32: (80, 87, 88, 92, 97, 103, 106), torch.float64: (700, 708, 712, 725, 740, 744, 750)}
-NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:alphabet=2"]
+NAMES = [*ENUMERABLE, "is-lp:s=2"]
 WARM = "draft-temperatures=0.4/1/1.7"
 
 

@@ -22,7 +22,7 @@ CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
 SHAPED = ("top-k", "penalties", "processor", "end")
 WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub", "layer:greedy")]
 REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "rrs:draft-temperatures=0.5/2")]
-CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2,alphabet=3")]
+CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "skip", "sparse", "snapkv", "suffix+model"]
 FOUND = ["rest", "suffix", "lookup", "jacobi:window=2", "lookahead:window=1,ngram=3"]

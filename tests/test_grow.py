@@ -18,7 +18,7 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
-from treespec.trees.confident import ConfidentChain
+from treespec.trees.dynamic import ConfidentChain
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot

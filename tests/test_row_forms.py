@@ -10,6 +10,7 @@ from chat_templates import CHATML, byte_tokenizer, each, prompt, turns
 
 from treespec.errors import InputError
 from treespec.text import sources
+from treespec.text.answers import answers
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.sources import digest
@@ -201,3 +202,17 @@ def test_an_answer_without_its_thoughts_does_not_count(tmp_path):
     examples, report = encode_conversations(byte_tokenizer(CHATML), conversations, None, 1000)
     assert (len(examples), report.used) == (1, 1)
     assert report.problems == ["rows.jsonl:1: the chat template drops the thoughts of its answers"]
+
+
+def test_an_answer_after_a_tools_result_begins_where_the_prompt_ends():
+    """Mistral's template has no header there. A call ends at the end of the turn, not at its first special token."""
+    template = "{{ '<s>' }}" + each(
+        "{% if m['role'] == 'tool' %}{{ '<|begin|>' + m['content'] + '<|/head|>' }}"
+        "{% elif m['tool_calls'] %}{{ '<|head|>' + (m['tool_calls'] | tojson) + '</s>' }}"
+        "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + '</s>' }}"
+        "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}"
+    )
+    asked, *_, told = turns(["u Weather?", "a Sunny."])
+    call = {"role": "assistant", "content": "", "tool_calls": ["weather"]}
+    text, spans = answers(byte_tokenizer(template), [asked, call, {"role": "tool", "content": "sun"}, told], None, None)
+    assert [text[slice(*span)] for span in spans] == ['<|head|>["weather"]</s>', " Sunny.</s>"]

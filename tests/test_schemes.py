@@ -28,7 +28,7 @@ from treespec.verify import distributions, is_lp, kseq, registry, rrs, single, s
 from treespec.verify.is_lp import IsLp
 from treespec.verify.topk import Typical
 
-NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
+NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1"]
 OPTIMAL = ["optimal", "optimal:exact=1"]
 COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
 OWN_LAWS = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7], [0.5, 0, 0.5, 0]])  # one a draw
@@ -208,12 +208,12 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
     [
         ("best", ", ".join(registry.SCHEMES)),
         ("otm-lp", "does not decode: see its rates by treespec acceptance --verifier otm-lp"),
-        ("is-lp:t=3", "unknown option 't'; its options are s, alphabet, draft-temperatures"),
+        ("is-lp:t=3", "unknown option 't'; its options are s, draft-temperatures"),
         ("single:s=3", "it has no options"),
         ("is-lp:s=many", "s must be a whole number"),
         ("is-lp:s=", "s must be a whole number"),
         ("is-lp:s=0", "s is 0, must be a whole number from 1 to 256"),
-        ("rrs:draft-temperatures=1/warm", "draft-temperatures must be numbers, such as 0.8/1.2"),
+        ("rrs:draft-temperatures=1/warm", "draft-temperatures must be a number above 0"),
         ("rrs:draft-temperatures=1/0", "must be a number above 0"),
         ("is-lp:draft-temperatures=-1", "must be a number above 0"),
         ("optimal:threshold=0", "must be a number above 0 and at most 1"),

@@ -5,10 +5,7 @@ import json
 import pytest
 import torch
 
-from treespec.trees.auto import AutoTree
-from treespec.trees.confident import ConfidentChain
-from treespec.trees.ddtree import DDTree
-from treespec.trees.dynamic import DynamicTree
+from treespec.trees.dynamic import AutoTree, ConfidentChain, DDTree, DynamicTree
 from treespec.trees.layout import layout
 from treespec.trees.policy import POLICIES, policy
 from treespec.trees.sampled import SampledTree
@@ -59,7 +56,7 @@ def test_a_tree_file_means_its_paths(tmp_path):
     [
         ("[[0, 1]]", "no parent"),
         ("{", "not JSON"),
-        ("[]", "no node"),
+        ("[]", "has 1 nodes"),
         ('[["a"]]', r'entry 1, \["a"\], is no path: write a list of whole numbers from 0'),
         ("[[true]]", r"entry 1, \[true\], is no path"),
         ("[[0], [-1]]", r"entry 2, \[-1\], is no path"),

@@ -1,19 +1,55 @@
-"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the likeliest nodes, keep the best.
-
-It needs children that are a deterministic function of the text: a choice among sampled tokens by
-their own probability would bias the output.
-"""
+"""Trees that follow the draft or the clock: EAGLE-2's, DDTree's, confident chains, and `auto`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from treespec.trees.ranges import CHILDREN, DEPTH, NODES
+from treespec.trees.likeliest import likeliest
+from treespec.trees.ranges import CHILDREN, DEPTH, NODES, Range
 from treespec.trees.shape import Builder, Growth, Policy
+
+SHARE = Range(least=0, most=1)
+
+
+@dataclass(frozen=True)
+class AutoTree(Policy):
+    """A tree as large as pays on this machine: each node and each level must earn its time.
+
+    Let the text run at R tokens a second so far. A tree that takes C seconds and yields E expected
+    tokens is best where E - R C is largest; the ratio of all tokens to all seconds is then largest too
+    (Dinkelbach 1967). So node n + 1 pays while Pr(it is reached) > R (T(n + 1) - T(n)), T(n) the
+    seconds of a target forward over n nodes. A level pays while it adds more tokens than R times the
+    seconds of a draft step.
+
+        nodes n                       1   2   3   4   5   6
+        reach of the n-th best        1   .7  .5  .3  .2  .1
+        R T(n)                        1   1.1 1.2 1.5 2.0 2.5
+        E - R T(n)                    0   .6  1.0 1.0 .7  .3      take three nodes
+
+    That holds for the most likely tokens. The number of draws at a node must not depend on the drawn
+    tokens. So for sampled children the tree is one of Sequoia's: the one with most tokens a second by
+    the acceptance rates so far.
+
+    The limits of the trees that the cost model may choose (`treespec.draft.grow.auto`):
+    nodes: the largest N, root included.
+    depth: the largest number of levels of drafted tokens.
+    topk: where children are the most likely tokens, the largest number of nodes expanded per level,
+    and of children per node.
+    """
+
+    name, timed = "auto", True
+    ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
+
+    nodes: int = 64
+    depth: int = 12
+    topk: int = 10
 
 
 @dataclass(frozen=True)
 class DynamicTree(Policy):
-    """The numbers of the tree.
+    """EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the most likely nodes, keep the best.
+
+    It needs children that are a deterministic function of the text: a choice among sampled tokens by
+    their own probability would bias the output.
 
     depth: levels of drafted tokens.
     topk: nodes expanded per level, and children per expanded node.
@@ -33,3 +69,89 @@ class DynamicTree(Policy):
 
     def grow(self, build: Builder, known: None) -> Growth:
         return build.ranked(self.depth, self.topk, self.nodes)
+
+
+@dataclass(frozen=True)
+class DDTree(Policy):
+    """DDTree (2604.12989): the best tree of a size for a head that drafts all levels at once.
+
+    The distribution of a level depends on the text alone. So the probability of a path is the product of
+    one probability a level, and the tree of the most likely paths is known once the head has run
+    (`treespec.trees.likeliest`):
+
+        level 1    a .6  b .3      paths    a .6   ac .42   b .3   bc .21   ad .12   …
+        level 2    c .7  d .2      tree of five nodes:   root ─┬─ a ── c
+                                                               └─ b ── c
+
+    Sampled children make a tree of the same shape: it is fixed by the levels' distributions before
+    anything is drawn. There a child of rank r is the r-th draw.
+
+    nodes: N, root included. depth: levels of drafted tokens, as far as the head drafts them.
+    """
+
+    name, reranks, at_once = "ddtree", True, True
+    # A ranked tree has 256 children at most.
+    ranges: ClassVar = {"nodes": Range(least=2, most=257, whole=True), "depth": DEPTH}
+
+    nodes: int = 60
+    depth: int = 16
+
+    def grow(self, build: Builder, known: None) -> Growth:
+        levels = build.levels(self.depth, self.nodes - 1)
+        if not build.one_hot:
+            return build.fixed(likeliest(levels.tolist(), self.nodes))
+        # No path below a node that a level of nodes - 1 leaves out is among the most likely of all.
+        return build.ranked(len(levels), self.nodes - 1, self.nodes)
+
+
+@dataclass(frozen=True)
+class ConfidentChain(Policy):
+    """A chain that ends where the draft is unsure (Zhang et al. 2024, Draft & Verify, 2309.08168).
+
+    Section 3.3: drafting continues while the draft gave the last token at least probability γ. The
+    unsure token stays in the chain. So the tokens above a node settle whether it gets a draw, before
+    that draw is made, and the output keeps the target's distribution. After each verification γ moves
+    towards a goal for the acceptance rate α:
+
+        α ← β₁ α + (1 - β₁) accepted / drafted
+        γ ← β₂ γ + (1 - β₂) γ'      γ' = γ + ε   where α is below the goal
+                                         γ - ε   where it is not and the chain ended early
+                                         γ       where it is not and the chain had full depth
+
+    depth: the largest number of drafted tokens.
+    threshold: the first γ, a probability.
+    goal: the acceptance rate α that γ steers to.
+    step: ε. rate_memory: β₁. memory: β₂.
+
+    The defaults are those of the released code for greedy drafts. For sampled drafts that code
+    starts with γ = .5.
+    """
+
+    name, max_draws = "confident", 1
+    shares = ("threshold", "goal", "step", "rate_memory", "memory")
+    ranges: ClassVar = {"depth": DEPTH} | dict.fromkeys(shares, SHARE)
+
+    depth: int = 8
+    threshold: float = 0.8
+    goal: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    memory: float = 0.9
+
+    @property
+    def first(self) -> tuple[float, float]:
+        """γ and α."""
+        return self.threshold, 0.0
+
+    def grow(self, build: Builder, known: tuple[float, float]) -> Growth:
+        return build.chain(self.depth, known[0])
+
+    def update(
+        self, known: tuple[float, float], accepted: int, drafted: int
+    ) -> tuple[float, float]:
+        if not drafted:
+            return known
+        threshold, rate = known
+        rate = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
+        step = self.step if rate < self.goal else -self.step if drafted < self.depth else 0.0
+        return threshold + (1 - self.memory) * step, rate

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -55,35 +56,30 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
            └─ draw 2: 2 ─┬─ draw 0           level 1   nodes 1 2   draws 1 2    first 3
                          └─ draw 1: 4                  rows 0 1    columns 0 1  parent_rows 0 0
     """
-    # 1. Number the paths; list the children of each node.
     number = {path: i for i, path in enumerate(tree.paths)}
-    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for path in tree.paths[1:]:
-        children.setdefault(path[:-1], []).append(path)
 
     def tensor(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=device)
 
-    # 2. One frontier per depth: its inner nodes, and the draw of each child.
+    # 1. One frontier per depth: its inner nodes, and the draw of each child.
     levels = []
     above: dict[tuple[int, ...], int] = {}  # the row of each node in the frontier above
-    for depth in range(tree.max_depth):
-        inner = [path for path in tree.paths if len(path) == depth and path in children]
-        below = [child for path in inner for child in children[path]]
-        row = {path: i for i, path in enumerate(inner)}
+    for _, below in groupby(tree.paths[1:], len):
+        children = list(below)
+        row = {path: i for i, path in enumerate(dict.fromkeys(path[:-1] for path in children))}
         levels.append(
             Level(
-                nodes=tensor(number[path] for path in inner),
-                parent_rows=tensor(above.get(path[:-1], 0) for path in inner),
-                draws=torch.tensor([tree.draws(path) for path in inner]),
-                first=number[below[0]],
-                rows=tensor(row[path[:-1]] for path in below),
-                columns=tensor(path[-1] for path in below),
+                nodes=tensor(number[path] for path in row),
+                parent_rows=tensor(above.get(path[:-1], 0) for path in row),
+                draws=torch.tensor([tree.draws(path) for path in row]),
+                first=number[children[0]],
+                rows=tensor(row[path[:-1]] for path in children),
+                columns=tensor(path[-1] for path in children),
             )
         )
         above = row
 
-    # 3. Parents, depths and ancestors of all nodes.
+    # 2. Parents, depths and ancestors of all nodes.
     parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
     depths = tensor(map(len, tree.paths))
     return Layout(parents, depths, ancestor_mask(parents, tree.max_depth), tuple(levels))

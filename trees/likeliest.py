@@ -28,9 +28,7 @@ def likeliest(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
     table: [D, R] probabilities. Raises TreeError where all are 0 or `nodes` is below 2.
     """
     paths: list[Path] = []
-    candidates: list[
-        tuple[float, int, Path, float]
-    ] = []  # -reach, depth, path, reach of the parent
+    candidates: list[tuple[float, int, Path, float]] = []  # -reach, depth, path, parent's reach
 
     def offer(parent: Path, rank: int, reach: float) -> None:
         """Add the parent's first child of this rank or later whose probability is above 0."""

@@ -7,10 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import entry_points
 
-from treespec.trees.auto import AutoTree
-from treespec.trees.confident import ConfidentChain
-from treespec.trees.ddtree import DDTree
-from treespec.trees.dynamic import DynamicTree
+from treespec.trees.dynamic import AutoTree, ConfidentChain, DDTree, DynamicTree
 from treespec.trees.sampled import SampledTree
 from treespec.trees.shape import Policy, TreeError
 from treespec.trees.static import balanced, chain, eagle, from_file, medusa

@@ -53,10 +53,6 @@ class StaticTree(Policy):
                 raise TreeError(
                     f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list"
                 )
-        if len(paths) == 1:
-            raise TreeError(
-                "the tree has no node besides the root: give at least one path, such as [0]"
-            )
         if len(paths) not in NODES or len(paths[-1]) not in DEPTH:
             raise TreeError(
                 f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have "
@@ -99,8 +95,6 @@ class StaticTree(Policy):
 
 def chain(depth: int) -> StaticTree:
     """A chain: one draw at each of `depth` nodes."""
-    if depth not in DEPTH:
-        raise TreeError(f"a chain of {depth}: its depth must be {DEPTH}")
     return balanced(1, depth)
 
 

@@ -27,7 +27,8 @@ from treespec.model.allocator import keep_freed_memory
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, TargetDistributions
+from treespec.shaping.distribution import Distribution, TargetDistributions
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import TokenTree, root_only
@@ -252,7 +253,7 @@ def verify(
     ]
     shape = StaticTree(tuple(paths))
     logits = 4 * torch.randn(shape.size, vocabulary, generator=generator)  # [N, V]
-    laws, rows = TargetDistributions(logits, SamplingParams(1.0)), []
+    laws, rows = TargetDistributions(logits, Distribution(SamplingParams(1.0))), []
     for name in verifiers.split(","):
         verifier: Any = verifier_by_name(name)
         tree = drafted(verifier.scheme, shape, logits, generator)

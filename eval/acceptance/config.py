@@ -77,7 +77,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
     )
     verifier: str | None = option(
         f"schemes, separated by commas: all, {either(LOSSLESS)}; with options as in "
-        "is-lp:s=8,alphabet=50; default: all",
+        "is-lp:s=8; default: all",
         None,
     )
     temperature: str | None = option(

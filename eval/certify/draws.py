@@ -14,10 +14,9 @@ from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.eval.certify.statistics import ODDS, POWERS, on_odds, on_powers
-from treespec.shaping.sampling import TargetDistributions
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.scheme import Chance, Scheme
-from treespec.verify.walk import Verdict, Verifier
+from treespec.verify.walk import Probabilities, Verdict, Verifier
 
 NONE = torch.empty(0, dtype=torch.float64)
 NO_POWERS, NO_ODDS = NONE.view(0, len(POWERS)), NONE.view(0, len(ODDS))
@@ -63,9 +62,7 @@ class Witness:
     def scheme(self) -> Scheme:
         return self.verifier.scheme
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         verdict = self.verifier(tree, p, generator)
         cycle = Cycle(verdict.tokens)
         if tree.drafts is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from treespec.draft.drafters import DRAFTERS, DrafterSpec
 from treespec.errors import InputError
 from treespec.heads.registry import kind_in, levels_in
-from treespec.trees.auto import AutoTree
+from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
 from treespec.verify.facts import SCHEMES, Facts, Known, stands_for

@@ -31,10 +31,14 @@ def encoded(
     if not has_place(source):
         plain, given = _told(plain, given), []
     try:
-        text = templates.render(
-            tokenizer, plain, spec.template, tools=given or None, chat_template_kwargs=variables
+        return templates.encode(
+            tokenizer,
+            plain,
+            spec.template,
+            spec.target.context_length,
+            tools=given or None,
+            chat_template_kwargs=variables,
         )
-        return templates.tokenised(tokenizer, text, spec.template, spec.target.context_length)
     except InputError as error:
         raise refused(error, "messages") from error
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.shaping.processors import Shaper
-from treespec.shaping.sampling import SamplingParams
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
@@ -91,43 +91,42 @@ class Distribution:
 
 
 @final
-class TreeLogits:
-    """The target's logits at the nodes of one tree, shaped for the requested rows only.
+class TargetDistributions:
+    """[N, V] probabilities p at a tree's nodes: processors, then `probs`, for the requested rows only.
 
-    forbidden: nodes at which the shapers forbid every token. Their logits stay as they are, so that
-    laws of nodes that no text reaches are numbers.
+    forbidden: nodes at which the processors forbid every token. Their logits stay as they are, so
+    that the distributions of nodes that no text reaches are numbers.
     """
 
-    def __init__(self, law: Distribution, tree: TokenTree, logits: Tensor) -> None:
-        self.law, self.tree, self.logits = law, tree, logits
+    def __init__(self, logits: Tensor, by: Distribution, tree: TokenTree | None = None) -> None:
+        """logits: [N, V]. tree: needed where there are processors."""
+        self.raw, self.by = logits, by
+        self.paths = node_paths(tree) if tree and by.shapers else []
         self.forbidden: set[int] = set()
-        self.paths = node_paths(tree)
 
     def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
+        return probs(self.logits(rows), self.by.params)
+
+    def logits(self, rows: int | slice | Tensor) -> Tensor:
         """[M, V] logits of these nodes; [V] of one."""
-        logits = self.logits[rows]
         if isinstance(rows, int):
-            return self._shaped([rows], logits[None])[0]
-        if isinstance(rows, slice):
-            return self._shaped(list(range(len(self.paths)))[rows], logits)
-        return self._shaped(rows.tolist(), logits)
+            return self.logits(slice(rows, rows + 1))[0]
+        logits = self.raw[rows]
+        if not self.paths:
+            return logits
+        every = range(len(self.paths))
+        nodes = list(every[rows]) if isinstance(rows, slice) else rows.tolist()
+        shaped = self.by.shape([self.paths[node] for node in nodes], logits)
+        empty = shaped.amax(-1) == -torch.inf  # [M]
+        self.forbidden |= {node for node, none in zip(nodes, empty.tolist(), strict=True) if none}
+        return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return len(self.raw)
 
     @property
     def device(self) -> torch.device:
-        return self.logits.device
-
-    def _shaped(self, nodes: list[int], logits: Tensor) -> Tensor:
-        shaped = self.law.shape([self.paths[node] for node in nodes], logits)
-        empty = shaped.amax(-1) == -torch.inf  # [M]
-        if not empty.any():
-            return shaped
-        self.forbidden.update(
-            node for node, none in zip(nodes, empty.tolist(), strict=True) if none
-        )
-        return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
+        return self.raw.device
 
 
 def node_paths(tree: TokenTree) -> list[Path]:

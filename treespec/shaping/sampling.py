@@ -6,7 +6,7 @@ generator is used: a test replaces them by an oracle that tries every outcome.
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -53,33 +53,6 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
     # infinite reciprocal.
     return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
-
-
-class Logits(Protocol):
-    """[N, V] logits of which rows may be computed when they are asked for. A tensor is one, too."""
-
-    def __getitem__(self, rows: int | slice | Tensor, /) -> Tensor: ...
-    def __len__(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-@final
-class TargetDistributions:
-    """[N, V] probabilities p for verifiers, computed by `probs` for the requested rows only."""
-
-    def __init__(self, logits: Logits, params: SamplingParams) -> None:
-        self.logits, self.params = logits, params
-
-    def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
-        return probs(self.logits[rows], self.params)
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
 
 def greedy_choice(logits: Tensor) -> Tensor:

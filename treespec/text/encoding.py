@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.text.answers import Span, answers, holds, marks_of, spans_in
 from treespec.text.conversations import Report
 from treespec.text.entries import Conversation, UnusableConversation, thought_of
-from treespec.text.preformatted import Marks, marks_of, spans_of
-from treespec.text.templates import (
-    Messages,
-    Template,
-    answers,
-    check,
-    holds,
-    opening,
-    special_tokens,
-)
+from treespec.text.templates import Messages, Template, check, opening, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +60,6 @@ def digest(text: str) -> str:
 
 
 BATCH = 64  # conversations given to the tokenizer at once
-Span = tuple[int, int]  # [start, end) in characters
 
 
 @dataclass(frozen=True)
@@ -144,10 +135,8 @@ def _encoded(
     # 1. Render, and tokenise the whole batch at once.
     if any(talk.tokens is None for talk in batch):
         check(tokenizer, template)
-    special, before, marks = special_tokens(tokenizer), opening(tokenizer, template), None
-    if any(talk.text is not None for talk in batch):
-        marks = marks_of(tokenizer, template, special)
-    rendered = [_rendered(tokenizer, talk, template, special, marks) for talk in batch]
+    special, before = special_tokens(tokenizer), opening(tokenizer, template)
+    rendered = [_rendered(tokenizer, talk, template) for talk in batch]
     texts = [one.text for one in rendered if isinstance(one, Rendered)]
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     encoded = tokenizer(texts, **options) if texts else {}
@@ -183,20 +172,15 @@ def _rendered(
     tokenizer: "PreTrainedTokenizerBase",
     talk: Conversation,
     template: Template,
-    special: dict[str, int],
-    marks: Marks | None,
 ) -> Rendered | Example | UnusableConversation:
-    """A conversation as text, or where it is tokens already, as them.
-
-    marks: of answers in formatted text; None where no row of the batch is such text.
-    """
+    """A conversation as text, or where it is tokens already, as them."""
     try:
         if talk.tokens is not None:
             return _tokens(talk.tokens, len(tokenizer))
-        if talk.text is not None and marks is not None:
-            spans = spans_of(talk.text, marks)
+        if talk.text is not None:
+            spans = spans_in(talk.text, marks_of(tokenizer, template))
             return Rendered(talk.text, spans, spans)
-        text, spans = answers(tokenizer, talk.messages, template, special, talk.tools)
+        text, spans = answers(tokenizer, talk.messages, template, talk.tools)
     except UnusableConversation as error:
         return error
     except InputError as error:

@@ -130,8 +130,7 @@ def _of_text(
         )
         return ids
     messages = [_message(place, message) for place, message in enumerate(given, 1)]
-    text = templates.render(words, messages, template, chat_template_kwargs=variables)
-    return templates.tokenised(words, text, template, context)
+    return templates.encode(words, messages, template, context, chat_template_kwargs=variables)
 
 
 def _tokens(given: Sequence[object]) -> Iterator[int]:

@@ -3,7 +3,7 @@
 It loads no torch, so that a bad name is refused at once. A test holds it equal to the schemes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from treespec.errors import InputError
@@ -13,30 +13,16 @@ from treespec.trees.shape import Policy
 
 Value = int | float | tuple[float, ...]
 REFERENCE = "otm-lp"  # a scheme of `treespec acceptance` alone
-MOST = 1000  # tokens: the largest value of a draw
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """`0.8/1.2` as numbers. Raises ValueError."""
-    return tuple(map(float, text.split("/")))
-
-
-# What an option must be, by the function that reads it.
-WORDS: dict[Callable[[str], Value], str] = {
-    int: "a whole number, such as 8",
-    float: "a number",
-    numbers: "numbers, such as 0.8/1.2",
-}
-SWITCH = (int, Range(least=0, most=1, whole=True))
-TEMPERATURES = (numbers, Range(above=0, most=100))  # multiples of the sampling temperature
-SHARE = (float, Range(above=0, most=1))
+SWITCH = Range(least=0, most=1, whole=True)
+TEMPERATURES = Range(above=0, most=100)  # multiples of the sampling temperature, as in 0.8/1.2
+SHARE = Range(above=0, most=1)
 
 
 @dataclass(frozen=True)
 class Facts:
     """The properties of a `Scheme` by which it is paired.
 
-    loads: "module:NAME" of its class. options: how each is read, and its range.
+    loads: "module:NAME" of its class. options: the range of each.
     """
 
     name: str
@@ -47,7 +33,7 @@ class Facts:
     law_per_draw: bool = False
     sure_tokens: bool = False
     layered: bool = False
-    options: Mapping[str, tuple[Callable[[str], Value], Range]] = field(default_factory=dict)
+    options: Mapping[str, Range] = field(default_factory=dict)
 
 
 SCHEMES = {
@@ -69,8 +55,7 @@ SCHEMES = {
             "treespec.verify.is_lp:IsLp",
             law_per_draw=True,
             options={
-                "s": (int, Range(least=1, most=256, whole=True)),
-                "alphabet": (int, Range(least=1, most=10**7, whole=True)),
+                "s": Range(least=1, most=256, whole=True),
                 "draft-temperatures": TEMPERATURES,
             },
         ),
@@ -149,7 +134,7 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
 def known_scheme(
     spec: str, allow_lossy: bool = False, others: Iterable[str] = ()
 ) -> tuple[Facts, dict[str, Value]]:
-    """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8,alphabet=50`, and its options.
+    """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and its options.
 
     allow_lossy: whether a scheme may change the target's distribution.
     others: further names to offer in the error about an unknown name.
@@ -181,11 +166,14 @@ def known_scheme(
             names = list(scheme.options)
             choice = f"its options are {', '.join(names)}" if names else "it has no options"
             raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
-        parse, _ = scheme.options[option]
+        allowed = scheme.options[option]
+        kind = int if allowed.whole else float
+        numbers = text.split("/") if allowed is TEMPERATURES else [text]
         try:
-            values[option.replace("-", "_")] = parse(text)
+            read = tuple(map(kind, numbers))
         except ValueError:
-            raise InputError(f"verifier {spec!r}: {option} must be {WORDS[parse]}") from None
+            raise InputError(f"verifier {spec!r}: {option} must be {allowed}") from None
+        values[option.replace("-", "_")] = read if allowed is TEMPERATURES else read[0]
     check_options(name, values)
     return scheme, values
 
@@ -196,7 +184,7 @@ def check_options(name: str, values: Mapping[str, object]) -> None:
     A scheme that the table does not have checks its own.
     """
     known = SCHEMES.get(name)
-    for option, (_, allowed) in known.options.items() if known else ():
+    for option, allowed in known.options.items() if known else ():
         value = values.get(option.replace("-", "_"))
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and number not in allowed:

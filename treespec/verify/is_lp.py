@@ -21,7 +21,6 @@ from treespec.verify.distributions import (
     overlap,
     ratio,
     single_draft,
-    without,
 )
 
 
@@ -153,12 +152,6 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     return chosen * (tokens >= 0), law
 
 
-def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
-    """[B, V] the plan where the draws may be any token of the alphabet."""
-    chosen, law = select(p, q, tokens, s)
-    return single_draft(p, law, tokens, chosen)
-
-
 def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     """[B] Pr(output is one of two draws): the selected one, or the other as a residual token."""
     # 1. The selected token is refused with `refused`; the output then comes from `rest`.
@@ -179,22 +172,6 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     return overlap(p, new.law) + (rest * other).sum(-1)
 
 
-def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distributions over a small alphabet: the tokens `inside` [B, A], and one token A for all others.
-
-    Returns p [B, A + 1], 0 at token A, q [B, A + 1] or [B, K, A + 1], and the new number of each
-    token, [B, V]. With tokens 1 and 3 of five inside:
-
-        token        0  1  2  3  4        p   .1 .4 .1 .3 .1   ->   .4 .3 0
-        number       2  0  2  1  2        q   .2 .2 .3 .1 .2   ->   .2 .1 .7
-    """
-    index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
-    others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
-    number = torch.full(p.shape, inside.shape[1], device=p.device)
-    number.scatter_(1, inside, torch.arange(inside.shape[1], device=p.device).expand_as(inside))
-    return pad(p.gather(1, inside), (0, 1)), torch.cat([q.gather(-1, index), others], -1), number
-
-
 @final
 @dataclass(frozen=True)
 class IsLp(Independent):
@@ -205,8 +182,6 @@ class IsLp(Independent):
 
     s: number of tokens whose pairs the program decides; all other pairs follow a fixed order. More
     tokens accept more and take longer.
-    alphabet: number of the target's likeliest tokens that several draws can answer. The program
-    treats all other tokens as one, and their output comes from p alone. Default: all tokens.
     draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
     one holds for all further draws.
     Raises InputError for an option out of its range.
@@ -217,21 +192,11 @@ class IsLp(Independent):
     default_tree = balanced(2, 3)
 
     s: int = 5
-    alphabet: int | None = None
     draft_temperatures: tuple[float, ...] = ()
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        tokens = draws.tokens
-        if self.alphabet is None or self.alphabet >= p.shape[-1]:
-            return verify(p, q, tokens, self.s)
-        inside = p.topk(self.alphabet).indices  # [B, A]
-        small_p, small_q, number = lump(p, q, inside)
-        small_tokens = number.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, -1)
-        share = small_p.sum(-1, keepdim=True)
-        small = verify(small_p / share, small_q, small_tokens, self.s)[:, :-1] * share
-        plan = without(p, inside).scatter_add_(1, inside, small)
-        several = (tokens >= 0).sum(-1, keepdim=True) > 1
-        return torch.where(several, plan, single_draft(p, in_order(q, 1)[0], tokens[:, :1]))
+        chosen, selected = select(p, q, draws.tokens, self.s)
+        return single_draft(p, selected, draws.tokens, chosen)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """Exact for one and two draws.
@@ -240,14 +205,4 @@ class IsLp(Independent):
         """
         if k > 2:
             return None
-        if k == 1:
-            return overlap(p, in_order(q, 1)[0])
-        if self.alphabet is None or self.alphabet >= p.shape[-1]:
-            return rate(p, q, self.s)
-        inside = p.topk(self.alphabet).indices
-        small_p, small_q, _ = lump(p, q, inside)
-        share = small_p.sum(-1)
-        q1, q2 = in_order(q, 2)
-        drawn = q1 + q2 - q1 * q2
-        chance = (without(p, inside) * drawn).sum(-1)
-        return rate(small_p / share[:, None], small_q, self.s) * share + chance
+        return rate(p, q, self.s) if k == 2 else overlap(p, in_order(q, 1)[0])

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from treespec.shaping.distribution import Distribution, TreeLogits
-from treespec.shaping.sampling import TargetDistributions, greedy_choice, sample
+from treespec.shaping.distribution import Distribution, TargetDistributions
+from treespec.shaping.sampling import greedy_choice, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
@@ -197,28 +198,20 @@ def judge_all(
     for row, (tree, by) in enumerate(zip(trees, distributions, strict=True)):
         if row in verdicts:
             continue
+        p = TargetDistributions(logits[row], by, tree)
         try:
-            verdicts[row] = _judged(verifier, tree, logits[row], by, generators[row])
+            if by.greedy:
+                verdict = path_along(children_by_token(tree), partial(_choice, p))
+            else:
+                verdict = verifier(tree, p, generators[row])
         except Exception as error:  # of this sequence's processors or verdict; the others go on
             verdicts[row] = error
+            continue
+        verdicts[row], path = verdict, [0, *verdict.path]
+        by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
     return [verdicts[row] for row in range(len(trees))]
 
 
-def _judged(
-    verifier: Verifier,
-    tree: TokenTree,
-    logits: Tensor,
-    by: Distribution,
-    generator: torch.Generator,
-) -> Verdict:
-    """A sequence's verdict; `by` learns where it forbids every token. logits: [N, V]."""
-    if not by.shapers:
-        return verifier(tree, TargetDistributions(logits, by.params), generator)
-    rows = TreeLogits(by, tree, logits)
-    if by.greedy:
-        verdict = path_along(children_by_token(tree), lambda node: int(greedy_choice(rows[node])))
-    else:
-        verdict = verifier(tree, TargetDistributions(rows, by.params), generator)
-    path = [0, *verdict.path]
-    by.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
-    return verdict
+def _choice(p: TargetDistributions, node: int) -> int:
+    """The most likely token at a node."""
+    return int(greedy_choice(p.logits(node)))

@@ -1,4 +1,4 @@
-"""A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.auto`)."""
+"""A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.dynamic`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Predicti
 from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
 from treespec.draft.grow.growth import Growth
 from treespec.shaping.sampling import SamplingParams, largest, probs
-from treespec.trees.auto import AutoTree
+from treespec.trees.dynamic import AutoTree
 from treespec.trees.static import StaticTree
 
 # Grid of the logarithm of the corrections, of first children and of others: trees are solved on it.

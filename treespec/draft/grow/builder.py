@@ -169,7 +169,7 @@ class TreeBuilder(Generic[P]):
         return nodes.tree(drafts=drafts_of(levels))
 
     def chain(self, depth: int, threshold: float) -> Growth:
-        """A chain (`treespec.trees.confident`). The host waits once a level.
+        """A chain (`treespec.trees.dynamic`). The host waits once a level.
 
         threshold: γ. A token's confidence is its probability at temperature 1, as in the paper.
         """

@@ -1,0 +1,187 @@
+"""Where the answers of a conversation stand in its text."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from treespec.errors import InputError
+from treespec.text.entries import UnusableConversation
+from treespec.text.templates import (
+    Messages,
+    Template,
+    Tools,
+    check,
+    refusals,
+    render,
+    sound,
+    special_tokens,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span: TypeAlias = tuple[int, int]  # [start, end) in characters
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How a template marks an answer. Of ChatML:
+
+        <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                        header               answer end
+
+    header: the text before an answer. end: the token or text that ends it. special: a pattern of
+    the tokenizer's special tokens.
+    """
+
+    header: str
+    end: str
+    special: str
+
+
+QUESTION, ANSWER = "1234 5678", "8765 4321"  # a conversation to look at
+
+
+@lru_cache(maxsize=4)
+def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
+    """The marks of a template, "" for none. Raises InputError where it shows no answer, and as `render`."""
+    # 1. One conversation, with and without its answer.
+    asked = [{"role": "user", "content": QUESTION}]
+    whole = render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], template, False)
+    prompt, silent = render(tokenizer, asked, template), render(tokenizer, asked, template, False)
+    if ANSWER not in whole or QUESTION not in whole:
+        raise InputError("the chat template shows no answer: give messages in place of text")
+    before, _, after = whole.partition(ANSWER)
+
+    # 2. The header: the generation prompt without the thought that it opens. Without one, what stands
+    #    between question and answer: up to the prompt's end, or all of it where more words follow.
+    header = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
+    header = re.sub(r"<think>\s*\Z", "", header)
+    if not header.strip():
+        served = before.startswith(prompt) and not before[len(prompt) :].strip()
+        header = (prompt if served else before).rpartition(QUESTION)[2]
+
+    # 3. The end: the first special token, else all that follows.
+    names = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    special = "|".join(map(re.escape, names)) or "(?!)"
+    found = re.match(rf"\s*({special})", after)
+    return Marks(header, found[1] if found else after.strip(" "), special)
+
+
+def spans_in(text: str, marks: Marks) -> list[Span]:
+    """[start, end) in characters of each answer in formatted text, with the mark that ends it.
+
+    The last answer may lack its end. Raises UnusableConversation for a text without an answer, and
+    InputError where the template marks none.
+    """
+    if not marks.header.strip() or not marks.end:
+        raise InputError("the chat template does not mark answers: give messages in place of text")
+    spans = []
+    place = text.find(marks.header)
+    while place >= 0:
+        start = place + len(marks.header)
+        ended = text.find(marks.end, start)
+        spans.append((start, len(text) if ended < 0 else ended + len(marks.end)))
+        place = text.find(marks.header, spans[-1][1])
+    if not spans:
+        raise UnusableConversation("no answer in the text", f"it lacks {marks.header!r}")
+    return spans
+
+
+def answers(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, tools: Tools
+) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the span of each answer with the token that ends it.
+
+    Returns (text, spans). A span is [start, end) in characters. If the place of any answer is
+    unknown, there are no spans.
+
+    A template may mark answers ({% generation %}). Otherwise an answer stands behind the header of
+    `marks_of`. Either way the words of each answer must lie inside its span.
+    """
+    # 1. The words of each message. Templates trim them, and leave out thoughts of earlier turns.
+    words = [message["content"].rpartition("</think>")[2].strip() for message in messages]
+    turns = zip(messages, words, strict=True)
+    said = [word for message, word in turns if message["role"] == "assistant"]
+
+    # 2. The template's own marks.
+    if template is None:
+        check(tokenizer)
+        text, spans = _marked(tokenizer, messages, tools)
+        if spans and all(any(holds(text, span, answer) for span in spans) for answer in said):
+            return text, spans
+
+    # 3. Without them: one message after the other.
+    whole, marks = (
+        render(tokenizer, messages, template, False, tools),
+        marks_of(tokenizer, template),
+    )
+    spans, place = [], 0
+    for i, (message, word) in enumerate(zip(messages, words, strict=True)):
+        if message["role"] != "assistant":  # its words may be a header's
+            place = max(place, whole.find(word, place) + len(word))
+            continue
+        start = whole.find(marks.header, place) + len(marks.header)
+        if messages[i - 1]["role"] == "tool":  # what stands before such an answer may be no header
+            prompt = render(tokenizer, messages[:i], template, True, tools)
+            start = len(prompt) if whole.startswith(prompt) else start
+        place = _answer_end(whole, marks, start, word, bool(message.get("tool_calls")))
+        spans.append((start, place))
+        if start < len(marks.header) or not holds(whole, spans[-1], word):
+            return whole, []
+    return whole, spans
+
+
+def _answer_end(text: str, marks: Marks, start: int, words: str, calls: bool) -> int:
+    """Where an answer ends: at a special token right after its words, else at the end mark.
+
+    calls: whether tool calls follow its words. Returns `start` where neither comes before the next answer.
+    """
+    turn = text.find(marks.header, start) if marks.header else -1
+    limit = len(text) if turn < 0 else turn
+    special = re.compile(rf"\s*({marks.special})")
+    places = list(_ends_of(words, text, start, limit))
+    for place in places if not calls else ():
+        if ended := special.match(text, place, limit):
+            return ended.end(1)
+    end = text.find(marks.end, places[0], limit + len(marks.end)) if places else -1
+    if places and end < 0 and turn < 0:  # the last answer may lack it
+        return limit
+    return start if end < 0 else end + len(marks.end)
+
+
+def _ends_of(words: str, text: str, start: int, limit: int) -> Iterator[int]:
+    """Where the words end in text[start:limit], wherever they stand."""
+    at = text.find(words, start, limit)
+    if at < 0:  # some templates change the spaces between
+        spaced = re.compile(r"\s+".join(map(re.escape, words.split())))
+        yield from (found.end() for found in spaced.finditer(text, start, limit))
+    while at >= 0:
+        yield at + len(words)
+        at = text.find(words, at + 1, limit)
+
+
+def holds(text: str, span: Span, words: str) -> bool:
+    """Whether the span holds these words. Some templates change the spaces between."""
+    return span[0] >= 0 and " ".join(words.split()) in " ".join(text[slice(*span)].split())
+
+
+def _marked(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: Tools
+) -> tuple[str, list[tuple[int, int]]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = tokenizer.get_chat_template()
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
+        return "", []
+    with refusals():
+        # apply_chat_template gives token masks alone. They run on where offsets omit a space.
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True}
+        options |= tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            [list(messages)], tools=list(tools) if tools else None, chat_template=source, **options
+        )
+    (text,), (spans,) = rendered
+    return sound(text), spans

@@ -1,7 +1,7 @@
 """The contestants of treespec itself: their models, and how each completes prompts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,11 +28,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     target, sources = load_sources(
         config.target,
         [drafter for drafter, _ in drafters_of(config)],
-        device_map=device_map,
-        dtype=dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in=config.load_in,
-        revision=config.revision,
+        replace(config.placement, dtype=dtype, device_map=device_map),
     )
     calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)

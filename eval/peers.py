@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast, final
 
 import torch
@@ -15,6 +16,7 @@ from treespec.errors import InputError
 from treespec.eval.asking import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
 from treespec.eval.contestants import ASSISTED, METHODS, SERVED, Contestant
+from treespec.model.placement import Placement
 from treespec.model.quantised import sizes_of
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
@@ -43,13 +45,7 @@ def peer_answerers(
 
 def load_stock(config: EvalConfig) -> PreTrainedModel:
     """The target as a user of transformers loads it, in the checkpoint's dtype and layout."""
-    return load_model(
-        config.target,
-        config.trust_remote_code,
-        config.variant,
-        dtype="auto",
-        device_map=config.device_map,
-    )
+    return load_model(config.target, replace(config.placement, dtype="auto"))
 
 
 def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
@@ -60,8 +56,9 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
     # 1. The model and its tokenizer.
     try:
         path = str(config.assistant)
-        model = load_model(path, config.trust_remote_code, dtype="auto").requires_grad_(False)
-        tokenizer = load_tokenizer(path, config.trust_remote_code)
+        how = Placement(trust_remote_code=config.trust_remote_code)
+        model = load_model(path, how).requires_grad_(False)
+        tokenizer = load_tokenizer(path, how)
     except InputError as error:
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
 

@@ -40,7 +40,7 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
 def models_of(config: EvalConfig) -> dict[str, str]:
     """The identities of the target and of each drafter."""
     drafters = {name: drafter_identity(name) for name, _ in drafters_of(config)}
-    target = {"the target's files": target_identity(config.target, config.variant)}
+    target = {"the target's files": target_identity(config.target, config.placement)}
     return target | {f"the files of drafter {i + 1}": x for i, x in enumerate(drafters.values())}
 
 

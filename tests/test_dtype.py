@@ -32,6 +32,7 @@ from treespec.draft.cost.timing import FORMAT, costs_in, kept_costs
 from treespec.eval.run import evaluate
 from treespec.files.atomic import read_json, write_json
 from treespec.files.packages import cache_folder
+from treespec.model.placement import Placement
 from treespec.model.processor import processor
 from treespec.model.stand_in import forward_seconds, size_of
 from treespec.model.target import Target
@@ -178,10 +179,10 @@ def test_auto_is_the_checkpoints_own_where_nothing_narrower_could_be_faster_or_n
     full = save_model(half.parent / "full")
     places = [(full, "auto", None), (half, "cuda:0", None), (half, {"": 0}, None), (half, "auto", {"cpu": "1GiB"})]
     for folder, device_map, max_memory in places:
-        assert dtype_for(str(folder), device_map, max_memory) == "auto"
+        assert dtype_for(str(folder), Placement(device_map=device_map, max_memory=max_memory)) == "auto"
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    assert dtype_for(str(half), "cpu") == "auto"
+    assert dtype_for(str(half), Placement(device_map="cpu")) == "auto"
     assert not files(cache)
 
 

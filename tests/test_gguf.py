@@ -23,8 +23,8 @@ from treespec.model.blocks import BlockEmbedding
 from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.gguf_quantizer import order_of_rows
 from treespec.model.identity import target_identity
+from treespec.model.placement import Placement
 from treespec.model.target import Target
-from treespec.model.variant import Variant
 from treespec.train.machine import shard
 from treespec.train.run import train
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def loaded(folder, file="tiny.gguf", dtype="float32"):
-    return Target.load(str(folder), variant=Variant(f"gguf:{file}"), dtype=dtype)
+    return Target.load(str(folder), how=Placement(f"gguf:{file}"), dtype=dtype)
 
 
 def unpacked(folder, file="tiny.gguf"):
@@ -125,9 +125,9 @@ def test_a_repository_without_a_config_loads_from_the_cache_and_has_an_identity(
     code = """if True:
     from treespec.model.identity import target_identity
     from treespec.model.weights import load_model
-    from treespec.model.variant import Variant
-    variant = Variant("gguf:tiny.gguf")
-    config = load_model("org/small-GGUF", variant=variant).config
+    from treespec.model.placement import Placement
+    variant = Placement("gguf:tiny.gguf")
+    config = load_model("org/small-GGUF", how=variant).config
     print(target_identity("org/small-GGUF", variant))
     print(config.model_type, config.num_hidden_layers, config.num_key_value_heads)
     """
@@ -167,14 +167,14 @@ def test_a_mixture_has_its_experts_unpacked_in_the_models_dtype(dtype, tmp_path)
 
 
 def test_an_identity_follows_the_weights_of_the_file(folder, tmp_path):
-    variant = Variant("gguf:tiny.gguf")
+    variant = Placement("gguf:tiny.gguf")
     before = target_identity(str(folder), variant)
     assert before != target_identity(str(folder))
-    assert before == target_identity(str(folder), Variant(f"gguf:{folder / 'tiny.gguf'}"))
+    assert before == target_identity(str(folder), Placement(f"gguf:{folder / 'tiny.gguf'}"))
     content = bytearray((folder / "tiny.gguf").read_bytes())
     content[-1] ^= 1
     (tmp_path / "other.gguf").write_bytes(content)
-    assert before != target_identity(str(folder), Variant(f"gguf:{tmp_path / 'other.gguf'}"))
+    assert before != target_identity(str(folder), Placement(f"gguf:{tmp_path / 'other.gguf'}"))
 
 
 def test_a_file_with_blocks_that_torch_cannot_unpack_is_unpacked_whole(folder, caplog):

@@ -20,8 +20,8 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model import load_in
 from treespec.model.identity import target_identity
+from treespec.model.placement import Placement
 from treespec.model.target import Target
-from treespec.model.variant import Variant
 
 FORMS = ("int8", "fp8")
 PROMPT = [3, 9, 4, 30]
@@ -93,7 +93,7 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):
     pytest.importorskip("torchao")
     spec = load(str(folder), load_in="int8", dtype="float32")
-    model = Target.load(str(folder), variant=Variant("int8"), dtype="float32").model
+    model = Target.load(str(folder), how=Placement("int8"), dtype="float32").model
     model.save_pretrained(tmp_path / "own")
     again = load(str(tmp_path / "own"), dtype="float32")
     assert again.generate(PROMPT, max_new_tokens=12).token_ids == spec.generate(PROMPT, max_new_tokens=12).token_ids
@@ -103,9 +103,9 @@ def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_pa
 
 def test_forms_have_identities_and_times_of_their_own(folder):
     pytest.importorskip("torchao")
-    variants = [Variant(), *(Variant(form) for form in FORMS)]
+    variants = [Placement(), *(Placement(form) for form in FORMS)]
     assert len({target_identity(str(folder), variant) for variant in variants}) == 3
-    targets = [Target.load(str(folder), variant=variant, dtype="float32") for variant in variants]
+    targets = [Target.load(str(folder), how=variant, dtype="float32") for variant in variants]
     assert len({str(dependencies(target, None)) for target in targets}) == 3
 
 
@@ -135,7 +135,7 @@ def test_a_loaded_model_takes_no_form():
     [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install 'treespec[quant]'")],
 )
 def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):
-    monkeypatch.setattr("treespec.model.variant.find_spec", lambda name: None)
+    monkeypatch.setattr("treespec.model.placement.find_spec", lambda name: None)
     with pytest.raises(InputError) as caught:
         load(str(folder), load_in=form)
     assert told in str(caught.value)
@@ -146,7 +146,7 @@ def test_a_checkpoint_in_8bit_is_told_to_be_inexact_as_the_option_is(caplog):
     config = hf.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_in, "find_spec", lambda name: name)
-        assert load_in.quantizer_options(Variant(), config, "auto") == {}
+        assert load_in.quantizer_options(Placement(), config) == {}
     assert "8bit computes in float16 and chooses outlier columns from all rows" in caplog.text
 
 
@@ -179,11 +179,11 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
     from treespec.errors import InputError
     from treespec.model.identity import target_identity
     from treespec.model.target import Target
-    from treespec.model.variant import Variant
+    from treespec.model.placement import Placement
     for revision in (None, "other", "absent"):
         try:
-            print(target_identity("org/small", Variant(revision=revision)))
-            target = Target.load("org/small", variant=Variant(revision=revision))
+            print(target_identity("org/small", Placement(revision=revision)))
+            target = Target.load("org/small", how=Placement(revision=revision))
             print(float(target.model.lm_head.weight[0, 0]))
         except InputError as error:
             print(error)

@@ -19,7 +19,7 @@ beside the forward.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -79,22 +79,16 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
     # 1. The ends.
     on_device = {"": accelerator.device} if accelerator.device.type != "cpu" else None
     placement: Any = config.device_map or on_device
-    trust, variant = config.trust_remote_code, config.variant
+    how = replace(config.placement, device_map=placement)
     if ends:
         path = os.path.expanduser(config.target)
-        options: dict[str, Any] = {} if placement is None else {"device_map": placement}
-        model = load_ends(path, trust, variant, dtype=config.dtype, **options)
+        model = load_ends(path, how)
         if model is not None:
-            return Target(model, load_tokenizer(path, trust, variant), ends=True)
+            return Target(model, load_tokenizer(path, how), ends=True)
 
     # 2. All of it, or this process's share.
-    target = Target.load(
-        config.target,
-        device_map="cpu" if config.shard_target else placement,
-        dtype=config.dtype,
-        trust_remote_code=trust,
-        variant=variant,
-    )
+    device_map = "cpu" if config.shard_target else placement
+    target = Target.load(config.target, how, device_map=device_map)
     if config.shard_target:
         shard(target, accelerator.num_processes, accelerator.device)
         accelerator.print(share_of(target))

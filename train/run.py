@@ -176,7 +176,7 @@ def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
     if config.save_dtype != "auto":
         return cast(torch.dtype, getattr(torch, config.save_dtype))
-    written = dtype_of_file(config.target, config.trust_remote_code, config.variant)
+    written = dtype_of_file(config.target, config.placement)
     file = getattr(torch, written) if written in SAVED[1:] else target.dtype
     return file if target.dtype == torch.float32 else target.dtype
 

@@ -97,7 +97,7 @@ def models_of(config: AcceptanceConfig) -> dict[str, str]:
     with suppress(InputError):
         head = identity_of(config.head or "")
         return {
-            "the target": target_identity(config.target or "", config.variant),
+            "the target": target_identity(config.target or "", config.placement),
             "the head": head,
         }
     return {}

@@ -188,7 +188,7 @@ class Store:
             digest.update(row.numpy().tobytes())
         identity: Identity = {
             "format": FORMAT,
-            "content": target_identity(config.target, config.variant),
+            "content": target_identity(config.target, config.placement),
             "dtype": str(target.dtype),
             "tokens": digest.hexdigest(),
             **({"taps": list(self.taps)} if self.taps else {}),

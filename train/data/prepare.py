@@ -67,7 +67,7 @@ def read(
 
     contents: digests of the target and of the data.
     """
-    model = load_config(config.target, config.trust_remote_code, config.variant)
+    model = load_config(config.target, config.placement)
     job = Job(
         source=str(data_file(config.data, accelerator.print)),
         target=config.target,

@@ -30,8 +30,8 @@ import treespec.text
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors
 from treespec.files.packages import cache_folder
+from treespec.model.placement import Placement
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.variant import Variant
 from treespec.text.conversations import Report, refuse_unread
 from treespec.text.encoding import BATCH, Example, encode_some, refuse_unencoded
 from treespec.text.entries import Conversation, UnusableConversation, conversation_of
@@ -58,8 +58,8 @@ class Job:
 
     def tokenizer(self) -> Any:
         """The target's tokenizer, or None. Raises InputError."""
-        variant = Variant(self.load_in, self.revision)
-        return load_tokenizer(self.target, self.trust_remote_code, variant)
+        how = Placement(self.load_in, self.revision, self.trust_remote_code)
+        return load_tokenizer(self.target, how)
 
 
 @final

@@ -76,7 +76,7 @@ def record_of(config: TrainConfig) -> Record:
     if config.features is not None:
         options["features"] = str(Path(config.features).resolve())
     contents = {
-        "target": target_identity(config.target, config.variant),
+        "target": target_identity(config.target, config.placement),
         "data": digest(data_file(config.data)),
     }
     settled = {name: recipe.get(name, value) for name, value in options.items()}

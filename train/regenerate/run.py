@@ -132,7 +132,7 @@ def record_of(config: RegenerateConfig, data: Path | None) -> Record:
     """
     contents = {}
     if config.endpoint is None:
-        contents["target"] = target_identity(config.target, config.variant)
+        contents["target"] = target_identity(config.target, config.placement)
     if data is not None:
         contents["data"] = digest(data)
     by = "a server" if config.endpoint else "the target"

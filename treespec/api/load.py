@@ -9,13 +9,14 @@ from treespec.demo.known import default_drafter
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
+from treespec.model.placement import Placement
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from treespec.api.loading import DeviceMap
     from treespec.api.spec import Spec
+    from treespec.model.placement import DeviceMap
 
 
 def load(
@@ -64,17 +65,8 @@ def load(
         drafter = default_drafter(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
     tree = DrafterSpec.parse(named).tree_or(tree) if named else tree
-    model, sources = load_sources(
-        target,
-        [named] if named else [],
-        tokenizer=tokenizer,
-        device_map=device_map,
-        dtype=dtype,
-        max_memory=max_memory,
-        trust_remote_code=trust_remote_code,
-        load_in=load_in,
-        revision=revision,
-    )
+    how = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
+    model, sources = load_sources(target, [named] if named else [], how, tokenizer)
     source = sources[named] if named else None
     calibration = calibration_of(source, named) if source and named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration)

@@ -1,10 +1,9 @@
 """Loading a target and its sources of drafts, for decoding only."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike, fspath
-from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
@@ -16,32 +15,26 @@ from treespec.files.locks import alone_with
 from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack
+from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.target import Target
-from treespec.model.variant import Variant
-
-DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
 
 
 def load_sources(
     target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
+    how: Placement = AS_IT_IS,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    trust_remote_code: bool = False,
-    load_in: str | None = None,
-    revision: str | None = None,
-    **placement: Any,
 ) -> tuple[Target, dict[str, Source]]:
-    """A target, and by drafter name each source of drafts for it; options as for `load`.
+    """A target, and by drafter name each source of drafts for it.
 
-    drafters: `kind:value` each, as `--drafter` takes them. placement: device_map, dtype, max_memory.
+    drafters: `kind:value` each, as `--drafter` takes them. tokenizer: as for `load`.
     """
     specs = {name: DrafterSpec.parse(name) for name in drafters}
 
     # 1. The target.
-    target, placement = unwrapped(target), {"device_map": "auto", "dtype": "auto"} | placement
+    target = unwrapped(target)
     if isinstance(target, PreTrainedModel):
-        refuse_placement(**placement, load_in=load_in, revision=revision)
+        refuse_placement(how)
         with alone_with([target]):
             model = Target(target, tokenizer)
     else:
@@ -50,12 +43,11 @@ def load_sources(
                 f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
                 "model"
             )
-        variant = Variant(load_in, revision)
-        if placement["dtype"] == "auto":
+        path = fspath(target)
+        if how.dtype == "auto":
             rates = rates_of([calibration_beside(name) for name in drafters])
-            where = placement["device_map"], placement.get("max_memory"), trust_remote_code
-            placement["dtype"] = dtype_for(fspath(target), *where, rates, variant)
-        model = Target.load(fspath(target), trust_remote_code, variant, **placement)
+            how = replace(how, dtype=dtype_for(path, how, rates))
+        model = Target.load(path, how)
         model.tokenizer = tokenizer or model.tokenizer
 
     # 2. Sources take what they need of the target's weights before those are packed.
@@ -67,10 +59,10 @@ def load_sources(
     return model, sources
 
 
-def refuse_placement(**options: object) -> None:
-    """Raises InputError for placement options, which a loaded model cannot follow."""
-    for name, value in options.items():
-        if value is not None and value != "auto":
+def refuse_placement(how: Placement) -> None:
+    """Raises InputError for a placement, which a loaded model cannot follow."""
+    for name, value in vars(how).items():
+        if value not in (None, "auto") and name != "trust_remote_code":
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 

@@ -3,12 +3,12 @@
 A configuration states a shared option again only where its default or its meaning differs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from treespec.demo.known import DEMO, default_drafter, head_of
 from treespec.draft.drafters import FORMS
 from treespec.errors import InputError
-from treespec.model.variant import Variant
+from treespec.model.placement import Placement
 from treespec.options import (
     DTYPES,
     LOAD_IN_FORMS,
@@ -67,11 +67,15 @@ class VariantOptions(TextModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.variant  # raises for an unknown form
+        _ = self.placement  # raises for an unknown form
 
     @property
-    def variant(self) -> Variant:
-        return Variant(self.load_in, self.revision)
+    def placement(self) -> Placement:
+        """How the target is loaded, as far as the command has options for it."""
+        own = {known.name: getattr(self, known.name) for known in fields(self)}
+        return Placement(
+            **{part.name: own[part.name] for part in fields(Placement) if part.name in own}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

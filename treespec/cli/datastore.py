@@ -41,7 +41,7 @@ def build(config: DatastoreConfig) -> None:
     datastore.refuse_what_is_there(Path(config.out))
     from treespec.model.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.variant)
+    tokenizer = load_tokenizer(config.target, config.placement)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --data with")
     end_notice()

@@ -64,14 +64,14 @@ def check_files_of_target(
     options: "TargetOptions | AcceptanceConfig", words: bool = False, chats: bool = False
 ) -> None:
     """Raises InputError for a target whose files are missing or damaged. Options as for `begin`."""
-    options.variant.check_package()
-    path, variant = str(Path(options.target or "").expanduser()), options.variant
+    path, how = str(Path(options.target or "").expanduser()), options.placement
+    how.check_package()
     if is_demo(options.target):
         return
-    located(path, options.trust_remote_code, variant)
-    check_files(path, variant)
+    located(path, how)
+    check_files(path, how)
     if words or chats:
-        check_words(path, variant, chats)
+        check_words(path, how, chats)
 
 
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:

@@ -61,7 +61,7 @@ def export(config: ExportConfig) -> None:
     from treespec.model.quantised import table_of
     from treespec.model.weights import load_config, load_model
 
-    load = config.target, config.trust_remote_code, config.variant
+    load = config.target, config.placement
 
     def embedding() -> "Tensor":
         return table_of(load_model(*load).get_input_embeddings())

@@ -13,7 +13,7 @@ from treespec.demo.fetch import model_path
 from treespec.files.quiet import quiet
 from treespec.model.folder import located
 from treespec.model.identity import base_of
-from treespec.model.variant import AS_IT_IS, Variant
+from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.weights import auto_class, load_config
 
 
@@ -24,20 +24,18 @@ class NoLayers(nn.Module):
         raise RuntimeError("of this target only the embedding and the output are loaded")
 
 
-def load_ends(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS, **options: Any
-) -> PreTrainedModel | None:
+def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     """The model in `path` without its layers; None where it cannot be loaded like that.
 
-    Its config still tells the number of layers. variant, options: as for `load_model`; the ends of
+    Its config still tells the number of layers. how: as for `load_model`; the ends of
     a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
     adapter.
     """
-    if variant.gguf or base_of(path):
+    if how.gguf or base_of(path):
         return None
     # 1. A config without layers.
     path = model_path(path)
-    config = load_config(path, trust_remote_code, variant)
+    config = load_config(path, how)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     count = text.num_hidden_layers
@@ -52,8 +50,8 @@ def load_ends(
                 path,
                 config=config,
                 output_loading_info=True,
-                **options,
-                **located(path, trust_remote_code, variant),
+                **how.options,
+                **located(path, how),
             )
     except Exception:  # what a model's own code makes of no layers
         return None

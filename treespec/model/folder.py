@@ -10,7 +10,7 @@ from safetensors import safe_open
 from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped, only_cached
 from treespec.model.gguf_file import gguf_file
-from treespec.model.variant import AS_IT_IS, Variant
+from treespec.model.placement import AS_IT_IS, Placement
 
 ADAPTER = "adapter_config.json"  # a directory of PEFT names another one with the model
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -18,9 +18,7 @@ WORDS = ("*token*", "vocab*", "merges*", "*.model", "spiece*")  # files of token
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-def located(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
-) -> dict[str, Any]:
+def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
     """The options that every `from_pretrained` of `path` takes.
 
     Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
@@ -28,27 +26,27 @@ def located(
     """
     start = f"cannot load the target {path!r}"
     if Path(path).is_dir():
-        if variant.revision is not None:
+        if how.revision is not None:
             raise InputError(
-                f"{start}: --revision {variant.revision} names a state of a hub repository, and "
+                f"{start}: --revision {how.revision} names a state of a hub repository, and "
                 "this is a directory: leave it out"
             )
-        return {"trust_remote_code": trust_remote_code}
+        return {"trust_remote_code": how.trust_remote_code}
     if problem := mistyped(path, "model directory"):
         raise InputError(f"{start}: {problem}")
     try:
-        cached = only_cached(path, variant.revision)
+        cached = only_cached(path, how.revision)
     except ValueError as error:
         raise InputError(f"{start}: {error}") from error
-    revision = {"revision": variant.revision} if variant.revision else {}
+    revision = {"revision": how.revision} if how.revision else {}
     offline = {"local_files_only": True} if cached else {}
-    return {"trust_remote_code": trust_remote_code} | revision | offline
+    return {"trust_remote_code": how.trust_remote_code} | revision | offline
 
 
-def check_files(path: str, variant: Variant = AS_IT_IS) -> None:
+def check_files(path: str, how: Placement = AS_IT_IS) -> None:
     """Raises InputError for a directory whose files are missing or damaged. A hub id passes."""
     folder = Path(path)
-    if not folder.is_dir() or gguf_file(path, variant) or (folder / ADAPTER).exists():
+    if not folder.is_dir() or gguf_file(path, how) or (folder / ADAPTER).exists():
         return
     # 1. The model's fields.
     check_fields(path)
@@ -111,13 +109,13 @@ def check_header(path: str, file: Path) -> None:
         ) from error
 
 
-def check_words(path: str, variant: Variant = AS_IT_IS, chats: bool = False) -> None:
+def check_words(path: str, how: Placement = AS_IT_IS, chats: bool = False) -> None:
     """Raises InputError for a directory without a tokenizer.
 
     chats: also where no file can hold a chat template.
     """
     folder = Path(path)
-    if not folder.is_dir() or gguf_file(path, variant) or (folder / ADAPTER).exists():
+    if not folder.is_dir() or gguf_file(path, how) or (folder / ADAPTER).exists():
         return
     if not any(file for pattern in WORDS for file in folder.glob(pattern)):
         raise InputError(

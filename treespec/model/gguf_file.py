@@ -5,25 +5,25 @@ from pathlib import Path
 
 from treespec.errors import InputError, first_line
 from treespec.files.hub import only_cached
-from treespec.model.variant import Variant
+from treespec.model.placement import Placement
 
 
-def gguf_file(path: str, variant: Variant) -> Path | None:
+def gguf_file(path: str, how: Placement) -> Path | None:
     """The file of `gguf:FILE`; None for any other form.
 
     path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
     is not there, and where the gguf package is missing.
     """
     # 1. A path, or a name in the directory.
-    if variant.gguf is None:
+    if how.gguf is None:
         return None
     if find_spec("gguf") is None:
-        raise InputError(f"--load-in {variant.load_in} takes one more package: pip install gguf")
-    named = Path(variant.gguf).expanduser()
+        raise InputError(f"--load-in {how.load_in} takes one more package: pip install gguf")
+    named = Path(how.gguf).expanduser()
     for file in (named, Path(path).expanduser() / named):
         if file.is_file():
             return _checked(file.resolve())
-    start = f"--load-in {variant.load_in}: no such file"
+    start = f"--load-in {how.load_in}: no such file"
     if Path(path).expanduser().is_dir():
         raise InputError(f"{start}, neither here nor in {path}")
 
@@ -31,9 +31,9 @@ def gguf_file(path: str, variant: Variant) -> Path | None:
     from huggingface_hub import hf_hub_download
 
     try:
-        offline = only_cached(path, variant.revision)
+        offline = only_cached(path, how.revision)
         file = Path(
-            hf_hub_download(path, variant.gguf, revision=variant.revision, local_files_only=offline)
+            hf_hub_download(path, how.gguf, revision=how.revision, local_files_only=offline)
         )
     except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(

@@ -16,7 +16,7 @@ from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_json
 from treespec.files.hub import mistyped, only_cached
 from treespec.model.gguf_file import gguf_file
-from treespec.model.variant import AS_IT_IS, Variant
+from treespec.model.placement import AS_IT_IS, Placement
 
 # Of files that models are loaded from.
 SUFFIXES = {".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".pt", ".npy", ".py"}
@@ -24,21 +24,21 @@ BLOCK = 1 << 16  # bytes
 BLOCKS = 256  # read of a file: all of up to 16 MiB, or 16 MiB of a larger one
 
 
-def target_identity(name: str, variant: Variant = AS_IT_IS) -> str:
+def target_identity(name: str, how: Placement = AS_IT_IS) -> str:
     """`identity_of` a target, and of the form that its weights are held in.
 
     Raises InputError as `identity_of` does, and where a GGUF file is not there.
     """
     # 1. As its files hold them, by the files alone.
-    if variant.gguf is None:
-        own = identity_of(name, variant.revision)
-        return own if variant.quantizer is None else f"{own} as {variant.quantizer}"
+    if how.gguf is None:
+        own = identity_of(name, how.revision)
+        return own if how.quantizer is None else f"{own} as {how.quantizer}"
 
     # 2. The weights are the GGUF file's; the others may give config and tokenizer.
     path = model_path(name)
-    file = gguf_file(path, variant)
+    file = gguf_file(path, how)
     assert file is not None
-    own = identity_of(path, variant.revision) if _has_own_files(path, variant.revision) else ""
+    own = identity_of(path, how.revision) if _has_own_files(path, how.revision) else ""
     return f"{own} as gguf {digest({'': sampled(file)})}".strip()
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
 from treespec.errors import InputError
-from treespec.model.variant import Variant
+from treespec.model.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +56,10 @@ def own_method(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def quantizer_options(
-    variant: Variant, config: PreTrainedConfig, dtype: str | torch.dtype
-) -> dict[str, Any]:
+def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
     """The options of `from_pretrained` that quantise the weights; {} to load them as they are.
 
-    dtype: of the products. Raises InputError where a package is missing, and for a checkpoint that
+    Raises InputError where a package is missing, and for a checkpoint that
     is quantised already.
     """
     # 1. What the checkpoint brings.
@@ -75,10 +73,10 @@ def quantizer_options(
                 f"its weights are quantised by {method}, which takes {' and '.join(missing)}: "
                 f"pip install {install}"
             )
-    form = variant.quantizer
-    if method and variant.load_in:
+    form = how.quantizer
+    if method and how.load_in:
         raise InputError(
-            f"its weights are quantised by {method} already: leave out --load-in {variant.load_in}"
+            f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
         )
     if form is None:
         if own_fields(config).get("load_in_8bit"):
@@ -86,10 +84,10 @@ def quantizer_options(
         return {}
 
     # 2. What the option asks for.
-    variant.check_package()
+    how.check_package()
     if form == "8bit":
         tell_of_8bit()
-    return {"quantization_config": _config(form, config, dtype)}
+    return {"quantization_config": _config(form, config, how.dtype)}
 
 
 def tell_of_8bit() -> None:

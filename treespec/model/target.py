@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -35,11 +36,11 @@ from treespec.model.inspect import (
 from treespec.model.masks import additive_masks, batched, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import rows_of_output, scaled, tree_outputs
+from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
 from treespec.model.quantised import sizes_of
 from treespec.model.taps import tapped
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_model
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
@@ -111,23 +112,17 @@ class Target:
     def load(
         cls,
         path: str,
-        trust_remote_code: bool = False,
-        variant: Variant = AS_IT_IS,
-        *,
-        dtype: str | torch.dtype = "auto",
-        **placement: Any,
+        how: Placement = AS_IT_IS,
+        **changed: Any,
     ) -> "Target":
-        """The model and tokenizer of a directory or hub id.
+        """The model and tokenizer of a directory or hub id. changed: fields of `how`.
 
-        variant: the files that are read, and the form of the weights. dtype, placement: options of
-        `from_pretrained`, such as device_map, max_memory and offload_folder; None is its default.
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
-        path = os.path.expanduser(path)
-        given = {name: value for name, value in placement.items() if value is not None}
-        model = load_model(path, trust_remote_code, variant, dtype=dtype, **given)
-        target = cls(model, load_tokenizer(path, trust_remote_code, variant))
-        target.trust_remote_code = trust_remote_code
+        path, how = os.path.expanduser(path), replace(how, **changed)
+        model = load_model(path, how)
+        target = cls(model, load_tokenizer(path, how))
+        target.trust_remote_code = how.trust_remote_code
         return target
 
     def new_cache(self, capacity: int = 512) -> TreeCache:

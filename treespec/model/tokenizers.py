@@ -12,7 +12,7 @@ from treespec.model.folder import located
 from treespec.model.gguf_file import gguf_file
 from treespec.model.gguf_load import source
 from treespec.model.identity import base_of
-from treespec.model.variant import AS_IT_IS, Variant
+from treespec.model.placement import AS_IT_IS, Placement
 
 # a file of a tokenizer -> the module that reads it, and what installs that
 PACKAGES = {
@@ -21,17 +21,15 @@ PACKAGES = {
 }
 
 
-def load_tokenizer(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
-) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a directory or a hub id; None for a directory without one.
 
-    variant: as for `load_model`. A GGUF file gives its tokenizer where the model has no other.
+    A GGUF file gives its tokenizer where the model has no other.
     Raises InputError where it cannot be loaded.
     """
     path = model_path(path)
-    where = located(path, trust_remote_code, variant)
-    file = gguf_file(path, variant)
+    where = located(path, how)
+    file = gguf_file(path, how)
     try:
         where |= source(path, file, "tokenizer_config.json", where)
         with quiet():
@@ -42,7 +40,7 @@ def load_tokenizer(
             Path(path).glob("tek*")
         ):
             base = base_of(path)
-            return load_tokenizer(base, trust_remote_code, variant) if base else None
+            return load_tokenizer(base, how) if base else None
         why = first_line(error)
         if "backend tokenizer" in why:
             why = "its files are missing or damaged (tokenizer.json)"

@@ -30,8 +30,8 @@ from treespec.model.gguf_load import (
 )
 from treespec.model.identity import base_of
 from treespec.model.load_in import FOREIGN, foreign, quantizer_options
+from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.quantised import is_plain_weight
-from treespec.model.variant import AS_IT_IS, Variant
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 BUFFERS = (
@@ -42,37 +42,32 @@ BUFFERS = (
 BESIDE = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
 
 
-def load_model(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS, **options: Any
-) -> PreTrainedModel:
+def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     """The causal language model in `path`, in evaluation mode.
 
-    path: a directory or a hub id.
-    trust_remote_code: whether Python files of the directory or repository may run.
-    variant: the files that are read, and the form of the weights.
-    options: further arguments of `from_pretrained`, such as dtype and device_map.
-    Raises InputError for a model that cannot be loaded, and for weights that do not fit the config.
+    path: a directory or a hub id. Raises InputError for a model that cannot be loaded, and for
+    weights that do not fit the config.
     """
     # 1. The config alone, so that its errors differ from those of the weights.
     path = model_path(path)
-    where: dict[str, Any] = located(path, trust_remote_code, variant)
+    where: dict[str, Any] = located(path, how)
     if base := base_of(path):
-        model = load_model(base, trust_remote_code, variant, **options)
+        model = load_model(base, how)
         try:
             return adapted(model, path).eval()
         except Exception as error:  # the package raises of all kinds
             raise _cannot(path, error) from error
-    config = load_config(path, trust_remote_code, variant)
+    config = load_config(path, how)
 
     # 2. The form of the weights.
     try:
-        options |= quantizer_options(variant, config, options.get("dtype", "auto"))
-        file = gguf_file(path, variant)
+        options = how.options | quantizer_options(how, config)
+        file = gguf_file(path, how)
     except InputError as error:
         raise InputError(f"cannot load the target {path!r}: {error}") from error
     if file is not None:
         where["gguf_file"] = str(file)
-        options["attn_implementation"] = options.get("attn_implementation") or "sdpa"
+        options["attn_implementation"] = "sdpa"
 
     # 3. The weights, without transformers' table of misfits: step 4 names them in a line. It looks
     # for an adapter on the hub unless it is told not to.
@@ -100,18 +95,16 @@ def load_model(
     return cast(PreTrainedModel, model.eval())
 
 
-def load_config(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
-) -> PreTrainedConfig:
+def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
     """The config of the model in `path`, or in its GGUF file where there is no other.
 
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
     # 1. What transformers would pass over, or report unclearly.
     path = model_path(path)
-    where, file = located(path, trust_remote_code, variant), gguf_file(path, variant)
+    where, file = located(path, how), gguf_file(path, how)
     if base := base_of(path):
-        return load_config(base, trust_remote_code, variant)
+        return load_config(base, how)
     if file is None and Path(path).is_dir():
         check_fields(path)
 

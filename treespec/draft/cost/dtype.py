@@ -28,8 +28,8 @@ from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.cost.model import Cost
 from treespec.draft.cost.timing import kept_costs
 from treespec.model.packed import multiplies_bfloat16
+from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
-from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_config
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,7 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
 
-def dtype_for(
-    target: str,
-    device_map: Any,
-    max_memory: Any = None,
-    trust_remote_code: bool = False,
-    rates: Sequence[float] = GUESS,
-    variant: Variant = AS_IT_IS,
-) -> str:
+def dtype_for(target: str, how: Placement = AS_IT_IS, rates: Sequence[float] = GUESS) -> str:
     """The dtype that `auto` is for a target: a name of torch's, or `auto` for the checkpoint's own.
 
     target: a directory or hub id. rates: how often the first, second, … likeliest draft at a node
@@ -56,16 +49,16 @@ def dtype_for(
     for a second or two, once for a processor and a model. Quantised weights are multiplied in
     float32 where the CPU has no fast bfloat16. Raises InputError.
     """
-    if max_memory is not None or not only_cpu(device_map):
+    if how.max_memory is not None or not only_cpu(how.device_map):
         return "auto"
-    if variant.load_in is not None:
+    if how.load_in is not None:
         return "auto" if multiplies_bfloat16() else "float32"
-    config = load_config(os.path.expanduser(target), trust_remote_code, variant)
+    config = load_config(os.path.expanduser(target), how)
     own = checkpoint_dtype(config)
     if own not in ("bfloat16", "float16"):
         return "auto"  # float32 and wider: nothing is faster that holds their weights
     try:
-        size = size_of(config, trust_remote_code)
+        size = size_of(config, how.trust_remote_code)
         if not has_room(size.weights):
             return "auto"
         costs = costs_by_dtype(size, (own, "float32"))
@@ -86,11 +79,9 @@ def only_cpu(device_map: Any) -> bool:
     return str(device_map) == "cpu"
 
 
-def dtype_of_file(
-    target: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
-) -> str | None:
+def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
     """`checkpoint_dtype` of a directory, a hub id or `demo`. Raises InputError."""
-    return checkpoint_dtype(load_config(os.path.expanduser(target), trust_remote_code, variant))
+    return checkpoint_dtype(load_config(os.path.expanduser(target), how))
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> str | None:

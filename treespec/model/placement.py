@@ -1,11 +1,17 @@
-"""Which of a model's files are read, and in which form its weights are held."""
+"""How a model is loaded: which of its files are read, in which form and where its weights are held."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from treespec.errors import InputError
 from treespec.options import LOAD_IN, LOAD_IN_FORMS, either, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+    Device: TypeAlias = str | int | torch.device
+    DeviceMap: TypeAlias = Device | dict[str, Device] | None
 
 # form of --load-in -> the module that it takes, and what installs that
 TAKES = {
@@ -18,16 +24,21 @@ TAKES = {
 
 @final
 @dataclass(frozen=True)
-class Variant:
-    """A model as `--load-in` and `--revision` name it; by default as its files hold it.
+class Placement:
+    """By default a model is loaded as its files hold it.
 
     load_in: a name of `LOAD_IN`, or `gguf:FILE`. revision: branch, tag or commit of a hub
-    repository.
+    repository. trust_remote_code: whether Python files of the directory or repository may run.
+    dtype, device_map, max_memory: as `from_pretrained` takes them; None is its default.
     Raises InputError for a form that is not known.
     """
 
     load_in: str | None = None
     revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: "str | torch.dtype" = "auto"
+    device_map: "DeviceMap" = None
+    max_memory: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.load_in is None:
@@ -39,6 +50,13 @@ class Variant:
             raise InputError(
                 f"--load-in is {self.load_in!r}, must be {either(LOAD_IN_FORMS)}{hint}"
             )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `from_pretrained` about the weights' precision and place."""
+        places = {"device_map": self.device_map, "max_memory": self.max_memory}
+        given = {name: value for name, value in places.items() if value is not None}
+        return {"dtype": self.dtype} | given
 
     @property
     def gguf(self) -> str | None:
@@ -61,4 +79,4 @@ class Variant:
                 )
 
 
-AS_IT_IS = Variant()
+AS_IT_IS = Placement()

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from treespec.cli.progress import remark, show_result, with_progress
+from treespec.cli.terminal import remark, show_result, with_progress
 from treespec.decoding.stats import TAU, Stats, figures, figures_of
 from treespec.eval.common import Step
 from treespec.eval.report import Report, Table, markdown

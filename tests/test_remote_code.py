@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from treespec.api.load import load
 from treespec.cli import app
 from treespec.errors import InputError
+from treespec.model.placement import Placement
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 
@@ -80,7 +81,7 @@ def test_a_tokenizers_code_does_not_run_either(trap):
     with pytest.raises(InputError, match="--trust-remote-code"):
         load_tokenizer(str(folder))
     assert not witness.exists()
-    assert load_tokenizer(str(folder), trust_remote_code=True)
+    assert load_tokenizer(str(folder), Placement(trust_remote_code=True))
     assert witness.exists()
 
 

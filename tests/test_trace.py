@@ -110,6 +110,14 @@ def test_drafts_without_a_law_have_no_q():
         assert (cycle.own.q, cycle.own.rank) == (None, None)
 
 
+def test_without_a_drafter_each_cycle_is_a_token_of_the_targets_own():
+    target, _ = pair()
+    spec = Spec(target, None)
+    cycles = list(trace(spec, PROMPT, max_new_tokens=4))
+    assert [cycle.own.token for cycle in cycles] == spec.generate(PROMPT, max_new_tokens=4).token_ids
+    assert all(len(cycle.tokens) == 1 and not cycle.path for cycle in cycles)
+
+
 def test_a_cycle_survives_json():
     cycle = cycle_of()
     assert Cycle.from_json(json.loads(json.dumps(cycle.to_json()))) == cycle

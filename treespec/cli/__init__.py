@@ -35,20 +35,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(regenerate)
-app.command()(chat)
-app.command("eval")(evaluate)
-app.command()(acceptance)
-app.command()(generate)
-app.command()(trace)
-app.command()(calibrate)
-app.command()(tree)
-app.command()(certify)
-app.command()(skip)
-app.command()(serve)
-app.command()(export)
-app.command()(quickstart)
+for command in (train, regenerate, chat, evaluate, acceptance, generate, trace, calibrate, tree):
+    app.command("eval" if command is evaluate else None)(command)
+for command in (certify, skip, serve, export, quickstart):
+    app.command()(command)
 app.add_typer(datastore, name="datastore")
 
 

@@ -30,7 +30,7 @@ def acceptance(config: AcceptanceConfig) -> None:
         notice(f"reading {config.laws or config.preset} …")
     from pathlib import Path
 
-    from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.cli.terminal import remark, show_result, with_progress
     from treespec.eval.acceptance.run import accept
     from treespec.eval.acceptance.table import report_of
 

@@ -11,7 +11,7 @@ def calibrate(config: CalibrateConfig) -> None:
     check_text(config.text)
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
-    from treespec.cli.progress import with_progress
+    from treespec.cli.terminal import with_progress
     from treespec.eval.fit.head import calibrate_head
 
     file, coverage = with_progress(lambda report: calibrate_head(config, report))

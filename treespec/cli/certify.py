@@ -19,7 +19,7 @@ def certify(config: CertifyConfig) -> None:
         check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
     from pathlib import Path
 
-    from treespec.cli.progress import with_progress
+    from treespec.cli.terminal import with_progress
     from treespec.eval.certify.run import certify as run
     from treespec.eval.certify.run import promised
     from treespec.text.strings import one_line

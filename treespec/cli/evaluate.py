@@ -41,7 +41,7 @@ def measure(config: EvalConfig) -> None:
             pairs(config, files=True)
 
     # 2. Measure and show.
-    from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.cli.terminal import remark, show_result, with_progress
     from treespec.eval.run import evaluate as run
     from treespec.eval.tables import report_of
 

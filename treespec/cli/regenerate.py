@@ -9,8 +9,7 @@ import typer
 
 from treespec.cli.early import begin, check_data, check_folder, check_pairing
 from treespec.cli.options import takes
-from treespec.cli.progress import remark, with_progress
-from treespec.cli.terminal import end_notice
+from treespec.cli.terminal import end_notice, remark, with_progress
 from treespec.text.strings import one_line
 from treespec.train.regenerate.config import RegenerateConfig
 

@@ -14,7 +14,7 @@ def skip(config: SkipConfig) -> None:
     check_text(config.text)
     begin(config)
     check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)
-    from treespec.cli.progress import with_progress
+    from treespec.cli.terminal import with_progress
     from treespec.eval.fit.skip_search import search_skip_set
 
     found = with_progress(lambda report: search_skip_set(config, report))

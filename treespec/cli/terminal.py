@@ -1,9 +1,22 @@
-"""Text input to a command, and passing notices on a terminal."""
+"""What a command reads and shows: standard input, notices, progress and results.
+
+Progress goes to standard error: a bar on a terminal, plain lines elsewhere.
+"""
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
 from treespec.text.strings import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from treespec.eval.common import Step
+    from treespec.eval.report import Report
+
+Result = TypeVar("Result")
 
 
 def standard_input() -> str:
@@ -37,3 +50,56 @@ def end_notice() -> None:
     if Notice.shown:
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         Notice.shown = False
+
+
+def with_progress(
+    work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None
+) -> Result:
+    """Run `work(report)`, show each step that it reports, and return its result.
+
+    console: by default standard error's.
+    """
+    from rich.console import Console
+
+    end_notice()
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        return work(lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
+    return _with_bar(work, console)
+
+
+def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Console") -> Result:
+    """A line with the bar, and below it a line with the present step."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from rich.text import Text
+
+    bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
+    task, doing = bar.add_task("", total=None), Text()
+
+    def report(step: "Step") -> None:
+        doing.plain = one_line(step.text)
+        bar.update(task, completed=step.done, total=step.total)
+
+    with Live(get_renderable=lambda: Group(bar, doing), console=console, transient=True):
+        return work(report)
+
+
+def show_result(report: "Report") -> None:
+    """Print tables that fit the terminal, or Markdown where standard output is no terminal."""
+    from rich.console import Console
+
+    from treespec.eval.report import markdown, show
+
+    console = Console()
+    if console.is_terminal:
+        show(report, console)
+    else:
+        print(markdown(report), end="")
+
+
+def remark(*lines: str) -> None:
+    """Print lines beside the result on standard error, so that a pipe gets the result alone."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ def tree(config: TreeConfig) -> None:
     check_text(config.text)
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
-    from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.cli.terminal import remark, show_result, with_progress
     from treespec.decoding.stats import TAU
     from treespec.eval.fit.head import make_tree
     from treespec.eval.report import Report, Table

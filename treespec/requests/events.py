@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
-
 from treespec.decoding.sequence import Listener, Piece, Recorded
 from treespec.decoding.stats import Stats
 from treespec.shaping.distribution import Path
@@ -173,22 +171,26 @@ def cycle_of(
     path = [number_of[node] for node in seen.verdict.path]
     own_token = seen.verdict.tokens[-1]
 
-    # 2. Draft laws and target laws. At temperature 0 they would be one-hot.
+    # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
     shown = SamplingParams(1.0) if params.greedy else params
     laws = probs(seen.logits, shown)  # [N, V]
-    paths: list[Path] = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    drafted = {at: _mean(probs(rows, shown)) for at, rows in seen.draft_logits.items()}
+    drafted = {  # by path [V]; of several draft models the mean
+        at: probs(rows, shown).reshape(-1, rows.shape[-1]).mean(0)
+        for at, rows in seen.draft_logits.items()
+    }
 
-    # 3. Probabilities of the nodes.
+    # 3. The nodes below the root.
     drawn = {} if params.greedy else _drawn(tree)
+    paths: list[Path] = [()]
+    texts = [_words(tokenizer, None, tokens[0])]
     p: list[float | None] = [None]
     q: list[float | None] = [None]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        p.append(float(laws[kept[parent], token]))
         law = drafted.get(paths[parent])
         likely = None if law is None else float(law[token])
+        paths.append((*paths[parent], token))
+        texts.append(_words(tokenizer, tokens[parent], token))
+        p.append(float(laws[kept[parent], token]))
         q.append(drawn.get((kept[parent], token), likely))
 
     # 4. What the target said after the path.
@@ -198,20 +200,15 @@ def cycle_of(
     rank = None if law is None else 1 + int((law > law[own_token]).sum())
     after = _words(tokenizer, tokens[at], own_token)
     own = OwnToken(at, own_token, after, float(laws[kept[at], own_token]), own_q, rank)
-    texts = [_words(tokenizer, None, tokens[0])]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        texts.append(_words(tokenizer, tokens[parent], token))
     return Cycle(number, tokens, texts, parents, q, p, path, own, seen.answer, seconds)
 
 
 def reachable(tree: TokenTree) -> list[int]:
     """The nodes but for absent draws, repeated draws and what is below them."""
     nodes: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(
-        zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-    ):
-        above = node == 0 or (token >= 0 and parent in nodes.values())
-        if above:
+    pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    for node, (parent, token) in enumerate(pairs):
+        if node == 0 or (token >= 0 and parent in nodes.values()):
             nodes.setdefault((parent, token), node)
     return list(nodes.values())
 
@@ -221,22 +218,15 @@ def _drawn(tree: TokenTree) -> dict[tuple[int, int], float]:
     if tree.drafts is None:
         return {}
     tokens = tree.drafts.draws.tokens
-    at = tokens.clamp_min(0)
-    if tree.drafts.q.dim() == 2:
-        chances = tree.drafts.q.gather(1, at)
-    else:
-        chances = tree.drafts.q.gather(2, at[..., None]).squeeze(2)
+    q = tree.drafts.q  # [I, V], or [I, K, V] where each draw has a distribution of its own
+    q = q[:, None].expand(-1, tokens.shape[1], -1) if q.dim() == 2 else q
+    chances = q.gather(2, tokens.clamp_min(0)[..., None]).squeeze(2)
     found: dict[tuple[int, int], float] = {}
     rows = zip(tree.drafts.nodes.tolist(), tokens.tolist(), chances.tolist(), strict=True)
     for node, drawn, likely in rows:
         for token, chance in zip(drawn, likely, strict=True):
             found.setdefault((node, token), chance)
     return found
-
-
-def _mean(laws: Tensor) -> Tensor:
-    """[V] one draft model's law, or the mean of several models' laws [M, V]."""
-    return laws if laws.dim() == 1 else laws.mean(0)
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase | None", before: int | None, token: int) -> str:

@@ -35,7 +35,15 @@ class Guard:
             await self.app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
-        bounded = Bounded(receive)
+        seen = 0
+
+        async def bounded() -> Message:  # whatever the headers say
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > BODY:
+                raise too_large()
+            return message
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -89,21 +97,6 @@ def loopback(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return name.lower() == "localhost"
-
-
-@final
-class Bounded:
-    """Receives a body of at most BODY bytes, whatever its headers say."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.receive, self.seen = receive, 0
-
-    async def __call__(self) -> Message:
-        message = await self.receive()
-        self.seen += len(message.get("body", b""))
-        if self.seen > BODY:
-            raise too_large()
-        return message
 
 
 def too_large() -> ApiError:

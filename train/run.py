@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from treespec.api.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
-from treespec.draft.cost.dtype import dtype_of_file
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json
@@ -23,6 +22,7 @@ from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.model.weights import dtype_of_file
 from treespec.text.encoding import Example
 from treespec.train.checks import check
 from treespec.train.config import SAVED, TrainConfig

@@ -48,8 +48,7 @@ def load(
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
-    take them, but that on a CPU dtype "auto" is the checkpoint's or float32, whichever these drafts
-    are faster in (`treespec.draft.cost.dtype`); repr(spec) names it.
+    takes them; repr(spec) names the dtype.
     trust_remote_code: run Python files from the target's or a draft model's directory.
     load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
     its files hold them, a quantised checkpoint included. revision: of the target's hub repository.

@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike, fspath
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.cost.dtype import dtype_for, rates_of
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import Source, load_source
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
-from treespec.model.packed import pack
+from treespec.model.packed import multiplies_bfloat16, pack
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.target import Target
+
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
 
 def load_sources(
@@ -43,11 +46,10 @@ def load_sources(
                 f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
                 "model"
             )
-        path = fspath(target)
-        if how.dtype == "auto":
-            rates = rates_of([calibration_beside(name) for name in drafters])
-            how = replace(how, dtype=dtype_for(path, how, rates))
-        model = Target.load(path, how)
+        slow = only_cpu(how.device_map) and not multiplies_bfloat16()
+        if slow and how.load_in and how.dtype == "auto":
+            how = replace(how, dtype="float32")  # in which quantised weights are multiplied faster
+        model = Target.load(fspath(target), how)
         model.tokenizer = tokenizer or model.tokenizer
 
     # 2. Sources take what they need of the target's weights before those are packed.
@@ -59,6 +61,15 @@ def load_sources(
     return model, sources
 
 
+def only_cpu(device_map: Any) -> bool:
+    """Whether accelerate places every weight on the CPU."""
+    if isinstance(device_map, dict):
+        return bool(device_map) and all(str(place) == "cpu" for place in device_map.values())
+    if device_map is None or str(device_map) in SPREAD:
+        return not torch.accelerator.is_available()
+    return str(device_map) == "cpu"
+
+
 def refuse_placement(how: Placement) -> None:
     """Raises InputError for a placement, which a loaded model cannot follow."""
     for name, value in vars(how).items():
@@ -68,10 +79,4 @@ def refuse_placement(how: Placement) -> None:
 
 def calibration_of(source: Source, drafter: str) -> Calibration | None:
     """The calibration beside a trained head. drafter: `kind:value`, the name of the source."""
-    return calibration_beside(drafter) if source.head else None
-
-
-def calibration_beside(drafter: str) -> Calibration | None:
-    """The calibration beside the head that a drafter names. drafter: `kind:value`."""
-    spec = DrafterSpec.parse(drafter)
-    return load_calibration(head_folder(spec.place)) if spec.kind.is_head else None
+    return load_calibration(head_folder(DrafterSpec.parse(drafter).place)) if source.head else None

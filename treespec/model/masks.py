@@ -45,13 +45,16 @@ def additive_masks(
             chunk_mask if kind == "chunked_attention" else window_mask if kind in SLIDING else None
         )
         visible = seen & near(places, seen.shape[1], window) if near and window else seen
-        hidden = ~visible.to(device)
 
         # 2. As numbers to add to the attention scores.
-        additive = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        additive = additive.masked_fill_(hidden, torch.finfo(dtype).min)
-        masks[kind] = additive[:, None].repeat(1, 1, repeated, 1)
+        masks[kind] = additive(visible.to(device), dtype)[:, None].repeat(1, 1, repeated, 1)
     return masks if len(masks) > 1 else masks.popitem()[1] if masks else None
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of the same shape to add to attention scores: 0 where `visible`, else the lowest number."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Loading a model from a directory or hub id: a weight that its files lack is an error."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -197,3 +198,17 @@ def _reason(error: Exception) -> str:
     if type(error).__name__ == "SafetensorError":
         return f"its weights are damaged, fetch them again ({line})"
     return line if " " in line else f"{type(error).__name__}: {line}"  # a KeyError is its key alone
+
+
+def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
+    """`checkpoint_dtype` of a directory, a hub id or `demo`. Raises InputError."""
+    return checkpoint_dtype(load_config(os.path.expanduser(target), how))
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> str | None:
+    """What config.json says; None where it does not, or where the weights are quantised."""
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        return None
+    named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    return str(named).removeprefix("torch.") if named else None

@@ -20,6 +20,7 @@ from treespec.draft.cost.model import Cost
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, remove_leftovers, write_json
 from treespec.files.packages import cache_folder
+from treespec.model import kernels
 from treespec.model.processor import processor
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def kept_costs(
     read or written is no error: the next run measures again.
     """
     # 1. Kept ones.
-    machine = [processor(), torch.get_num_threads(), torch.__version__]
+    machine = [processor(), torch.get_num_threads(), torch.__version__, kernels.name()]
     digest = hashlib.sha256(json.dumps([*machine, about], default=str).encode()).hexdigest()
     file = (folder or cache_folder()) / f"{kind}-{digest[:16]}.json"
     if (kept := costs_in(file, names)) is not None:

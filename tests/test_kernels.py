@@ -1,0 +1,142 @@
+"""The kernels compute what torch computes, and a row has the same bits in every company."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CONFIGS, target
+from torch import nn
+
+from treespec.model import kernels
+from treespec.model.packed import PackedNorm, pack, packed_layer
+from treespec.model.target import Target
+from treespec.trees.tree import TokenTree
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # rounding, of the largest number
+
+
+@pytest.mark.parametrize("weights", DTYPES)
+@pytest.mark.parametrize("rows", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 1), (33, 17), (64, 48), (576, 200), (1536, 65)])
+def test_a_product_is_the_exact_one_up_to_rounding_and_a_row_has_its_bits_alone(sizes, rows, weights):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(*sizes, dtype=weights), torch.randn(40, sizes[0]).to(rows)
+    packed = packed_layer(plain)
+    exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
+    with torch.inference_mode():
+        found = packed(x)
+        assert found.dtype == rows
+        assert (found - exact).abs().max() <= (
+            DTYPES[rows] + DTYPES[weights] * (weights != torch.float32)
+        ) * exact.abs().max()
+        for first, last in ((0, 1), (3, 5), (7, 13), (2, 20), (0, 33)):
+            assert torch.equal(packed(x[first:last]), found[first:last])
+
+
+@pytest.mark.parametrize("weight", [torch.inf, torch.nan])
+def test_a_weight_that_is_not_finite_stays_so(weight):
+    plain = nn.Linear(40, 20)
+    plain.weight.data[3, 4] = weight
+    assert not packed_layer(plain)(torch.ones(2, 40))[:, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 9, 3, 64, 64), (2, 4, 4, 16, 32), (3, 8, 2, 128, 48), (2, 2, 1, 20, 13)])
+@pytest.mark.parametrize(("nodes", "columns"), [(1, 1), (1, 100), (5, 16), (13, 40), (30, 90)])
+def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype):
+    torch.manual_seed(0)
+    b, heads, kv, d, dv = shape
+    q = torch.randn(b, nodes, heads, d).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(b, kv, columns + 5, size).to(dtype)[:, :, :columns] for size in (d, dv))
+    hidden = torch.rand(b, 1, nodes, columns) < 0.5
+    hidden[..., 0] = False
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
+    wide = [x.double().repeat_interleave(heads // kv, 1) for x in (k, v)]
+    exact = F.scaled_dot_product_attention(q.double(), *wide, attn_mask=mask.double(), scale=0.3).transpose(1, 2)
+    assert (kernels.attention(q, k, v, mask, 0.3) - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
+
+
+def test_hidden_columns_change_no_bit_of_attention():
+    """Keys of a path, close together or among others: its sum takes them in the same order."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 60, 32), torch.randn(1, 2, 60, 32)
+    alone = kernels.attention(q, k, v, torch.zeros(1, 1, 1, 60), 1.0)
+    where = torch.arange(300)[torch.randperm(300) < 60]
+    spread, mask = (
+        [torch.randn(1, 2, 300, 32) for _ in range(2)],
+        torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min),
+    )
+    for wide, x in zip(spread, (k, v), strict=True):
+        wide[:, :, where] = x
+    mask[..., where] = 0
+    assert torch.equal(kernels.attention(q, *spread, mask, 1.0), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_the_models_own_up_to_a_rounding_and_others_stay(dtype):
+    model = target("llama").model
+    norm = type(model.model.norm)(40).to(dtype)
+    norm.weight.data = torch.rand(40).to(dtype) + 0.5
+    x = torch.randn(7, 3, 40).to(dtype)
+    packed = packed_layer(norm)
+    assert isinstance(packed, PackedNorm)
+    torch.testing.assert_close(packed(x), norm(x), rtol=max(2 * torch.finfo(dtype).eps, 1e-6), atol=0)
+    assert torch.equal(packed(x[2, 1]), packed(x)[2, 1])
+    other = type(target("gemma3").model.model.norm)(40).to(dtype)
+    assert packed_layer(other) is other
+
+
+def tree() -> TokenTree:
+    """Three levels below a root."""
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
+    ancestors = torch.eye(9, dtype=torch.bool)
+    for node, parent in enumerate(parents.tolist()[1:], 1):
+        ancestors[node] |= ancestors[parent]
+    return TokenTree(torch.arange(20, 29), parents, ancestors.sum(1) - 1, ancestors)
+
+
+def one(token: int) -> TokenTree:
+    return TokenTree(torch.tensor([token]), torch.tensor([-1]), torch.zeros(1, dtype=torch.int64), torch.ones(1, 1) > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss", "falcon"}))
+def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
+    """Also in a batch beside a longer text, and where the prompt came in other parts."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    config.intermediate_size = config.n_inner = 64  # torch's activations have one form for 32 numbers, one for fewer
+    model = type(target(name).model)(config).to(dtype)
+    pack(model)
+    decoded, prompt = Target(model), torch.arange(3, 40)[None] % 30
+
+    # 1. The tree, beside a text of 60 tokens.
+    cache, other = decoded.new_cache(), decoded.new_cache()
+    decoded.prefill(cache, prompt, chunk=16)
+    decoded.prefill(other, torch.arange(60)[None] % 50)
+    cache.join([other])
+    rows = decoded.forward_trees(cache, [tree(), tree()])[0].logits
+
+    # 2. Each path token by token.
+    for node in (0, 4, 7, 8):
+        alone = decoded.new_cache()
+        decoded.prefill(alone, prompt)
+        for step in tree().ancestors[node].nonzero().flatten():
+            logits = decoded.forward_tree(alone, one(int(tree().tokens[step]))).logits
+            alone.commit([[0]])
+        assert torch.equal(logits[0], rows[node]), node
+
+
+def test_without_a_compiler_torch_computes_and_a_line_says_so():
+    code = "from treespec.model import kernels; print(kernels.library())"
+    said = subprocess.run([sys.executable, "-c", code], env={"CC": "false"}, capture_output=True, text=True, check=True)
+    assert said.stdout == "None\n"
+    assert "torch's own" in said.stderr
+
+
+def test_training_takes_no_kernel():
+    q = torch.randn(1, 2, 3, 16, requires_grad=True)
+    assert kernels.attention(q, q, q, torch.zeros(1, 1, 3, 3), 1.0) is None

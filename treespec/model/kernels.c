@@ -1,0 +1,500 @@
+// Products and attention of a decoder's forward on a CPU: a row has the same bits in every company.
+//
+// Each number is summed by one thread in one order, which depends on neither the number of rows, nor
+// on the tree around a node, nor on the threads. So a node of a tree gives the bits of a forward over
+// one token. `kernels.py` compiles this file when it is first used, and says what it takes.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#ifdef __AVX512F__  // L: floats of a vector; outputs of a block, keys of a tile
+#define L 16
+#elif defined(__AVX__)
+#define L 8
+#else
+#define L 4
+#endif
+typedef float F __attribute__((vector_size(4 * L), aligned(4), may_alias));
+typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
+typedef uint16_t H __attribute__((vector_size(2 * L), aligned(2), may_alias));
+typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+INLINE F add(F a, F b, F c) {  // a * b + c, rounded once; a compiler that chooses itself would choose by loop
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE F all(float x) { return x - (F){}; }
+
+INLINE float wide(uint16_t x) { union { uint32_t u; float f; } v = {(uint32_t)x << 16}; return v.f; }
+
+INLINE uint16_t narrow(float x) {  // to the nearest, ties to even; NaN stays NaN
+  union { float f; uint32_t u; } v = {x};
+  if (x != x) return 0x7fc0;
+  return (v.u + 0x7fff + (v.u >> 16 & 1)) >> 16;
+}
+
+INLINE float get(const void *x, long i, int half) {
+  return half ? wide(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
+
+INLINE void put(void *y, long i, float value, int half) {
+  if (half) ((uint16_t *)y)[i] = narrow(value); else ((float *)y)[i] = value;
+}
+
+INLINE F load(const void *x, long i, int half) {  // L neighbours as floats
+  if (!half) return *(const F *)((const float *)x + i);
+  return (F)(__builtin_convertvector(*(const H *)((const uint16_t *)x + i), U) << 16);
+}
+
+INLINE void store(void *y, long i, F value, int half) {
+  if (!half) { *(F *)((float *)y + i) = value; return; }
+  U bits = (U)value;
+  *(H *)((uint16_t *)y + i) = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, H);
+}
+
+// --- Norm -----------------------------------------------------------------------------------------
+// y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight; L sums run side by side.
+void rms_norm(const void *x, const void *weight, void *y, long n, long width, float eps, int half, int threads) {
+#pragma omp parallel for num_threads(threads) if (n * width > 1 << 14)
+  for (long r = 0; r < n; r++) {
+    F squares = {};
+    float rest = 0;
+    long i = 0, at = r * width;
+    for (; i + L <= width; i += L) squares = add(load(x, at + i, half), load(x, at + i, half), squares);
+    for (; i < width; i++) rest += get(x, at + i, half) * get(x, at + i, half);
+    for (int c = 0; c < L; c++) rest += squares[c];
+    float factor = 1 / sqrtf(rest / width + eps);
+    for (i = 0; i + L <= width; i += L) {
+      store(y, at + i, load(x, at + i, half) * factor, half);
+      store(y, at + i, load(y, at + i, half) * load(weight, i, half), half);
+    }
+    for (; i < width; i++) {
+      put(y, at + i, get(x, at + i, half) * factor, half);
+      put(y, at + i, get(y, at + i, half) * get(weight, i, half), half);
+    }
+  }
+}
+
+// --- Products -----------------------------------------------------------------------------------
+// A weight [out, in] lies in blocks of L outputs; `in` is padded to a multiple of 32, `out` of L. In
+// bfloat16 a block holds pairs of inputs, [out/L, in/2, L, 2]; in other forms [out/L, in, L].
+
+enum { PAIRED, HALF, SINGLE };  // the form of a weight: bfloat16, float16, float32
+
+void pack(const void *weight, void *packed, long in, long out, int form) {
+  long width = (in + 31) / 32 * 32;
+#pragma omp parallel for
+  for (long o = 0; o < (out + L - 1) / L * L; o++)
+    for (long i = 0; i < width; i++) {
+      long inside = form == PAIRED ? i / 2 * 2 * L + o % L * 2 + i % 2 : i * L + o % L;
+      long to = o / L * L * width + inside, from = o * in + i;
+      int real = o < out && i < in;
+      if (form == SINGLE) ((uint32_t *)packed)[to] = real ? ((const uint32_t *)weight)[from] : 0;
+      else ((uint16_t *)packed)[to] = real ? ((const uint16_t *)weight)[from] : 0;
+    }
+}
+
+#ifdef __AVX512F__
+enum { ROWS = 6, BLOCKS = 4 };
+#else
+enum { ROWS = 4, BLOCKS = 2 };
+#endif
+
+// How rows and weights are read: `pairs` by the processor's own product of bfloat16, others in floats.
+typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
+
+// rows x blocks of outputs. x: [rows, width]; w: blocks of a weight, `block` bytes each.
+INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {
+  F sum[ROWS][BLOCKS] = {};
+  long step = mode == PAIRS || mode == WIDE ? 2 : 1, size = mode == FLOATS ? 4 : 2;
+  for (long i = 0; i < width; i += step, w += step * size * L) {
+#ifdef __AVX512BF16__
+    if (mode == PAIRS) {
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        int two;
+        memcpy(&two, x + 2 * (r * width + i), 4);
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++)
+          sum[r][b] = (F)_mm512_dpbf16_ps((__m512)sum[r][b], (__m512bh)_mm512_set1_epi32(two),
+                                          *(const __m512bh *)(w + b * L * width * 2));
+      }
+      continue;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const char *at = w + b * L * width * size;
+      F even, odd = {};
+      if (mode == FLOATS) even = *(const F *)at;
+      else if (mode == WIDE) {
+        even = (F)(*(const U *)at << 16);
+        odd = (F)(*(const U *)at & 0xffff0000u);
+      } else {  // 2^112 moves the exponent of half precision to that of single
+        U bits = __builtin_convertvector(*(const H *)at, U);
+        F size_of = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
+        even = (F)((U)size_of | (bits & 0x8000u) << 16);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        const float *row = (const float *)x + r * width + i;
+        sum[r][b] = add(even, all(row[0]), sum[r][b]);
+        if (mode == WIDE) sum[r][b] = add(odd, all(row[1]), sum[r][b]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sums[r * BLOCKS + b] = sum[r][b];
+}
+
+#define CASE(r, b) case r * 8 + b: \
+  if (mode == PAIRS) tile(x, w, sums, width, r, b, PAIRS); \
+  else if (mode == WIDE) tile(x, w, sums, width, r, b, WIDE); \
+  else if (mode == HALVES) tile(x, w, sums, width, r, b, HALVES); \
+  else tile(x, w, sums, width, r, b, FLOATS); \
+  break;
+#define CASES(r) CASE(r, 1) CASE(r, 2) CASE(r, 3) CASE(r, 4)
+static void tiles(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {
+  switch (rows * 8 + blocks) {
+#ifdef __AVX512F__
+    CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6)
+#else
+    CASE(1, 1) CASE(1, 2) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2) CASE(4, 1) CASE(4, 2)
+#endif
+  }
+}
+
+static void finish(const float *sums, long stride, void *y, const void *bias, long out, int half,
+                   long r0, int rows, long o0, long columns) {
+  for (int r = 0; r < rows; r++)
+    for (long o = o0; o < MIN(o0 + columns, out); o++) {
+      float sum = sums[r * stride + o - o0];
+      put(y, (r0 + r) * out + o, bias ? sum + get(bias, o, half) : sum, half);
+    }
+}
+
+#ifdef __AMX_BF16__
+static int tiles_allowed(void) {
+  static int allowed = -1;
+  if (allowed < 0) allowed = !syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM, tile data
+  return allowed;
+}
+
+// Blocks [from, to) of outputs. x: [rows padded to 16 beyond the first 16, width] bfloat16.
+static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias, long n, long width,
+                long out, long from, long to) {
+  struct { uint8_t palette, row, zeros[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+  for (int t = 0; t < 8; t++) { shape.bytes[t] = 64; shape.rows[t] = t < 6 ? MIN(n, 16) : 16; }
+  _tile_loadconfig(&shape);
+  float sums[4][16 * L] __attribute__((aligned(64)));
+  for (long b = from; b < to; b += 2) {
+    const uint16_t *w0 = w + b * L * width, *w1 = b + 1 < to ? w0 + L * width : w0;
+    for (long r = 0; r < n; r += 32) {
+      const uint16_t *x0 = x + r * width, *x1 = x0 + 16 * width;
+      int both = r + 16 < n;
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+      for (long k = 0; k < width; k += 32) {
+        _tile_loadd(6, w0 + k * L, 64);
+        _tile_loadd(7, w1 + k * L, 64);
+        _tile_loadd(4, x0 + k, 2 * width);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+          _tile_loadd(5, x1 + k, 2 * width);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, sums[0], 64); _tile_stored(1, sums[1], 64);
+      if (both) { _tile_stored(2, sums[2], 64); _tile_stored(3, sums[3], 64); }
+      for (int t = 0; t < 4; t++) {
+        long first = r + t / 2 * 16;
+        if (first < n && b + t % 2 < to)
+          finish(sums[t], 16, y, bias, out, 1, first, MIN(16, n - first), (b + t % 2) * L, L);
+      }
+    }
+  }
+  _tile_release();
+}
+#endif
+
+// y [n, out] = x [n, in] weight^T + bias; x, bias and y are bfloat16 (`half`) or float32.
+typedef struct {
+  const void *weight, *bias;
+  long in, out;
+  int form, half, threads;
+} Linear;
+
+void linear(const Linear *a, const void *x, void *y, long n) {
+  if (!n) return;
+  long in = a->in, out = a->out, width = (in + 31) / 32 * 32, blocks = (out + L - 1) / L;
+  Mode mode = a->form == PAIRED ? WIDE : a->form == HALF ? HALVES : FLOATS;
+  int use_amx = 0, threads = a->threads;
+#ifdef __AVX512BF16__
+  if (a->half && a->form == PAIRED) mode = PAIRS;
+#endif
+#ifdef __AMX_BF16__
+  use_amx = a->half && a->form == PAIRED && tiles_allowed();
+#endif
+
+  // 1. The rows as the product reads them: padded, and in floats unless it takes bfloat16.
+  int as_they_are = !a->half || use_amx || mode == PAIRS;
+  long size = a->half && as_they_are ? 2 : 4, padded = use_amx && n > 16 ? (n + 15) / 16 * 16 : n;
+  char *copy = NULL;
+  if (width != in || padded != n || !as_they_are) {
+    copy = calloc(padded * width, size);
+    for (long r = 0; r < n; r++)
+      if (as_they_are) memcpy(copy + r * width * size, (const char *)x + r * in * size, in * size);
+      else for (long i = 0; i < in; i++) ((float *)copy)[r * width + i] = get(x, r * in + i, 1);
+    x = copy;
+  }
+
+  // 2. Each thread takes a range of blocks.
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+  for (int t = 0; t < threads; t++) {
+    long each = (blocks + threads - 1) / threads, from = t * each, to = MIN(from + each, blocks);
+#ifdef __AMX_BF16__
+    if (use_amx) {
+      if (from < to) amx(x, a->weight, y, a->bias, n, width, out, from, to);
+      continue;
+    }
+#endif
+    F sums[ROWS * BLOCKS];
+    for (long b = from; b < to; b += BLOCKS)
+      for (long r = 0; r < n; r += ROWS) {
+        int rows = MIN(ROWS, n - r), many = MIN(BLOCKS, to - b);
+        const char *w = (const char *)a->weight + b * L * width * (mode == FLOATS ? 4 : 2);
+        tiles((const char *)x + r * width * size, w, sums, width, rows, many, mode);
+        finish((float *)sums, BLOCKS * L, y, a->bias, out, a->half, r, rows, b * L, many * L);
+      }
+  }
+  free(copy);
+}
+
+// --- Attention ----------------------------------------------------------------------------------
+// Two passes over the keys: all scores and their largest; then exponentials and sums, key by key in
+// the order of the columns. A hidden key adds 0, so where it lies changes nothing.
+
+INLINE F exponential(F x) {  // x <= 0; error below 2 units in the last place (Cephes, expf)
+  I hidden = x < -87.0f;
+  x = (F)((I)x & ~hidden);
+  F n = add(x, all(1.44269504088896341f), all(12582912.0f));  // rounds to a whole number
+  I bits = (I)n << 23;
+  n -= 12582912.0f;
+  x = add(n, all(2.12194440e-4f), add(n, all(-0.693359375f), x));
+  F y = add(all(1.9875691500e-4f), x, all(1.3981999507e-3f));
+  y = add(y, x, all(8.3334519073e-3f));
+  y = add(y, x, all(4.1665795894e-2f));
+  y = add(y, x, all(1.6666665459e-1f));
+  y = add(y, x, all(5.0000001201e-1f));
+  y = add(y * x, x, x) + 1.0f;
+  return (F)((I)((U)y + (U)bits) & ~hidden);
+}
+
+typedef struct {
+  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T]
+  void *out;                     // [B, N, heads, DV]
+  long texts, heads, kv, n, columns, d, dv;
+  long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
+  float scale;
+  int half, threads;
+} Attention;
+
+INLINE F larger(F a, F b) {
+  I first = a > b;
+  return (F)(((I)a & first) | ((I)b & ~first));
+}
+
+enum { GROUP = 24, HIGH = 8, LOW = 4 };  // rows that a thread takes at a time, and a loop holds
+
+// L rows of L numbers of 32 bits become L columns, by log2(L) rounds of exchanges.
+INLINE void transpose(U *rows) {
+#pragma GCC unroll 4
+  for (int s = 1; s < L; s *= 2) {
+    U low, high;
+#pragma GCC unroll 16
+    for (int j = 0; j < L; j++) {
+      low[j] = j & s ? L + j - s : j;
+      high[j] = j & s ? L + j : j + s;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i++)
+      if (!(i & s)) {
+        U first = rows[i], second = rows[i + s];
+        rows[i] = __builtin_shuffle(first, second, low);
+        rows[i + s] = __builtin_shuffle(first, second, high);
+      }
+  }
+}
+
+// keys [d, L]: `many` keys from `at` on, further ones 0. A row of bfloat16 is read as pairs.
+static void turned(const Attention *a, long at, int many, float *keys) {
+  int half = a->half, numbers = half ? 2 : 1, size = half ? 2 : 4;
+  if (a->d % (numbers * L)) {
+    for (int c = 0; c < L; c++)
+      for (long i = 0; i < a->d; i++) keys[i * L + c] = c < many ? get(a->k, at + c * a->kt + i, half) : 0;
+    return;
+  }
+  for (long i = 0; i < a->d; i += numbers * L) {
+    U block[L];
+    for (int c = 0; c < L; c++)
+      block[c] = c < many ? *(const U *)((const char *)a->k + (at + c * a->kt + i) * size) : (U){};
+    transpose(block);
+    for (int j = 0; j < L; j++)
+      if (half) {
+        *(U *)(keys + (i + 2 * j) * L) = block[j] << 16;
+        *(U *)(keys + (i + 2 * j + 1) * L) = block[j] & 0xffff0000u;
+      } else *(U *)(keys + (i + j) * L) = block[j];
+  }
+}
+
+INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows) {
+  F sum[HIGH] = {};
+  for (long i = 0; i < d; i++) {
+    F key = *(const F *)(keys + i * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sum[r] = add(key, all(q[r * d + i]), sum[r]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++) sums[r] = sum[r];
+}
+
+// out [LOW, dv] and total [LOW] take `many` keys, one after the other.
+INLINE void sums(const float *s, long stride, const float *values, float *out, F *total, long dv, int many) {
+  enum { WIDTH = L == 16 ? 4 : 2 };
+  F both[LOW];
+  memcpy(both, total, sizeof both);
+  for (int c = 0; c < many; c++)
+#pragma GCC unroll 4
+    for (int r = 0; r < LOW; r++) both[r] += all(s[r * stride + c]);
+  memcpy(total, both, sizeof both);
+  for (long i = 0; i < dv; i += WIDTH * L) {
+    F sum[LOW][WIDTH];
+#pragma GCC unroll 4
+    for (int r = 0; r < LOW; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < WIDTH; j++) sum[r][j] = *(F *)(out + r * dv + i + j * L);
+    for (int c = 0; c < many; c++)
+#pragma GCC unroll 4
+      for (int r = 0; r < LOW; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < WIDTH; j++)
+          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * stride + c]), sum[r][j]);
+#pragma GCC unroll 4
+    for (int r = 0; r < LOW; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < WIDTH; j++) *(F *)(out + r * dv + i + j * L) = sum[r][j];
+  }
+}
+
+static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
+  long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
+  long wide = (dv + 63) / 64 * 64, stride = tiles * L;
+  float *q = room, *keys = q + GROUP * d, *s = keys + L * d, *values = s + GROUP * stride;
+  float *out = values + L * wide;
+  F largest[GROUP], total[GROUP] = {};
+  char seen[tiles];
+  long base = b * a->kb + head * a->kh, vbase = b * a->vb + head * a->vh;
+
+  // 1. The query rows; row i is of query head i / n in the group, node i % n.
+  memset(q, 0, 4 * GROUP * d);
+  for (int r = 0; r < GROUP; r++) largest[r] = all(-INFINITY);
+  for (int r = 0; r < rows; r++) {
+    long row = first + r, at = b * a->qb + (head * groups + row / a->n) * a->qh + row % a->n * a->qn;
+    for (long i = 0; i < d; i++) q[r * d + i] = get(a->q, at + i, a->half);
+  }
+
+  // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
+  for (long t = 0; t < tiles; t++) {
+    int many = MIN(L, a->columns - t * L);
+    F extra[GROUP], most = all(-INFINITY);
+    for (int r = 0; r < rows; r++) {
+      long at = b * a->mb + (first + r) % a->n * a->mn + t * L;
+      if (many == L) extra[r] = load(a->mask, at, a->half);
+      else for (int c = 0; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
+      most = larger(extra[r], most);
+    }
+    seen[t] = 0;
+    for (int c = 0; c < L; c++) seen[t] |= most[c] > -1e30f;
+    if (!seen[t]) continue;
+    turned(a, base + t * L * a->kt, many, keys);
+    for (int r = 0; r < rows; r += HIGH) {
+      F sum[HIGH];
+      if (rows - r > LOW) scores(q + r * d, keys, sum, d, HIGH); else scores(q + r * d, keys, sum, d, LOW);
+      for (int i = 0; i < MIN(HIGH, rows - r); i++) {
+        F score = add(sum[i], all(a->scale), extra[r + i]);
+        *(F *)(s + (r + i) * stride + t * L) = score;
+        largest[r + i] = larger(score, largest[r + i]);
+      }
+    }
+  }
+  for (int r = 0; r < rows; r++) {
+    float most = largest[r][0];
+    for (int c = 1; c < L; c++) most = largest[r][c] > most ? largest[r][c] : most;
+    largest[r] = all(most);
+  }
+
+  // 3. Exponentials, their sum and the sum of values, key by key.
+  memset(out, 0, 4 * GROUP * wide);
+  memset(values, 0, 4 * L * wide);
+  for (long t = 0; t < tiles; t++) {
+    if (!seen[t]) continue;
+    int many = MIN(L, a->columns - t * L);
+    for (int c = 0; c < many; c++) {
+      long i = 0, at = vbase + (t * L + c) * a->vt;
+      for (; i + L <= dv; i += L) *(F *)(values + c * wide + i) = load(a->v, at + i, a->half);
+      for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
+    }
+    for (int r = 0; r < rows; r++) {
+      F *score = (F *)(s + r * stride + t * L);
+      *score = exponential(*score - largest[r]);
+    }
+    for (int r = 0; r < rows; r += LOW)
+      sums(s + r * stride + t * L, stride, values, out + r * wide, total + r, wide, many);
+  }
+
+  // 4. Divide and round once.
+  for (int r = 0; r < rows; r++) {
+    long row = first + r, at = ((b * a->n + row % a->n) * a->heads + head * groups + row / a->n) * dv;
+    for (long i = 0; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
+  }
+}
+
+void attention(const Attention *a) {
+  long rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
+  long tiles = (a->columns + L - 1) / L;
+#pragma omp parallel num_threads(a->threads)
+  {
+    long wide = (a->dv + 63) / 64 * 64, floats = (GROUP + L) * (a->d + wide) + GROUP * tiles * L;
+    float *room = aligned_alloc(64, (4 * floats + 63) / 64 * 64);
+#pragma omp for schedule(dynamic, 1)
+    for (long i = 0; i < items; i++) {
+      long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
+      rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, rows - part * GROUP), room);
+    }
+    free(room);
+  }
+}

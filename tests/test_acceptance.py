@@ -8,11 +8,11 @@ import pytest
 import torch
 from enumeration import random_law
 from models import random_head, target
+from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.trained.proposers import EagleProposer
-from treespec.errors import InputError
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance.rates import Mean, average, rate
 from treespec.eval.acceptance.run import accept, schemes_of
@@ -184,15 +184,15 @@ def test_a_rerun_takes_the_logits_that_are_there_unless_the_models_changed(home,
     assert {row["at"]["temperature"] for row in other["sweeps"][0]} == {0.5, 1.0}
     assert first["sweeps"][0][0]["groups"] == 3
     assert "α* without replacement" in (tmp_path / "out" / "acceptance.md").read_text()
-    with pytest.raises(InputError, match="step was 1, now 2"):
+    with complains("step was 1, now 2"):
         accept(replace(config, step=2))
     (tmp_path / "moved").rename(target)
     save_head(random_head(Target.load(str(home / "target")), seed=1), head)
-    with pytest.raises(InputError, match=r"logits\.safetensors was made otherwise \(the head changed\)"):
+    with complains(r"logits\.safetensors was made otherwise \(the head changed\)"):
         accept(config)
     file = tmp_path / "out" / "logits.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(InputError, match=r"logits\.safetensors is damaged: choose another --out, or delete"):
+    with complains(r"logits\.safetensors is damaged: choose another --out, or delete"):
         accept(config)
 
 
@@ -236,7 +236,7 @@ def laws_file(folder, p, q):
 )
 def test_bad_input_is_explained(changes, message, tmp_path):
     laws = laws_file(tmp_path, [[0.5, 0.5]], [[0.1, 0.9]])
-    with pytest.raises(InputError, match=message):
+    with complains(message):
         accept(AcceptanceConfig(out=str(tmp_path), **{"laws": laws} | changes))
 
 
@@ -246,7 +246,7 @@ def test_bad_input_is_explained(changes, message, tmp_path):
 )
 def test_laws_that_are_none_are_refused(content, tmp_path):
     (tmp_path / "laws.json").write_text(content)
-    with pytest.raises(InputError, match=r"laws\.json"):
+    with complains(r"laws\.json"):
         accept(AcceptanceConfig(out=str(tmp_path), laws=str(tmp_path / "laws.json")))
 
 
@@ -254,5 +254,5 @@ def test_a_text_that_cannot_be_used_is_explained(home, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     for name, message in {"none.txt": "cannot read --text", "latin.txt": "UTF-8", "short.txt": "longer texts"}.items():
-        with pytest.raises(InputError, match=message):
+        with complains(message):
             accept(config_in(home, tmp_path / "out", text=str(tmp_path / name)))

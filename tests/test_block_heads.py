@@ -6,12 +6,12 @@ from math import prod
 import pytest
 import torch
 from models import draft_tree, follow, random_head, target
+from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.trained.kinds import KINDS, new_dflash, new_p_eagle
 from treespec.draft.trained.proposers import BlockProposer
-from treespec.errors import InputError
 from treespec.shaping.distribution import node_paths
 from treespec.shaping.sampling import SamplingParams
 
@@ -192,5 +192,5 @@ def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
         follow(drafter, model.features(TEXT[None, :-1], head.taps)[0][7:], TEXT[8:])
     assert len(shapes) == 1
     assert len(tokens) > 1
-    with pytest.raises(InputError, match="needs a head that drafts all levels at once"):
+    with complains("needs a head that drafts all levels at once"):
         Spec(model, random_head(model), "ddtree", "topk")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
+from refusals import complains
 
 from treespec.api.calibrate import calibrate, logistic, own_rates
 from treespec.draft.calibration import FILE, FORMAT, Calibration, features, load_calibration, outline, save_calibration
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.trained.proposers import EagleProposer
-from treespec.errors import InputError
 from treespec.model.target import Target
 
 RATES = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}
@@ -51,7 +51,7 @@ def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):
     else:
         content = json.dumps(whole | damage).encode()
     (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(InputError, match="treespec calibrate") as error:
+    with complains("treespec calibrate") as error:
         load_calibration(tmp_path)
     assert error.value.exit_code == 2
 
@@ -106,7 +106,7 @@ def test_rates_are_counted_by_draw_and_never_sum_to_more_than_one(table):
 @pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])
 def test_too_little_text_to_calibrate_is_refused(table, lengths, counted):
     model, head = table
-    with pytest.raises(InputError, match="too short"):
+    with complains("too short"):
         calibrate(head, model, rows_of(model, lengths, counted), depth=3)
 
 

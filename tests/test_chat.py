@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 from chatting import answer
+from refusals import complains
 from rich.cells import cell_len
 
 from treespec.cli.chat import Screen, stripped
@@ -96,7 +97,7 @@ def test_what_is_saved_is_read_for_training(conversation, tmp_path):
     *_, read = read_conversations(file)[0]
     assert read.messages == [{"role": "system", "content": "Be brief."}, *conversation.messages]
     for bad in (tmp_path, file / "inside.jsonl"):
-        with pytest.raises(InputError, match=f"cannot write {bad}"):
+        with complains(f"cannot write {bad}"):
             run(conversation, f"/save {bad}")
 
 
@@ -119,7 +120,7 @@ def test_totals_are_sums_over_the_answers(conversation):
 
 def test_without_a_head_there_is_nothing_to_configure(spec, config):
     bare = Conversation(spec.baseline(), replace(config, head=None))
-    with pytest.raises(InputError, match="without a head"):
+    with complains("without a head"):
         run(bare, "/verifier rrs")
 
 

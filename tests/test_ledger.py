@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 from evaluating import config_in, counting, tokens_of
 from models import random_head
+from refusals import complains
 
 from treespec.cli.evaluate import measure
-from treespec.errors import InputError
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
@@ -64,7 +64,7 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
     config = begun(options(home, tmp_path / "out", questions=counting(tmp_path / "q.jsonl", 3)))
     questions = counting(tmp_path / "questions.jsonl", 3)
     monkeypatch.setattr("treespec.eval.run.describe", lambda target: {"device": "abacus"})
-    with pytest.raises(InputError, match=r"device was .*, now abacus"):
+    with complains(r"device was .*, now abacus"):
         evaluate(config)
     monkeypatch.undo()
     for change, words in (
@@ -76,15 +76,14 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
     ):
         if not change:
             counting(tmp_path / "q.jsonl", 4)
-        with pytest.raises(InputError, match=words) as caught:
+        with complains(words):
             evaluate(replace(config, **change))
-        assert "\n" not in str(caught.value)
 
 
 def test_another_format_is_refused(tmp_path):
     file = tmp_path / "ledger.jsonl"
     file.write_text(json.dumps(checksum.sealed({"kind": "head", "format": 9})) + "\n")
-    with pytest.raises(InputError, match=r"ledger.jsonl has format 9, this treespec reads 1: choose another --out"):
+    with complains(r"ledger.jsonl has format 9, this treespec reads 1: choose another --out"):
         Ledger(tmp_path)
 
 
@@ -100,7 +99,7 @@ def test_completions_of_a_model_that_was_trained_again_are_not_mixed(home, tmp_p
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
     before = tokens_of(tmp_path / "out")
     files = {"target": "the target's files", "head": "the files of drafter 1"}[changed]
-    with pytest.raises(InputError, match=rf"out holds another evaluation \({files} changed\)"):
+    with complains(rf"out holds another evaluation \({files} changed\)"):
         evaluate(config)
     assert tokens_of(tmp_path / "out") == before
 
@@ -113,7 +112,7 @@ def test_the_same_models_by_other_paths_go_on(home, tmp_path, monkeypatch):
     again = options(home, tmp_path / "out", target="target", head="head")
     assert evaluate(again)["questions"] == 3
     assert evaluate(again)["options"]["target"] == "target"
-    with pytest.raises(InputError, match=r"another evaluation .*target was"):
+    with complains(r"another evaluation .*target was"):
         evaluate(options(home, tmp_path / "out", target="other-target"))
 
 
@@ -126,13 +125,13 @@ def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_pat
         (tmp_path / "home" / name).rename(tmp_path / f"moved-{name}")
     measure(config)
     assert capsys.readouterr().out == table
-    with pytest.raises(InputError, match="no target directory"):
+    with complains("no target directory"):
         measure(replace(config, out=str(tmp_path / "another")))
     file = tmp_path / "out" / "ledger.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
-    with pytest.raises(InputError, match="no directory at"):
+    with complains("no directory at"):
         measure(config)
-    with pytest.raises(InputError, match="no question is completed"):
+    with complains("no question is completed"):
         summarise(Ledger(tmp_path / "out"))
 
 
@@ -151,9 +150,8 @@ def disk_of(size):
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(home, tmp_path, size):
     """The head, a completion or what comes after does not fit."""
     config = options(home, tmp_path / "out", limit=2)
-    with disk_of(size), pytest.raises(InputError, match=r"^cannot write .*: File too large") as caught:
+    with disk_of(size), complains(r"^cannot write .*: File too large"):
         evaluate(config)
-    assert "\n" not in str(caught.value)
     there = tokens_of(tmp_path / "out")
     evaluate(config)
     assert len(tokens_of(tmp_path / "out")) == 4
@@ -162,14 +160,14 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(home, tmp_path, size)
 
 def test_a_folder_that_another_writes_or_that_cannot_be_written_is_told_before_anything_is_loaded(home, tmp_path):
     steps = []
-    with locked(tmp_path / "out"), pytest.raises(InputError, match="out is being written by process"):
+    with locked(tmp_path / "out"), complains("out is being written by process"):
         evaluate(options(home, tmp_path / "out"), steps.append)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write into"):
+    with complains("cannot write into"):
         evaluate(options(home, tmp_path / "file" / "out"), steps.append)
     write_json(tmp_path / "out" / "ledger.jsonl", {"other": 1})
     before = (tmp_path / "out" / "ledger.jsonl").read_bytes()
-    with pytest.raises(InputError, match="choose another --out"):
+    with complains("choose another --out"):
         evaluate(options(home, tmp_path / "out"), steps.append)
     assert (tmp_path / "out" / "ledger.jsonl").read_bytes() == before
     assert not steps
@@ -208,7 +206,7 @@ def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_numbe
     head, first, second, _ = file.read_bytes().split(b"\n")
     for bad in (*NO_ENTRIES, second.replace(b'"number": 2', b'"number": 12')):
         file.write_bytes(b"\n".join([head, first, bad, second, b""]))
-        with pytest.raises(InputError, match=r"ledger\.jsonl:3 is damaged"):
+        with complains(r"ledger\.jsonl:3 is damaged"):
             kept(tmp_path)
         file.write_bytes(b"\n".join([head, first, bad, b""]))
         assert kept(tmp_path) == [1]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from refusals import complains
 
-from treespec.errors import InputError
 from treespec.train.config import LOSSES as NAMES
 from treespec.train.config import MOST_DRAWS, TrainConfig
 from treespec.train.losses.tokens import LOSSES, chosen_loss
@@ -85,5 +85,5 @@ def test_the_names_are_those_of_the_help_and_others_are_refused():
         "acceptance:65": "number of drafts",
         "acceptance:two": "number of drafts",
     }.items():
-        with pytest.raises(InputError, match=complaint):
+        with complains(complaint):
             TrainConfig(target="target", data="data", out="out", loss=name)

@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 from models import target
+from refusals import complains
 from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.trained.kinds import KINDS
-from treespec.errors import InputError
 from treespec.eval.fit.config import TreeConfig
 from treespec.eval.fit.head import accuracies
 from treespec.heads.checkpoint import save_head
@@ -126,7 +126,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
                     wanted[d] += law[drafts[d][t].topk(5).indices].double()
     assert positions > 5
     assert torch.allclose(found, wanted / positions, atol=1e-6)
-    with pytest.raises(InputError, match="too short"):
+    with complains("too short"):
         accuracies(Spec(model, head), rows[2:], 3, 5)
 
 
@@ -156,7 +156,7 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
     ],
 )
 def test_bad_options_are_one_line(changes, complaint):
-    with pytest.raises(InputError, match=complaint):
+    with complains(complaint):
         TreeConfig(**{"target": "t", "head": "h", "out": "tree.json"} | changes)
 
 

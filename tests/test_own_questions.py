@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer
 
 from treespec import load
-from treespec.errors import InputError
 from treespec.train.regenerate.local import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn
 from treespec.train.regenerate.run import QUESTIONS, regenerate
@@ -65,7 +65,7 @@ def test_questions_depend_on_neither_batch_nor_kill(whole, tmp_path):
 
 def test_a_target_that_repeats_itself_is_given_up(model, tmp_path):
     config = config_for(model, None, tmp_path, from_template=3, temperature=1e-4, question_tokens=12, batch=16)
-    with pytest.raises(InputError, match=r"of 60 questions that the target wrote, .* are broken or repeated"):
+    with complains(r"of 60 questions that the target wrote, .* are broken or repeated"):
         regenerate(config)
 
 
@@ -84,7 +84,7 @@ def test_a_users_turn_is_cut_out_of_the_template(model, template, before, end):
 def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
     spec = load(model, dtype="float32")
     spec.target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    with pytest.raises(InputError, match="does not mark a user's turn"):
+    with complains("does not mark a user's turn"):
         user_turn(spec)
 
 

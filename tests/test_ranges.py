@@ -6,6 +6,7 @@ import math
 from importlib import import_module
 
 import pytest
+from refusals import complains
 
 from treespec.errors import InputError
 from treespec.options import check, numbers_in, option, range_of
@@ -80,9 +81,9 @@ def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(k
 def test_lists_of_numbers_name_the_part_that_is_wrong():
     share = Range(least=0, most=1)
     assert numbers_in("--a", "0, 0.5;same,1/0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
-    with pytest.raises(InputError, match="--a: 'hot' is not a number from 0 to 1"):
+    with complains("--a: 'hot' is not a number from 0 to 1"):
         numbers_in("--a", "0,hot", share, [])
-    with pytest.raises(InputError, match="empty part"):
+    with complains("empty part"):
         numbers_in("--a", "0,,1", share, [])
 
 
@@ -91,7 +92,7 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
     class Own:
         some_number: float = option("help", 1.0, least=0, below=2)
 
-    with pytest.raises(InputError, match=r"^--some-number is nan, must be a number at least 0 and below 2$"):
+    with complains(r"^--some-number is nan, must be a number at least 0 and below 2$"):
         check(Own(math.nan))
 
 

@@ -3,14 +3,13 @@
 import json
 import random
 
-import pytest
 from chat_templates import (
     CHATML,
     encode_conversation,
     turns,
 )
+from refusals import complains
 
-from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, split
 
@@ -72,12 +71,12 @@ def test_malformed_lines_are_counted_with_their_number_and_the_rest_goes_on(tmp_
     assert str(report).startswith(f"2 conversations used, {len(bad)} left out (")
 
     path.write_bytes(b"\n".join(bad))
-    with pytest.raises(InputError, match=r"no usable conversation in .*chats\.jsonl:1: not valid JSON"):
+    with complains(r"no usable conversation in .*chats\.jsonl:1: not valid JSON"):
         read_conversations(path)
     path.write_text("[{},")
-    with pytest.raises(InputError, match="not valid JSON"):
+    with complains("not valid JSON"):
         read_conversations(path)
-    with pytest.raises(InputError, match="No such file"):
+    with complains("No such file"):
         read_conversations(tmp_path / "absent.jsonl")
 
 
@@ -94,7 +93,7 @@ def test_a_slow_tokenizer_is_refused():
             return list(text)
 
     tokenizer = Slow(chat_template=CHATML)
-    with pytest.raises(InputError, match="Slow does not say which characters"):
+    with complains("Slow does not say which characters"):
         encode_conversation(tokenizer, turns(["u Hi", "a Hello"]), None, 100)
 
 
@@ -117,5 +116,5 @@ def test_the_split_depends_on_the_conversations_alone():
     assert [len(part) for part in split(examples[:5], 0.01, seed=0)] == [4, 1]
     assert [len(part) for part in split([example(1)] * 4, 0.5, seed=0)] == [4, 0]
     assert [len(part) for part in split(examples, 0.0, seed=0)] == [200, 0]
-    with pytest.raises(InputError, match="fraction"):
+    with complains("fraction"):
         split(examples, 1.0, seed=0)

@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
 
 from treespec import load
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.trained.kinds import new_eagle as new_head
-from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
@@ -80,7 +80,7 @@ def test_a_damaged_row_is_named(whole, tmp_path):
     regenerate(config)
     file = tmp_path / "out" / OUT
     file.write_text(file.read_text().replace('"temperature": ', '"temperature": 1', 1))
-    with pytest.raises(InputError, match=r"conversations.jsonl:1 is damaged \(its checksum does not match\)"):
+    with complains(r"conversations.jsonl:1 is damaged \(its checksum does not match\)"):
         regenerate(config)
 
 
@@ -104,7 +104,7 @@ def test_parts_make_up_the_whole(whole, tmp_path):
     ],
 )
 def test_rows_of_other_options_are_not_mixed(whole, change, named):
-    with pytest.raises(InputError, match=named):
+    with complains(named):
         regenerate(replace(whole, **change))
 
 
@@ -115,12 +115,12 @@ def test_models_and_data_are_known_by_content(whole, data, tmp_path):
     moved.write_bytes(data.read_bytes())
     regenerate(replace(config, data=str(moved)))
     other = write_questions(tmp_path / "other.jsonl", count=5)
-    with pytest.raises(InputError, match="data = "):
+    with complains("data = "):
         regenerate(replace(config, data=str(other)))
     moved.write_bytes(other.read_bytes())
-    with pytest.raises(InputError, match="another content of data"):
+    with complains("another content of data"):
         regenerate(replace(config, data=str(moved)))
-    with pytest.raises(InputError, match="target = "):
+    with complains("target = "):
         regenerate(replace(config, target=str(save_words_model(tmp_path / "model", seed=4))))
 
 
@@ -199,6 +199,6 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(model, changes, said, tmp_path):
-    with pytest.raises(InputError, match=said):
+    with complains(said):
         regenerate(config_for(model, None, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from http_serving import MESSAGES, client, serving, until
 from models import save_model
+from refusals import complains
 
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.serve import bound
-from treespec.errors import InputError
 from treespec.serve.run import SPARE
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
@@ -130,7 +130,7 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
 
 
 def test_an_address_that_is_taken_is_told():
-    with bound("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"cannot listen on .*--host and --port"):
+    with bound("127.0.0.1", 0) as taken, complains(r"cannot listen on .*--host and --port"):
         bound("127.0.0.1", taken.getsockname()[1])
 
 

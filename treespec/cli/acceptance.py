@@ -2,7 +2,6 @@
 
 from treespec.cli.early import (
     begin,
-    check_folder,
     check_questions,
     check_readable,
     check_step,
@@ -11,6 +10,7 @@ from treespec.cli.early import (
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
 from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
+from treespec.files.atomic import check_folder
 
 
 @takes(AcceptanceConfig)

@@ -2,17 +2,18 @@
 
 import typer
 
-from treespec.cli.early import begin, check_file, check_pairing, check_questions
+from treespec.cli.early import begin, check_pairing, check_questions
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.eval.certify.config import CertifyConfig
+from treespec.files.atomic import check_writable
 
 
 @takes(CertifyConfig)
 def certify(config: CertifyConfig) -> None:
     """Test whether a target, head, verifier and tree are exact. Exit code 0: yes, 1: no."""
     # 1. Check what needs no weights.
-    check_file(config.out)
+    check_writable(config.out, "--out")
     check_questions(config.questions)
     if config.source is not None:
         begin(config, [config.source], chats=True)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import typer
 
 from treespec.api.options import TargetOptions
-from treespec.cli.early import begin, check_folder, check_text
+from treespec.cli.early import begin, check_text
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
+from treespec.files.atomic import check_folder
 from treespec.options import option
 
 app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)

@@ -10,7 +10,6 @@ from treespec.demo.known import is_demo
 from treespec.draft.checks import check_there
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
-from treespec.files.atomic import check_folder
 from treespec.heads.registry import levels_in
 from treespec.model.folder import check_files, check_words, located
 from treespec.options import nearest
@@ -163,10 +162,3 @@ def check_questions(name: str, categories: Sequence[str] = ()) -> None:
 
     if name not in QUESTIONS[1:] and not Path(name).is_fifo():
         load_questions(name, categories)
-
-
-def check_file(out: str) -> None:
-    """Raises InputError for an `--out` that cannot become a file."""
-    if Path(out).is_dir():
-        raise InputError(f"--out {out} is a directory: name a file")
-    check_folder(str(Path(out).parent), out)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from treespec.cli.terminal import end_notice
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.files.quiet import LOUD
 from treespec.text.strings import one_line
 
@@ -125,9 +125,3 @@ def out_of_memory(error: Exception) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or "can't allocate memory" in str(error)
     )
-
-
-def first_line(error: Exception) -> str:
-    """The first line of its message, shortened, or `no message`."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return line.removesuffix(".") if len(line) <= 300 else line[:300] + "…"

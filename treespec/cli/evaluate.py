@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
-from treespec.cli.early import begin, check_folder, check_questions, check_there
+from treespec.cli.early import begin, check_questions, check_there
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
 from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of
+from treespec.files.atomic import check_folder
 
 
 @takes(EvalConfig)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespec.api.options import TargetOptions
-from treespec.cli.early import check_files_of_target, check_folder, check_sources
+from treespec.cli.early import check_files_of_target, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
 from treespec.demo.known import head_of, name_elsewhere
+from treespec.files.atomic import check_folder
 from treespec.heads.folder import check_new
 from treespec.heads.registry import check_export, kind_in
 from treespec.options import either, option

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treespec.cli.early import begin, check_data, check_folder, check_pairing
+from treespec.cli.early import begin, check_data, check_pairing
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, with_progress
+from treespec.files.atomic import check_folder
 from treespec.text.strings import one_line
 from treespec.train.regenerate.config import RegenerateConfig
 

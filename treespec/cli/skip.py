@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from treespec.cli.early import begin, check_file, check_pairing, check_text
+from treespec.cli.early import begin, check_pairing, check_text
 from treespec.cli.options import takes
 from treespec.eval.fit.config import SkipConfig
+from treespec.files.atomic import check_writable
 
 
 @takes(SkipConfig)
 def skip(config: SkipConfig) -> None:
     """Search for the sublayers whose skipping makes a target draft fastest. Nothing is trained."""
-    check_file(config.out)
+    check_writable(config.out, "--out")
     check_text(config.text)
     begin(config)
     check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)

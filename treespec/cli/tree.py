@@ -1,15 +1,16 @@
 """`treespec tree`: a static tree fitted to a head."""
 
-from treespec.cli.early import begin, check_file, check_questions, check_text
+from treespec.cli.early import begin, check_questions, check_text
 from treespec.cli.options import takes
 from treespec.eval.fit.config import TreeConfig
+from treespec.files.atomic import check_writable
 
 
 @takes(TreeConfig)
 def tree(config: TreeConfig) -> None:
     """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
     # 1. Check what needs no weights.
-    check_file(config.out)
+    check_writable(config.out, "--out")
     check_text(config.text)
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])

@@ -63,37 +63,33 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_writable(path: str | Path) -> None:
-    """Raises InputError, before any work, if `writing` would fail in the end.
+def check_writable(path: str | Path, option: str = "cannot write") -> None:
+    """Raises InputError, before any work, if `writing` would fail in the end. option: its name.
 
     It writes nothing, but deletes temporaries of killed processes in the file's folder.
     """
-    path = Path(path).absolute()
+    path = Path(path)
     try:
         if path.is_dir():
-            raise InputError(f"cannot write {path}: it is a folder, name a file")
-        folder = next(folder for folder in path.parents if folder.exists())
-        reason = "permission denied" if folder.is_dir() else f"{folder} is a file, not a folder"
+            raise InputError(f"{option} {path} is a directory: name a file")
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write {path}: {reason}")
+        raise InputError(f"{option} {path}: {error.strerror or error}") from error
+    check_folder(path.parent, option, path)
     remove_leftovers(path.parent)
 
 
-def check_folder(folder: str, out: str | None = None, option: str = "--out") -> None:
+def check_folder(folder: str | Path, option: str = "--out", file: Path | None = None) -> None:
     """Raises InputError for a folder of an option that cannot be made or written to.
 
-    out: the file inside that the option names, if it names a file.
+    file: the one inside that the option names, if it names a file.
     """
     path = Path(folder)
-    there = next(
-        (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path
-    )
+    parents = (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+    there = next(parents, path)
     if not there.is_dir():
-        raise InputError(f"{option} {out or folder}: {there} is a file, not a directory")
+        raise InputError(f"{option} {file or folder}: {there} is a file, not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{option} {out or folder}: {there} may not be written to")
+        raise InputError(f"{option} {file or folder}: {there} may not be written to")
 
 
 def write_text(path: str | Path, text: str) -> None:

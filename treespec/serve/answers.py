@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar, final
 
 from anyio import fail_after, to_thread
@@ -64,17 +65,22 @@ class Answers:
         seed: of the first answer; each further answer takes the next seed.
         """
         state = self.state
+        engine: Any = state.engine
         state.check_answers(len(prompts), samples)
+
+        def submit(first: int, prompt: Sequence[int]) -> None:
+            own = None if seed is None else seed + first
+            heard = [self._listener(number) for number in range(first, first + samples)]
+            self.answers += engine.submit_n(prompt, samples, seed=own, on_pieces=heard, **options)
+
         try:
             async with asyncio.timeout_at(self.end):
                 for kind in KINDS:  # a grammar that would hold up the others is refused
                     if kind in options:
                         trial = partial(state.trial.run, kind, options[kind])
                         await to_thread.run_sync(trial, limiter=state.compiling)
-                for place, prompt in enumerate(prompts):
-                    first = place * samples
-                    own = None if seed is None else seed + first
-                    await run_in_threadpool(self._submit, prompt, first, samples, own, options)
+                for first, prompt in zip(count(0, samples), prompts, strict=False):
+                    await run_in_threadpool(submit, first, prompt)
         except BaseException as error:
             self.cancel()
             if isinstance(error, TimeoutError):
@@ -86,19 +92,6 @@ class Answers:
             raise
         self.deadline = self.loop.call_at(self.end, self.cancel)
         self.gone = asyncio.create_task(self._watch())
-
-    def _submit(
-        self,
-        prompt: Sequence[int],
-        first: int,
-        samples: int,
-        seed: int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        """Several samples of a prompt. first: the number of the first of them."""
-        on_pieces = [self._listener(first + sample) for sample in range(samples)]
-        engine: Any = self.state.engine
-        self.answers += engine.submit_n(prompt, samples, seed=seed, on_pieces=on_pieces, **options)
 
     def _listener(self, number: int) -> Callable[[Piece | None], None]:
         seen = self.state.metrics.watch()

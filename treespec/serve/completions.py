@@ -38,16 +38,15 @@ class Chat:
     names = ("chat.completion", "chat.completion.chunk", "chatcmpl")
 
     def __init__(self, state: State, asked: ChatRequest) -> None:
-        self.state, self.asked, self.choice = state, asked, choice_of(asked)
-        self.call_form = self.choice.form
-        if self.choice.tools and self.call_form is None:
-            self.call_form = form_of(messages.source_of(state.spec, self.choice.tools))
-        schema = self.choice.schema
+        self.state, self.asked = state, asked
+        self.tools, form, schema = choice_of(asked)
+        taught = self.tools and form is None
+        self.form = form_of(messages.source_of(state.spec, self.tools)) if taught else form
         self.options: Fields = {} if schema is None else {"json_schema": schema}
 
     def encode(self) -> list[list[int]]:
-        asked, tools = self.asked, self.choice.tools
-        ids = messages.encoded(self.state.spec, asked.messages, tools, asked.chat_template_kwargs)
+        given, variables = self.asked.messages, self.asked.chat_template_kwargs
+        ids = messages.encoded(self.state.spec, given, self.tools, variables)
         self.state.check_prompt(ids, "messages")
         return [ids]
 
@@ -56,7 +55,7 @@ class Chat:
 
     def catcher(self) -> Catcher:
         most = 1 if self.asked.parallel_tool_calls is False else None
-        return Catcher(self.call_form, self.state.spec.target.tokenizer, most)
+        return Catcher(self.form, self.state.spec.target.tokenizer, most)
 
     def fields(self, delta: Delta, whole: bool) -> Fields:
         calls, told = list(delta.calls), delta.tokens

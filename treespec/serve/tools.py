@@ -226,23 +226,19 @@ class Catcher:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not special_too, **options))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """tools: shown to the template. form: of calls in the answer, where one must come; None: the
-    template's own. schema: of the answer, where a call must come.
-    """
-
-    tools: Sequence[Tool] = ()
-    form: Form | None = None
-    schema: dict[str, Any] | None = None
+Choice = tuple[Sequence[Tool], Form | None, dict[str, Any] | None]
 
 
 def choice_of(asked: ChatRequest) -> Choice:
-    """Raises ApiError for a choice that names no tool, and beside another format."""
+    """(tools that the template shows, form of the calls, schema of the answer).
+
+    Form and schema are None but where a call must come. Raises ApiError for a choice that names no
+    tool, and beside another format.
+    """
     # 1. Tools that may be called, or none.
     tools, wanted = asked.tools or [], asked.tool_choice
     if wanted in (None, "auto", "none"):
-        return Choice() if wanted == "none" else Choice(tools)
+        return ([] if wanted == "none" else tools), None, None
     format = asked.response_format
     if asked.regex or asked.grammar or (format and format.type != "text"):
         message = "a tool that must be called fixes the format of the answer: leave out another"
@@ -251,7 +247,7 @@ def choice_of(asked: ChatRequest) -> Choice:
     # 2. Any of them.
     named = {tool.function.name: tool.function for tool in tools}
     if wanted == "required" and tools:
-        return Choice(tools, Form("", "", calls_in, at_start=True), _any_call(named))
+        return tools, Form("", "", calls_in, at_start=True), _any_call(named)
 
     # 3. One by its name.
     function = wanted.get("function") if isinstance(wanted, dict) else None
@@ -262,9 +258,9 @@ def choice_of(asked: ChatRequest) -> Choice:
         raise ApiError(400, message, "tool_choice")
 
     def parse(text: str) -> list[Call]:
-        return [Call(name, text.strip())] if _is_json(text) else []
+        return [Call(name, text.strip())] if _objects(text) else []
 
-    return Choice(tools, Form("", "", parse, at_start=True), _arguments(named[name]))
+    return tools, Form("", "", parse, at_start=True), _arguments(named[name])
 
 
 def _arguments(function: ToolFunction) -> dict[str, Any]:
@@ -287,11 +283,3 @@ def _any_call(named: Mapping[str, ToolFunction]) -> dict[str, Any]:
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})
     return {"anyOf": calls, "$defs": definitions} if definitions else {"anyOf": calls}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

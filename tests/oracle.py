@@ -178,7 +178,7 @@ def outcomes(
             entering = []
             while scripts and len(entering) + len(running) < batch:
                 text = spec.request(prompt, seed=0, remember=False, **options)
-                text.generator, text.law.seeded = Oracle(scripts.pop()), not recall
+                text.generator, text.distribution.seeded = Oracle(scripts.pop()), not recall
                 entering.append(text)
                 found.replays += 1
 

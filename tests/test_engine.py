@@ -86,7 +86,7 @@ def test_a_shaper_that_raises_ends_its_own_text(spec, temperature):
     options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
     wanted = [alone(spec, prompt, **options) for prompt in prompts]
     texts = [spec.request(prompt, **options) for prompt in prompts]
-    texts[1].law = Distribution(texts[1].law.params, [Raising()])
+    texts[1].distribution = Distribution(texts[1].distribution.params, [Raising()])
     answers = {text: [] for text in texts}
     with torch.inference_mode():
         pieces = decoder.step(texts)

@@ -31,13 +31,8 @@ def with_options(kind: type[Policy], shown: str = "") -> Form:
     return Form(example, lambda text: kind(**options_of(kind, text)))
 
 
-def fixed(name: str, tree: Callable[[], Policy]) -> Form:
-    """The name of a tree without options."""
-    return Form(name, lambda text: None if text else tree())
-
-
 def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
-    """A tree by its sizes. form: a pattern with a group for each."""
+    """A tree by its sizes. form: a pattern with a group for each, "" for a tree without sizes."""
 
     def read(text: str) -> Policy | None:
         sizes = re.fullmatch(form, text)
@@ -48,8 +43,8 @@ def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
 
 POLICIES: dict[str, Form] = {
     "auto": with_options(AutoTree),
-    "eagle": fixed("eagle", eagle),
-    "medusa": fixed("medusa", medusa),
+    "eagle": sized("eagle", "", eagle),
+    "medusa": sized("medusa", "", medusa),
     "chain": sized("chain:5", r"(\d+)", chain),
     "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
     "dynamic": with_options(DynamicTree, "nodes"),

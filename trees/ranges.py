@@ -58,15 +58,3 @@ CHILDREN = Range(least=1, most=256, whole=True)
 def written(number: float) -> str:
     """A bound as people read it: 1,000,000 or 0.001."""
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
-
-
-def outside(options: object, **ranges: Range) -> str | None:
-    """An error text for the first field of `options` outside its range; None if all fit.
-
-    A field that is None fits any range.
-    """
-    for name, allowed in ranges.items():
-        value = getattr(options, name)
-        if value is not None and value not in allowed:
-            return f"{name} is {value}, must be {allowed}"
-    return None

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from treespec.trees.ranges import Range, outside
+from treespec.trees.ranges import Range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ class Policy:
     Raises TreeError for an option out of its range.
 
     name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
-    are the most likely ones. timed: it needs the measured cost of a cycle. one_law: it needs one
+    are the most likely ones. timed: it needs the measured cost of a cycle. one_distribution: it needs one
     draft distribution for all draws of a node. may_draw: its children may be draws. sure_tokens: it
     mixes draws with sure tokens, by a calibration. at_once: it needs the distributions of all levels
     before the first. max_draws: at a node; None: no more than the scheme answers.
@@ -70,7 +70,7 @@ class Policy:
     ranges: ClassVar[dict[str, Range]] = {}
     reranks: ClassVar[bool] = False
     timed: ClassVar[bool] = False
-    one_law: ClassVar[bool] = True
+    one_distribution: ClassVar[bool] = True
     may_draw: ClassVar[bool] = True
     sure_tokens: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
@@ -85,8 +85,10 @@ class Policy:
         return None
 
     def __post_init__(self) -> None:
-        if wrong := outside(self, **self.ranges):
-            raise TreeError(f"{self.name} tree: {wrong}")
+        for name, allowed in self.ranges.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise TreeError(f"{self.name} tree: {name} is {value}, must be {allowed}")
 
     @property
     def max_depth(self) -> int:

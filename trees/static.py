@@ -41,7 +41,7 @@ class StaticTree(Policy):
     too large or too deep.
     """
 
-    name, one_law = "static", False
+    name, one_distribution = "static", False
 
     paths: tuple[tuple[int, ...], ...]
 

@@ -46,10 +46,10 @@ class Draws:
 
 @dataclass(frozen=True)
 class Drafts:
-    """The laws and the draws at the I inner nodes of a tree.
+    """The distributions and the draws at the I inner nodes of a tree.
 
     nodes: [I] int64 node numbers.
-    q: [I, V] probabilities that a node's draws came from, or [I, K, V] with a law for each draw.
+    q: [I, V] probabilities that a node's draws came from, or [I, K, V] with a distribution for each draw.
     draws: one row for each of the I nodes.
     """
 
@@ -84,7 +84,7 @@ class TokenTree:
     parents: [N] int64, parents[0] = -1 and parents[i] < i.
     depth: [N] int64, depth[0] = 0.
     ancestors: [N, N] bool; row i marks node i and its ancestors.
-    drafts: the laws and draws; None where the children are a deterministic function of the text
+    drafts: the distributions and draws; None where the children are a deterministic function of the text
     (top-k, retrieval).
     rows: extra tokens that the drafter asks the target to score; None: there are none.
 

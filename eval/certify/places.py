@@ -67,7 +67,7 @@ def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[Pl
             first, end = len(sample.prompt) - 1, len(texts[row]) - 1
             logits = spec.target.output_logits(last[row, first:end])
             if changes:
-                law = spec.request(sample.prompt, **changes).law
+                law = spec.request(sample.prompt, **changes).distribution
                 logits = law.shape([tuple(sample.output[:n]) for n in range(end - first)], logits)
             p = probs(logits, sample.params)
             q = draft_law(

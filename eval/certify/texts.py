@@ -113,7 +113,7 @@ def plain_texts(
     def ending() -> Ending:
         return spec.request(prompt, max_new_tokens=tokens, **changes).ending
 
-    law = spec.request(prompt, **changes).law
+    law = spec.request(prompt, **changes).distribution
     processors = LogitsProcessorList([Changed(law, prompt)] if law.shapers else [])
     fields: dict[str, object] = {
         "max_new_tokens": ending().left,
@@ -159,7 +159,9 @@ def greedy_answer(
             shapes.append(model(prefix[:, cut:], past_key_values=cache))
         once, *again = (shape.logits[0, -1].float() for shape in shapes)
         noise = max(float((once - other).abs().max()) for other in again)
-        shaped = spec.request(prompt, **changes).law.shape([tuple(theirs[:at])], once[None])[0]
+        shaped = spec.request(prompt, **changes).distribution.shape(
+            [tuple(theirs[:at])], once[None]
+        )[0]
         margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
 
     # 3. Is the margin within rounding?

@@ -143,7 +143,7 @@ class Decoder:
                 for text, verdict in zip(texts, verdicts, strict=True):
                     text.committed += [text.root, *verdict.tokens[:-1]]
                     text.root = verdict.tokens[-1]
-                    text.law.grow(verdict.tokens)
+                    text.distribution.grow(verdict.tokens)
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
                     pairs = zip(outs, nodes, strict=True)
@@ -180,10 +180,10 @@ class Decoder:
             return [root_only(root) for root in roots.split(1)]
         texts = self.rows.texts
         for text in texts:
-            text.law.heard = {} if text.listener else None
+            text.distribution.heard = {} if text.listener else None
         before, generators = self.drafter.forward_seconds, [text.generator for text in texts]
-        laws, now = [text.law for text in texts], texts[0].stats.now
-        trees = self.drafter.draft_trees(roots, laws, generators, self.cache, now)
+        distributions, now = [text.distribution for text in texts], texts[0].stats.now
+        trees = self.drafter.draft_trees(roots, distributions, generators, self.cache, now)
         for text in texts:
             text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(texts)
         return trees
@@ -191,11 +191,14 @@ class Decoder:
     def _verify(self, trees: list[TokenTree], logits: list[Tensor]) -> list[Verdict]:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
         texts = self.rows.texts
-        laws, generators = [text.law for text in texts], [text.generator for text in texts]
-        judged = judge_all(self.verifier, trees, logits, laws, generators)
+        distributions, generators = (
+            [text.distribution for text in texts],
+            [text.generator for text in texts],
+        )
+        judged = judge_all(self.verifier, trees, logits, distributions, generators)
         verdicts: list[Verdict] = []
         for text, verdict in zip(texts, judged, strict=True):
-            failed = verdict if isinstance(verdict, Exception) else text.law.error
+            failed = verdict if isinstance(verdict, Exception) else text.distribution.error
             if isinstance(verdict, Exception) or failed:
                 text.error = failed
             elif max(verdict.tokens) >= self.target.vocab_size:
@@ -211,13 +214,13 @@ class Decoder:
     ) -> dict[int, tuple[Tensor, dict[Path, Tensor]]]:
         """By row of a text with a listener: the target's shaped logits [N, V], and the drafts'.
 
-        A listener hears of the laws of this cycle, so they are shaped before the answer grows.
+        A listener hears of the distributions of this cycle, so they are shaped before the answer grows.
         """
         heard = {}
         for row, text in enumerate(self.rows.texts):
             if text.listener:
-                shaped = text.law.shape(node_paths(trees[row]), logits[row])
-                heard[row] = shaped, text.law.heard or {}
+                shaped = text.distribution.shape(node_paths(trees[row]), logits[row])
+                heard[row] = shaped, text.distribution.heard or {}
         return heard
 
 

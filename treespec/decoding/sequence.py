@@ -20,9 +20,9 @@ from treespec.verify.walk import Verdict
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of the answer in the target's own law given the text before it.
+    """A token of the answer in the target's own distribution given the text before it.
 
-    The law is the softmax of the target's raw logits: before penalties, biases and processors,
+    It is the softmax of the target's raw logits: before penalties, biases and processors,
     temperature, top-k and the rest, as OpenAI-compatible servers report it. So a token's
     log-probability does not depend on how it was sampled.
 
@@ -43,9 +43,9 @@ def logprobs(
     logits: [N, V], the target's. nodes, tokens: [M]. top: likeliest tokens of each.
     """
     # 1. In one copy to the host.
-    law = logits[list(nodes)].float().log_softmax(-1)  # [M, V] log-probabilities
-    chosen = law.gather(1, torch.tensor(tokens, device=law.device)[:, None])
-    values, ids = law.topk(min(top, law.shape[1]))
+    logs = logits[list(nodes)].float().log_softmax(-1)  # [M, V] log-probabilities
+    chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])
+    values, ids = logs.topk(min(top, logs.shape[1]))
     numbers = torch.cat([chosen, values], dim=1).tolist()
 
     # 2. By token.
@@ -145,7 +145,7 @@ class Request:
     ending: Ending
     generator: torch.Generator
     stats: Stats
-    law: Distribution
+    distribution: Distribution
     committed: list[int] = field(default_factory=list)
     root: int = -1
     cancelled: bool = False
@@ -176,9 +176,9 @@ class Request:
 
         A sampled answer with a seed of the caller's is drafted from none. The same request repeats
         its draws. Its first answer, and all that followed from that, tell of these draws: drafts
-        from them would make the second answer another one, and not of the target's law.
+        from them would make the second answer another one, and not of the target's distribution.
         """
-        return None if self.law.seeded and not self.law.greedy else self.memory
+        return None if self.distribution.seeded and not self.distribution.greedy else self.memory
 
     @property
     def remembered(self) -> list[int]:
@@ -209,7 +209,7 @@ def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> It
     text.stats.truncated = text.ending.truncated
     text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
 
-    if text.law.stuck is not None and len(drafted) + len(own) > text.law.stuck:
+    if text.distribution.stuck is not None and len(drafted) + len(own) > text.distribution.stuck:
         raise InputError(FORBIDDEN)
 
     # 2. Log-probabilities of the tokens that it keeps.

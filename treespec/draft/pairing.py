@@ -42,11 +42,11 @@ class DraftModel:
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
     # 1. Draft models that take turns have a distribution each.
-    if model.several and policy.one_law:
+    if model.several and policy.one_distribution:
         raise InputError(
             "draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4"
         )
-    if model.several and not (scheme.deterministic or scheme.law_per_draw):
+    if model.several and not (scheme.deterministic or scheme.q_per_draw):
         raise InputError(
             f"verifier {scheme.name} takes one draft distribution a node, several draft models have one "
             "each: take --verifier rrs, is-lp or topk"

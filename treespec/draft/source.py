@@ -55,9 +55,9 @@ class Source:
         return self.drafting.models
 
     @property
-    def law_per_draw(self) -> bool:
+    def q_per_draw(self) -> bool:
         """Whether each draw at a node has a draft distribution of its own."""
-        return self.proposer is not None and self.proposer.law_per_draw
+        return self.proposer is not None and self.proposer.q_per_draw
 
     def drafter(
         self,
@@ -76,7 +76,7 @@ class Source:
             if own.one_hot:
                 check_one_hot(self.name, verifier, tree)
             return own.paced(times) if paced else own.new()
-        rules = (verifier.scheme, own.max_depth, calibration, own.law_per_draw, paced)
+        rules = (verifier.scheme, own.max_depth, calibration, own.q_per_draw, paced)
         policy = tree or default_tree(*rules)
         cache = self.cache and (self.cache.paced(times) if policy.timed else self.cache.new())
         return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)

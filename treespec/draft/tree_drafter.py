@@ -66,7 +66,7 @@ class TreeDrafter(ForcedDrafter):
         cache: OneHotDrafter | None = None,
     ) -> None:
         model = DraftModel(
-            several=proposer.law_per_draw,
+            several=proposer.q_per_draw,
             trained=proposer.head is not None,
             deepest=proposer.max_depth,
             calibrated=calibration is not None,

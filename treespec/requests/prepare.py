@@ -43,7 +43,7 @@ def requests_for(
     for number in range(count):
         text = request_for(target, template, ids, wanted, seed_of(first + number))
         text.samples = samples
-        text.law.seeded = not isinstance(seed, torch.Generator | None)
+        text.distribution.seeded = not isinstance(seed, torch.Generator | None)
         texts.append(text)
     return texts
 

@@ -1,1 +1,1 @@
-"""The law of each text: what changes the logits before temperature, top-k and the rest."""
+"""The distribution of each text: what changes the logits before temperature, top-k and the rest."""

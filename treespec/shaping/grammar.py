@@ -20,7 +20,7 @@ class GrammarShaper:
     """Forbids the tokens that a grammar does not allow after an answer.
 
     One matcher walks the tree: it consumes the tokens down to a node and rolls back to the fork.
-    A node's mask is computed once a cycle, for the draft law and for the target's alike.
+    A node's mask is computed once a cycle, for the draft distribution and for the target's alike.
 
     Masks of three paths below the answer `[`, for a list of digits:
 

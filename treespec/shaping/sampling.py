@@ -21,7 +21,7 @@ FEW_CUMULATED = 1 << 16  # probabilities; up to here one pass cumulates faster t
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law that is sampled: temperature, then top-k, top-p, min-p, each on the law before it.
+    """The distribution that is sampled: temperature, then top-k, top-p, min-p, each on the distribution before it.
 
     logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else
     float32. Subnormal probabilities become 0.
@@ -45,14 +45,14 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -math.inf)
 
     # 3. min-p on probabilities.
-    law = logits.softmax(-1)
+    p = logits.softmax(-1)
     if params.min_p > 0:
-        law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
-        law = law / law.sum(-1, keepdim=True)
+        p = p.masked_fill(p < params.min_p * p.amax(-1, keepdim=True), 0.0)
+        p = p / p.sum(-1, keepdim=True)
 
     # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
     # infinite reciprocal.
-    return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
+    return torch.threshold_(p, torch.finfo(p.dtype).tiny, 0.0)
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
@@ -83,18 +83,18 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, block.gather(-1, place // NARROW) * NARROW + place % NARROW
 
 
-def sample(law: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inverting the cumulated law, with one uniform a row; never a token of mass
+def sample(masses: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row by inverting the cumulated masses, with one uniform a row; never a token of mass
     0.
 
-    law: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
+    masses: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
-    return invert(law, uniforms((*law.shape[:-1], 1), generator, law.device)).squeeze(-1)
+    return invert(masses, uniforms((*masses.shape[:-1], 1), generator, masses.device)).squeeze(-1)
 
 
-def sample_each(law: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """[B, number] independent tokens from each row of the law [B, V]; V as in `sample`."""
-    return invert(law, uniforms((len(law), number), generator, law.device))
+def sample_each(masses: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """[B, number] independent tokens from each row of the masses [B, V]; V as in `sample`."""
+    return invert(masses, uniforms((len(masses), number), generator, masses.device))
 
 
 def happens(probability: Tensor, generator: torch.Generator) -> Tensor:
@@ -119,18 +119,18 @@ def uniforms(shape: Sequence[int], generator: torch.Generator, device: torch.dev
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
-def invert(law: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens at given shares of the cumulated law, in float64.
+def invert(masses: Tensor, uniform: Tensor) -> Tensor:
+    """The tokens at given shares of the cumulated masses, in float64.
 
-    law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as
+    masses: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as
     in `sample`. Long rows are searched by block, then within the block: cumulating the whole row
     costs more memory traffic.
     """
-    v = law.shape[-1]
-    if law.numel() <= FEW_CUMULATED:
-        ends = law.cumsum(-1, dtype=torch.float64)
+    v = masses.shape[-1]
+    if masses.numel() <= FEW_CUMULATED:
+        ends = masses.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(ends, uniform * ends[..., -1:], right=True)
-    blocks = (pad(law, (0, -v % BLOCK)) if v % BLOCK else law).unflatten(-1, (-1, BLOCK))
+    blocks = (pad(masses, (0, -v % BLOCK)) if v % BLOCK else masses).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(-1).double().cumsum(-1)  # [..., V / BLOCK]
     place = uniform * ends[..., -1:]
     block = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)  # [..., K]

@@ -1,9 +1,9 @@
-"""Scores for K independent draws: the draw with the largest score has the best law x for p.
+"""Scores for K independent draws: the draw with the largest score has the best distribution x for p.
 
 Lay the tokens on [0, 1] in ascending order of f = p/q, each on an interval of length q. A draw of q
 is then a uniform position. The largest of K positions has density g(u) = K u^(K-1). So if a draw's
-score is its position, the selected draw has law q times the mean of g over its token's interval. If
-instead E[g(score)] is f at each token, that law is p.
+score is its position, the selected draw has distribution q times the mean of g over its token's interval. If
+instead E[g(score)] is f at each token, that distribution is p.
 
 A score is therefore exchanged, at random, for another position t. Scores stay uniform, so x is
 known exactly. g grows along a token's interval [a, b) and crosses f at c:

@@ -30,7 +30,7 @@ class Facts:
     lossless: bool = True
     deterministic: bool = False
     max_draws: int | None = None
-    law_per_draw: bool = False
+    q_per_draw: bool = False
     sure_tokens: bool = False
     layered: bool = False
     options: Mapping[str, Range] = field(default_factory=dict)
@@ -43,7 +43,7 @@ SCHEMES = {
         Facts(
             "rrs",
             "treespec.verify.rrs:RRS",
-            law_per_draw=True,
+            q_per_draw=True,
             options={"draft-temperatures": TEMPERATURES},
         ),
         Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
@@ -53,7 +53,7 @@ SCHEMES = {
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
-            law_per_draw=True,
+            q_per_draw=True,
             options={
                 "s": Range(least=1, most=256, whole=True),
                 "draft-temperatures": TEMPERATURES,

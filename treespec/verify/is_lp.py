@@ -28,14 +28,14 @@ from treespec.verify.distributions import (
 class Duel:
     """How one of two draws is selected, by the ranks of their tokens.
 
-    law: [B, V] probabilities of the selected token.
+    selected: [B, V] probabilities of the selected token.
     order: [B, V] int64, the tokens by rank.
     wins: [B, s, s] Pr(rank i is selected from the draws of ranks i and j), 1 on the diagonal. Where
     a rank is s or more, the lower rank wins.
     pairs: [B, s, s] Pr(the draws are ranks i and j, in any order), 0 on the diagonal.
     """
 
-    law: Tensor
+    selected: Tensor
     order: Tensor
     wins: Tensor
     pairs: Tensor
@@ -57,11 +57,11 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     """
     # 1. Ranks, by the mass that a token has in excess where both draws are it.
     order = ascending(q1 * q2 - p)
-    p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
+    p, q1, q2 = (masses.gather(1, order) for masses in (p, q1, q2))
 
     # 2. The distribution of the selected token where the lower rank always wins.
-    later1, later2 = (law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2))
-    law = q1 * q2 + q1 * later2 + q2 * later1
+    later1, later2 = (masses.sum(-1, keepdim=True) - masses.cumsum(-1) for masses in (q1, q2))
+    selected = q1 * q2 + q1 * later2 + q2 * later1
 
     # 3. The program for the pairs of the first s ranks.
     s = min(s, p.shape[-1])
@@ -69,8 +69,8 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     pairs = (pairs + pairs.mT) * (1 - torch.eye(s, dtype=p.dtype, device=p.device))
     fixed = (q1 * q2)[:, :s] + q1[:, :s] * later2[:, s - 1 : s] + q2[:, :s] * later1[:, s - 1 : s]
     wins = solve(p[:, :s] - fixed, pairs)
-    law[:, :s] = fixed + (wins * pairs).sum(-1)
-    return Duel(torch.empty_like(law).scatter_(1, order, law), order, wins, pairs)
+    selected[:, :s] = fixed + (wins * pairs).sum(-1)
+    return Duel(torch.empty_like(selected).scatter_(1, order, selected), order, wins, pairs)
 
 
 def ascending(scores: Tensor) -> Tensor:
@@ -139,17 +139,17 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
     chosen[:, 0] = 1
-    law, *laws = in_order(q, tokens.shape[1])
-    for k, rival in enumerate(laws, start=1):
+    selected, *rivals = in_order(q, tokens.shape[1])
+    for k, rival in enumerate(rivals, start=1):
         rows = (tokens[:, k] >= 0).nonzero().squeeze(1)
         if not len(rows):
             continue
-        new = duel(p[rows], law[rows], rival[rows], s)
+        new = duel(p[rows], selected[rows], rival[rows], s)
         kept = chosen[rows, :k] * new.keeps(at[rows, :k], at[rows, k : k + 1])
         chosen[rows, k] = (chosen[rows, :k] - kept).sum(-1)
         chosen[rows, :k] = kept
-        law = law.index_copy(0, rows, new.law)
-    return chosen * (tokens >= 0), law
+        selected = selected.index_copy(0, rows, new.selected)
+    return chosen * (tokens >= 0), selected
 
 
 def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
@@ -157,9 +157,9 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     # 1. The selected token is refused with `refused`; the output then comes from `rest`.
     q1, q2 = in_order(q, 2)
     new = duel(p, q1, q2, s)
-    refused = 1 - ratio(p, new.law)
-    rest = normalise((p - new.law).clamp_(min=0), p)
-    refused, rest, q1, q2 = (law.gather(1, new.order) for law in (refused, rest, q1, q2))
+    refused = 1 - ratio(p, new.selected)
+    rest = normalise((p - new.selected).clamp_(min=0), p)
+    refused, rest, q1, q2 = (masses.gather(1, new.order) for masses in (refused, rest, q1, q2))
 
     # 2. Pr(a token loses to a draw that is refused), [B, V] by rank: the lower rank wins.
     lost = torch.stack([q1, q2], dim=1) * refused[:, None]
@@ -169,7 +169,7 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     # 3. Among the first s ranks the program decides who wins.
     width = new.wins.shape[-1]
     other[:, :width] = (new.wins * new.pairs * refused[:, :width, None]).sum(1)
-    return overlap(p, new.law) + (rest * other).sum(-1)
+    return overlap(p, new.selected) + (rest * other).sum(-1)
 
 
 @final
@@ -188,7 +188,7 @@ class IsLp(Independent):
     """
 
     name = "is-lp"
-    law_per_draw = True
+    q_per_draw = True
     default_tree = balanced(2, 3)
 
     s: int = 5

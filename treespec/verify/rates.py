@@ -54,10 +54,10 @@ def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
     p: [B, V], each row with a sum of at most 1. q: [B, V]. k: an int, or [B] int64.
     Computed in float64, returned in p's dtype; 0 for a row without draws or without mass in q.
     """
-    masses, law = prefixes(p, q)
+    masses, drawn = prefixes(p, q)
     number = torch.as_tensor(k, device=q.device).expand(len(q))
-    best = smallest_cut(masses, law.cumsum(-1) ** number[:, None])
-    return (best * (law.sum(-1) > 0) * (number > 0)).to(p.dtype)
+    best = smallest_cut(masses, drawn.cumsum(-1) ** number[:, None])
+    return (best * (drawn.sum(-1) > 0) * (number > 0)).to(p.dtype)
 
 
 def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
@@ -75,10 +75,10 @@ def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
     Exact to 1e-9. This is not conditional Poisson sampling, whose generating function overstates
     α*.
     """
-    masses, law = prefixes(p, q)
-    enough = (law > 0).sum(-1) > k
-    everything = (masses * (law > 0)).sum(-1)  # fewer tokens: all are drawn
-    inside = inside_prefixes(law, k, enough)
+    masses, drawn = prefixes(p, q)
+    enough = (drawn > 0).sum(-1) > k
+    everything = (masses * (drawn > 0)).sum(-1)  # fewer tokens: all are drawn
+    inside = inside_prefixes(drawn, k, enough)
     return torch.where(enough, smallest_cut(masses, inside), everything).to(p.dtype)
 
 
@@ -87,21 +87,7 @@ def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
 
     enough: [B] bool, whether a row supports more than k tokens; other rows are not used.
     """
-    if k == 1:
-        return q.cumsum(-1)
-    return two_inside(q) if k == 2 else inside_by_clocks(q, k, enough)
-
-
-def two_inside(q: Tensor) -> Tensor:
-    """`inside_prefixes` of two draws: the sum over a in H of q_a (q(H) - q_a) / (1 - q_a)."""
-    top = q.argmax(-1, keepdim=True)
-    rest = without(q, top)
-    held = rest.cumsum(-1)
-    # The top token's mass, where H holds it. Its term stands alone, because 1 - q_a cancels there.
-    likely = (q - rest).cumsum(-1)
-    odds = rest / (1 - rest)
-    first = likely * held * scale(rest, torch.ones_like(likely[:, :1]))
-    return first + (likely + held) * odds.cumsum(-1) - (odds * rest).cumsum(-1)
+    return q.cumsum(-1) if k == 1 else inside_by_clocks(q, k, enough)
 
 
 def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
@@ -215,9 +201,9 @@ def stages(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
     accepted, expected = [], []
     rest = p  # mass not on draws: no draw's residual holds an earlier draw
     for number in range(draws.tokens.shape[1]):
-        law = without(q, draws.tokens[:, :number])
+        following = without(q, draws.tokens[:, :number])
         mass = rest.sum(-1, keepdim=True)
-        expected.append(overlap(rest, law * scale(law, mass)))
+        expected.append(overlap(rest, following * scale(following, mass)))
         first = draws.tokens[:, : number + 1]
         rest = without(scheme.plan(p, q, Draws(first)), first)
         accepted.append(mass.squeeze(-1) - rest.sum(-1))

@@ -45,7 +45,7 @@ class RRS(Independent):
     """
 
     name = "rrs"
-    law_per_draw = True
+    q_per_draw = True
 
     draft_temperatures: tuple[float, ...] = ()
 
@@ -55,9 +55,9 @@ class RRS(Independent):
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         all_refused = torch.ones_like(p[:, 0])
         residual = p
-        for law in in_order(q, k):
-            all_refused = all_refused * (1 - overlap(residual, law))
-            residual = normalise((residual - law).clamp_(min=0), residual)
+        for drawn in in_order(q, k):
+            all_refused = all_refused * (1 - overlap(residual, drawn))
+            residual = normalise((residual - drawn).clamp_(min=0), residual)
         return 1 - all_refused
 
 

@@ -47,7 +47,7 @@ class Scheme(Protocol):
     max_draws: ClassVar[int | None] = None
     """The largest number of draws at a node; None: any number."""
 
-    law_per_draw: ClassVar[bool] = False
+    q_per_draw: ClassVar[bool] = False
     """Whether q may be [B, K, V], with a distribution for each draw."""
 
     sure_tokens: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Scheme(Protocol):
     chance: ClassVar[Chance | None] = None
     """Which of a node's draws chance makes, beside sure tokens, for `treespec certify`.
 
-    "independent": all, from one law. "without replacement": all, each without the earlier ones.
+    "independent": all, from one distribution. "without replacement": all, each without the earlier ones.
     "the last": the last one, without the others. "the first": the first one. None: no draw.
     """
 
@@ -115,7 +115,7 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
 
     width: draws at the widest node.
     """
-    if q.dim() != 2 and not scheme.law_per_draw:
+    if q.dim() != 2 and not scheme.q_per_draw:
         raise InputError(
             f"verifier {scheme.name} takes one draft distribution a node; for one per draw take rrs or "
             "is-lp"

@@ -91,5 +91,5 @@ class SpecHub(Scheme):
         return answer(p, rest, torch.cat([i, a], 1), accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        """The rate of `greedy`, which has another law of two draws but accepts as much."""
+        """The rate of `greedy`, which has another distribution of two draws but accepts as much."""
         return rate(p, q, q.argmax(-1, keepdim=True)) if k == 2 else overlap(p, q)

@@ -44,7 +44,7 @@ class Traversal:
     probability to accept it where all nodes below it are refused:
 
         root      w = 1
-        child     w_c = min(1, w p/q)           p, q: the parent's laws at the child's token
+        child     w_c = min(1, w p/q)           p, q: the parent's distributions at the child's token
         refused   p <- norm (w p - q)+          the parent, after a child is refused
                   w <- S / (S + 1 - w)          S: the mass of (w p - q)+
                   q <- q without the child's token, normalised
@@ -81,7 +81,7 @@ class _Judge:
         p: Probabilities,
         generator: torch.Generator,
     ) -> None:
-        # 1. On the device: each inner node's laws. A sure token's law is one-hot, so its q is 1.
+        # 1. On the device: each inner node's distributions. A sure token's is one-hot, so its q is 1.
         tokens = drafts.draws.tokens
         self.q, drawn = without_sure(drafts.q, drafts.draws)  # [I, V], not normalised
         self.at, self.sure = tokens.clamp(min=0), drawn < 0  # [I, K]
@@ -121,8 +121,8 @@ class _Judge:
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
         if node == 0 or self.coins.happens(weight):
-            law = normalise(rest[None].clone(), p[None])
-            return Verdict([], sample(law, self.generator).tolist())
+            residual = normalise(rest[None].clone(), p[None])
+            return Verdict([], sample(residual, self.generator).tolist())
         return None
 
     def _below(self, node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
@@ -144,7 +144,7 @@ class _Judge:
                 path = [child, *below.path] if child else []
                 return Verdict(path, [token, *below.tokens]), rest, weight
 
-            # 2. It is refused: w p less the law of the draw, and q without its token.
+            # 2. It is refused: w p less the distribution of the draw, and q without its token.
             place = self.at[row, column : column + 1]
             if is_sure:
                 rest = (rest * scale).index_fill_(0, place, 0)

@@ -114,7 +114,7 @@ class SeveralModels(Proposer):
         model 2   b .6  a .3  d .1     four draws by turns: a (1), b (2), then c (1), d (2)
     """
 
-    law_per_draw = True
+    q_per_draw = True
 
     def __init__(self, proposers: Sequence[ModelProposer]) -> None:
         self.proposers, self.vocab_size = list(proposers), proposers[0].vocab_size

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treespec.shaping.sampling import Coins, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.distributions import normalise
+from treespec.verify.distributions import normalise, scale
 from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
@@ -83,17 +83,17 @@ class _Judge:
     ) -> None:
         # 1. On the device: each inner node's distributions. A sure token's is one-hot, so its q is 1.
         tokens = drafts.draws.tokens
-        self.q, drawn = without_sure(drafts.q, drafts.draws)  # [I, V], not normalised
+        q, drawn = without_sure(drafts.q, drafts.draws)
+        self.q = q * scale(q, torch.ones_like(q[:, :1]))  # [I, V]
         self.at, self.sure = tokens.clamp(min=0), drawn < 0  # [I, K]
         self.p, self.inner_p = p, p[drafts.nodes]
         at_p = self.inner_p.gather(1, self.at).double()
         at_q = self.q.gather(1, self.at).masked_fill(self.sure, 1)
 
-        # 2. On the host: p/q and the sums of q, the draws, and where they have nodes.
+        # 2. On the host: p/q at the draws, the draws, and where they have nodes.
         self.odds: list[list[float]] = (at_p / at_q).tolist()
         self.draws: list[list[int]] = tokens.tolist()
         self.is_sure: list[list[bool]] = self.sure.tolist()
-        self.totals: list[float] = self.q.sum(-1).tolist()
         self.row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
         self.child_of = children_by_token(tree)
 
@@ -111,55 +111,50 @@ class _Judge:
             return Verdict([], []) if self.coins.happens(weight) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
-        row = self.row_of.get(node)
-        p = self.p[node] if row is None else self.inner_p[row]
-        rest = p
+        row, rest = self.row_of.get(node), None
         if row is not None:
             below, rest, weight = self._below(node, row, weight)
             if below:
                 return below
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node == 0 or self.coins.happens(weight):
-            residual = normalise(rest[None].clone(), p[None])
-            return Verdict([], sample(residual, self.generator).tolist())
-        return None
+        if node and not self.coins.happens(weight):
+            return None
+        p = self.p[node : node + 1] if row is None else self.inner_p[row : row + 1]
+        residual = p if rest is None else normalise(rest[None].clone(), p)
+        return Verdict([], sample(residual, self.generator).tolist())
 
     def _below(self, node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
         """Judge a node's draws in turn: the first verdict, else the residual [V] and the weight.
 
         The residual is not normalised. row: the node's row in the tree's drafts.
         """
-        rest, q = self.inner_p[row], self.q[row]
-        odds, total = self.odds[row], self.totals[row]
-        scale = weight  # rest * scale is w p
+        rest, q, odds, at = self.inner_p[row], self.q[row], self.odds[row], self.at[row]
+        factor = weight  # rest * factor is w p
         for column, token in enumerate(self.draws[row]):
             if token < 0:
                 continue
             # 1. The child's weight, and the verdict below it.
-            child, is_sure = self.child_of.get((node, token)), self.is_sure[row][column]
-            chance = odds[column] if is_sure else odds[column] * total
-            below = self.verdict(child, min(scale * chance, 1.0))
+            child = self.child_of.get((node, token))
+            below = self.verdict(child, min(factor * odds[column], 1.0))
             if below:
                 path = [child, *below.path] if child else []
                 return Verdict(path, [token, *below.tokens]), rest, weight
 
             # 2. It is refused: w p less the distribution of the draw, and q without its token.
-            place = self.at[row, column : column + 1]
-            if is_sure:
-                rest = (rest * scale).index_fill_(0, place, 0)
+            place, rest = at[column : column + 1], rest * factor
+            if self.is_sure[row][column]:
+                rest.index_fill_(0, place, 0)
             else:
-                rest = (rest * scale).sub_(q, alpha=1 / total).clamp_(min=0)
+                rest.sub_(q).clamp_(min=0)
                 q = q.index_fill(0, place, 0)
+                q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
             # 3. The new weight, and p/q at the draws to come.
-            tiny_q, tiny = torch.finfo(q.dtype).tiny, torch.finfo(rest.dtype).tiny
-            sums = torch.stack([rest.sum(), q.sum().clamp(min=tiny_q)])
-            at = self.at[row]
             at_odds = rest[at].double() / q[at].masked_fill(self.sure[row], 1)
-            mass, total, *odds = torch.cat([sums, at_odds]).tolist()
-            scale = 1 / max(mass + (1 - weight), tiny)
-            weight = mass * scale
+            mass, *odds = torch.cat([rest.sum()[None], at_odds]).tolist()
+            factor = 1 / max(mass + (1 - weight), torch.finfo(rest.dtype).tiny)
+            weight = mass * factor
         return None, rest, weight
 
 

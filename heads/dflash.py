@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.block import BlockHead, Pairs, check_mask_token
-from treespec.heads.draft_map import MappedHead
-from treespec.heads.head import EMBEDDING, Config, Embed, OutputPath
+from treespec.heads.head import EMBEDDING, Config, Embed, MappedHead, OutputPath
 from treespec.heads.layers import Attention, KeyValues, Layer, RMSNorm, Rotary, windows_of
 
 
@@ -74,6 +73,7 @@ class DFlashHead(MappedHead, BlockHead):
         embedding = nn.Embedding(self.vocab_size, width).requires_grad_(False)
         self.embed_tokens: nn.Embedding | None = embedding
         self.lm_head: nn.Linear | None = None
+        self.output: nn.Module | None = None
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if config.get("own_output"):
             self.lm_head = nn.Linear(width, drafted, bias=False)

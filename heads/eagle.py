@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads.features import FeatureHead
-from treespec.heads.head import Config, OutputPath
+from treespec.heads.head import Config, MappedHead, OutputPath
 from treespec.heads.layers import Attend, Attention, Layer
 
 
 @final
-class EagleHead(FeatureHead):
+class EagleHead(MappedHead, FeatureHead):
     """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
     config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent),
@@ -44,7 +44,9 @@ class EagleHead(FeatureHead):
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
         layer = Layer(llama, qkv_bias=config.get("qkv_bias", False), normed=False)
         self.layers = nn.ModuleList([layer])
+        self.lm_head: nn.Linear | None = None
         self.output: nn.Module | None = None
+        self.draft(None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,16 +70,9 @@ class EagleHead(FeatureHead):
         """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
         return self.layer(self.fc(torch.cat([embeddings, features], dim=-1)), attends[0])
 
-    def forward(self, tokens: Tensor, features: Tensor, steps: int = 1) -> list[Tensor]:
-        """The features of each draft step, as `unrolled`; for training."""
-        return list(self.unrolled(tokens, features, steps))
-
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits, by the target's output path."""
         return target.output_logits(hidden, self.output)
-
-    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        self.restricted, self.output = tokens, target.output_rows(tokens)
 
 
 def config_for(

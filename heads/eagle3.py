@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
-from treespec.heads.draft_map import MappedHead
 from treespec.heads.features import FeatureHead
-from treespec.heads.head import Config, OutputPath
+from treespec.heads.head import Config, MappedHead, OutputPath
 from treespec.heads.layers import Attend, Attention, Eagle3Layer, Layer, RMSNorm, windows_of
 
 TAPS = 3
@@ -107,24 +106,6 @@ class Eagle3Head(MappedHead, FeatureHead):
     @property
     def attentions(self) -> list[Attention]:
         return [self.midlayer.self_attn, *(layer.self_attn for layer in self.later_layers)]
-
-    def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
-        """Draft from every position at once, on its own features (training-time test, section 3.2).
-
-        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
-        counts: [B, R] bool: whether the law of token t + 2 is wanted. steps: at most R are
-        computed.
-        Returns for each step the normed states [M, H] of its wanted rows, which `lm_head` turns
-        into logits. Five tokens, of which d and e are wanted:
-
-            row t     0  1  2
-            counts    0  1  1
-            step 0    c  d  e       row t of step s is for token t + s + 2,
-            step 1    d  e          and is wanted where counts[t + s]
-            step 2    e
-        """
-        steps_of = self.unrolled(tokens, self.fuse(features), steps)
-        return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that a step takes."""

@@ -62,6 +62,28 @@ class FeatureHead(Head):
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits of the draft tokens."""
 
+    def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
+        """Draft from every position at once, on its own features (training-time test, section 3.2).
+
+        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
+        counts: [B, R] bool: whether the law of token t + 2 is wanted. steps: at most R are
+        computed.
+        Returns for each step the states [M, H] of its wanted rows, which the output layer turns into
+        logits. Five tokens, of which d and e are wanted:
+
+            row t     0  1  2
+            counts    0  1  1
+            step 0    c  d  e       row t of step s is for token t + s + 2,
+            step 1    d  e          and is wanted where counts[t + s]
+            step 2    e
+        """
+        steps_of = self.unrolled(tokens, self.fuse(features), steps)
+        return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[..., H] features of `step` -> [..., H] what the output layer takes: the same."""
+        return hidden
+
     def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Draft from every position at once, from step 2 on the head's own features; for training.
 

@@ -109,13 +109,9 @@ class HydraHead(DepthHeads):
             return features
         return self.prefix_embeding_layer(features, positions, mask, cache)
 
-    def step(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., V] logits of head i."""
-        return self.hydra_lm_head[i](self.hydra_mlp[i](inputs))
-
-    def hidden(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., (i + 2) H] state and embeddings, as for `step` -> [..., H] before the output."""
-        hidden = self.hydra_mlp[i](inputs)
+    def hidden(self, i: int, states: Tensor) -> Tensor:
+        """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., H] before the output."""
+        hidden = self.hydra_mlp[i](states)
         for before in list(self.hydra_lm_head[i].children())[:-1]:
             hidden = before(hidden)
         return hidden

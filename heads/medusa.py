@@ -13,7 +13,7 @@ Hydra's heads share `DepthHeads`: for each depth residual blocks and an output l
 """
 
 from abc import abstractmethod
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,14 @@ class DepthHeads(Head):
     def output_layers(self) -> list[nn.Linear]:
         """The heads' last layers, H -> V."""
 
+    @abstractmethod
+    def hidden(self, i: int, states: Tensor) -> Tensor:
+        """[..., H] states of the target, and what else head i sees -> [..., H] before its output."""
+
+    def step(self, i: int, states: Tensor) -> Tensor:
+        """As `hidden` -> [..., V] logits of head i."""
+        return self.output_layers[i](self.hidden(i, states))
+
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
         """Draft only these tokens from now on, [N] int64 ascending: cut the output layers."""
         self.restricted = tokens
@@ -87,9 +95,7 @@ class DepthHeads(Head):
 
 def last_linear(head: nn.Module) -> nn.Linear:
     """The output layer of a head: the head itself, or the last of its modules in line."""
-    last = head[-1] if isinstance(head, nn.Sequential) else head
-    assert isinstance(last, nn.Linear)
-    return last
+    return cast(nn.Linear, head[-1] if isinstance(head, nn.Sequential) else head)
 
 
 @final
@@ -113,12 +119,7 @@ class MedusaHead(DepthHeads):
     def output_layers(self) -> list[nn.Linear]:
         return [last_linear(self.get_submodule(str(i))) for i in range(self.max_depth)]
 
-    def step(self, i: int, states: Tensor) -> Tensor:
-        """[..., H] hidden states -> [..., V] logits of head i."""
-        return self.get_submodule(str(i))(states)
-
     def hidden(self, i: int, states: Tensor) -> Tensor:
-        """[..., H] hidden states of the target -> [..., H] those of head i before its output."""
         *blocks, _ = self.get_submodule(str(i)).children()
         for block in blocks:
             states = block(states)

@@ -143,7 +143,7 @@ HEADS: dict[str, HeadKind] = {
         architectures=("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         architecture="",  # all others have marks
         training=Training(
-            objective=f"{LOSSES}.eagle:eagle_objective",
+            objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
             options=("bias", "unrolled_steps", "grow_at", "loss_vocab", "first_weights"),
         ),
@@ -161,7 +161,7 @@ HEADS: dict[str, HeadKind] = {
         fields=("draft_vocab_size", KIND),
         architecture="eagle3",
         training=Training(
-            objective=f"{LOSSES}.eagle:eagle3_objective",
+            objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
             recipe=Recipe(
                 epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3
@@ -197,7 +197,7 @@ HEADS: dict[str, HeadKind] = {
         tensors=r"\d+\.|blocks\.\d+\.|medusa_heads?\.",
         levels=levels.medusa_levels,
         training=Training(
-            objective=f"{LOSSES}.depths:medusa_objective",
+            objective=f"{LOSSES}.objectives:depth_objective",
             # This one and Hydra++'s as in the commands of their repositories' README.md.
             recipe=Recipe(
                 epochs=2,
@@ -215,7 +215,7 @@ HEADS: dict[str, HeadKind] = {
     "hydra": replace(
         HYDRA,
         training=Training(
-            objective=f"{LOSSES}.depths:hydra_objective",
+            objective=f"{LOSSES}.objectives:depth_objective",
             recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
             options=("draft_heads",),
         ),
@@ -224,7 +224,7 @@ HEADS: dict[str, HeadKind] = {
         HYDRA,
         needs=("hydra_head_arch", levels.ARCHITECTURES["hydra++"]),
         training=Training(
-            objective=f"{LOSSES}.depths:hydra_objective",
+            objective=f"{LOSSES}.objectives:depth_objective",
             recipe=Recipe(
                 epochs=10,
                 learning_rate=5e-4,

@@ -7,6 +7,7 @@ from refusals import complains
 from test_block_heads import TEXT, dflash, p_eagle
 from test_formats import write
 
+from treespec.draft.trained.kinds import new_dflash
 from treespec.draft.trained.load import trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
@@ -191,3 +192,12 @@ def test_a_missing_and_an_unknown_tensor_are_named(name, dropped, tmp_path):
     del tensors[dropped]
     with complains(dropped):
         load_head(write(tmp_path / "less", config, tensors))
+
+
+def test_a_head_that_drafts_by_the_targets_output_is_restricted_to_rows_of_it():
+    model, tokens = target("llama"), torch.tensor([3, 8, 40])
+    head = new_dflash(model)
+    states = torch.randn(2, head.hidden_size)
+    whole = head.logits(states, model)
+    head.restrict(tokens, model)
+    torch.testing.assert_close(head.logits(states, model), whole[:, tokens])

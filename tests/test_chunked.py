@@ -9,7 +9,7 @@ from test_losses import plain as losses_of
 from treespec.draft.trained.kinds import KINDS
 from treespec.train.config import TrainConfig
 from treespec.train.losses.chunked import Guess, Laws, token_losses
-from treespec.train.losses.eagle import eagle_objective
+from treespec.train.losses.objectives import eagle_objective
 from treespec.train.losses.teacher import Batch, LawTokens, target_laws
 from treespec.train.losses.tokens import LOSSES, chosen_loss
 
@@ -86,7 +86,7 @@ def test_eagles_later_steps_are_those_of_each_position_alone():
     head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(1))
     features = model.features(tokens)
     rolled = list(KINDS["eagle"].rollout(head, model, tokens[0], features[0], 3))
-    steps = head(tokens, features[:, :-2], 3)
+    steps = list(head.unrolled(tokens, features[:, :-2], 3))
     assert [given.shape[1] for given in steps] == [7, 6, 5]
     for start in range(5):
         known = features[:, : start + 1]
@@ -107,7 +107,7 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
     found = eagle_objective(config, model, head, batch)
     total = 0.0
-    for step, given in enumerate(head(tokens, features[:, :-2], 2)):
+    for step, given in enumerate(head.unrolled(tokens, features[:, :-2], 2)):
         counts = mask[:, 2 + step :]
         own, wanted = given[counts], features[:, 1 + step : -1][counts]
         token = F.cross_entropy(model.output_logits(own), model.output_logits(wanted).softmax(-1))

@@ -14,7 +14,7 @@ from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.eagle import eagle3_objective
+from treespec.train.losses.objectives import eagle3_objective
 from treespec.train.losses.teacher import Batch
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all

@@ -14,8 +14,19 @@ from treespec.train.config import TrainConfig
 def check(config: TrainConfig) -> None:
     """Raises InputError for options that cannot be used with any target and data."""
     # 1. Names.
-    check_kind(config)
-    check_tracker(config.tracker)
+    for option in fields(config):
+        able = [kind for kind, training in TRAINING.items() if option.name in training.options]
+        if able and config.head not in able and getattr(config, option.name) != option.default:
+            no = "no-" if option.default is True else ""
+            raise InputError(
+                f"--{no}{option.name.replace('_', '-')} is for --head {', '.join(able)}: leave it "
+                f"out for {config.head}"
+            )
+    if (name := config.tracker) is not None:
+        packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
+        if not any(map(find_spec, packages)):
+            package = name.replace("_", "-")
+            raise InputError(f"--tracker {name} needs its package: pip install {package}")
     if config.from_head is not None and config.first_weights != "random":
         raise InputError("--from-head brings first weights: leave --first-weights out")
     if config.feature_dtype != "auto" and config.features is None:
@@ -34,25 +45,4 @@ def check(config: TrainConfig) -> None:
     if (out / "model.safetensors").exists() and not (out / "training").exists():
         raise InputError(
             f"--out {out} holds a model that was not trained there: name another folder"
-        )
-
-
-def check_kind(config: TrainConfig) -> None:
-    """Raises InputError for an option that the kind of head does not take."""
-    for option in fields(config):
-        able = [kind for kind, training in TRAINING.items() if option.name in training.options]
-        if able and config.head not in able and getattr(config, option.name) != option.default:
-            no = "no-" if option.default is True else ""
-            raise InputError(
-                f"--{no}{option.name.replace('_', '-')} is for --head {', '.join(able)}: leave it "
-                f"out for {config.head}"
-            )
-
-
-def check_tracker(name: str | None) -> None:
-    """Raises InputError for a tracker that is not installed."""
-    packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
-    if name is not None and not any(map(find_spec, filter(None, packages))):
-        raise InputError(
-            f"--tracker {name} needs its package: pip install {name.replace('_', '-')}"
         )

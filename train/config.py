@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from treespec.api.options import TargetOptions
 from treespec.draft.drafters import TRAINED
 from treespec.errors import InputError
-from treespec.heads.registry import HEADS, Recipe, Training
+from treespec.heads.registry import TRAINING, Recipe, Training
 from treespec.options import DTYPES, MANY, TOKENS, check_place, either, nearest, option
 from treespec.train.eagle3_options import Eagle3Options
 
@@ -236,9 +236,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     @property
     def training(self) -> Training:
         """How its kind of head is trained."""
-        training = HEADS[self.head].training
-        assert training is not None
-        return training
+        return TRAINING[self.head]
 
     @property
     def recipe(self) -> Recipe:

@@ -39,13 +39,9 @@ RIDGE = 1e-4  # added to the diagonal, relative to its mean: features may depend
 
 def untrained(config: TrainConfig, target: Target) -> Head:
     """A head of the chosen kind with its first weights."""
-    chosen = () if config.draft_heads is None else (config.draft_heads,)
-    if config.head == "eagle":
-        head = KINDS["eagle"].new(target, bias=config.bias)
-    elif config.head == "eagle3":
-        head = KINDS["eagle3"].new(target, config.parts())
-    else:
-        head = KINDS[config.head].new(target, *chosen)
+    several = () if config.draft_heads is None else (config.draft_heads,)
+    options = {"eagle": (config.bias,), "eagle3": (config.parts(),)}.get(config.head, several)
+    head = KINDS[config.head].new(target, *options)
     if config.first_weights == "feature":
         pass_feature(head)
     head.config = with_tokens(head.config, target)

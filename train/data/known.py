@@ -11,6 +11,7 @@ from typing import Any
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_json, write_json, writing
 from treespec.files.packages import cache_folder, packaged_file
+from treespec.text.sources import sha256
 
 LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
 
@@ -64,7 +65,7 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
             if not intact(path, about):
                 origin, text = fetched(data_set, say)
                 count = write_conversations(path, text)
-                fields = {"origin": origin, "conversations": count, "sha256": sha256_of(path)}
+                fields = {"origin": origin, "conversations": count, "sha256": sha256(path)}
                 write_json(about, fields)
 
     # 3. Say what it is.
@@ -77,14 +78,8 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
 def intact(path: Path, about: Path) -> bool:
     """Whether a data set was fetched before and is still what it was."""
     with suppress(InputError, OSError):
-        return bool(read_json(about, "fetch it again").get("sha256") == sha256_of(path))
+        return bool(read_json(about, "fetch it again").get("sha256") == sha256(path))
     return False
-
-
-def sha256_of(path: Path) -> str:
-    from treespec.text.sources import sha256
-
-    return sha256(path)
 
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:

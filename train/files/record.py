@@ -187,6 +187,7 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
         for name, value in asdict(config.recipe).items()
         if value is not None
     )
+    loss = [f"loss at the end: {last['total']:.3f}"] if "total" in last else []
     card = CARD.format(
         unfilled=UNFILLED,
         target=config.target,
@@ -198,24 +199,9 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
         minutes=last.get("seconds", 0.0) / 60,
         recipe=recipe[:1].upper() + recipe[1:] + ".",
         command=command_line("train", TrainConfig, asdict(config)),
-        figures=figures(last, result),
+        figures="\n".join(f"- {line}" for line in [*loss, *str(result).split("; ")]),
     )
     write_text(file, card)
-
-
-def figures(last: dict[str, float], result: Validation) -> str:
-    """Loss at the end, and agreement by draft step on held-out conversations."""
-    lines = [f"- loss at the end: {last['total']:.3f}"] if "total" in last else []
-    if result.positions:
-        steps = ", ".join(f"{share:.1%}" for share in result.agreement)
-        lines += [
-            f"- agreement with the target's likeliest token, by draft step: {steps}",
-            f"- a chain would accept {result.acceptance_length:.2f} tokens a cycle",
-        ]
-        if (length := result.decoded_length) is not None:
-            lines.append(f"- decoding held-out prompts, it accepts {length:.2f} tokens a cycle")
-        lines.append(f"- held-out positions: {result.positions:,}")
-    return "\n".join(lines or ["- no conversation was held out"])
 
 
 def last_line(metrics: Path) -> dict[str, float]:

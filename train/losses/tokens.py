@@ -52,19 +52,14 @@ def cross_entropy(p: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     return values, logs.exp_().addcmul_(p, share[:, None].to(p.dtype), value=-1)
 
 
-def total_variation(p: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - α."""
+def refusal(p: Tensor, logs: Tensor, log: bool = False) -> tuple[Tensor, Tensor]:
+    """1 - α, or -log α."""
     q = logs.exp_()
     accepted, under = overlap(p, q)
-    return 1 - accepted, q.mul_(under.sum(-1, keepdim=True)).sub_(under)
-
-
-def log_acceptance(p: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """-log α."""
-    q = logs.exp_()
-    accepted, under = overlap(p, q)
-    accepted = accepted.clamp(min=TINY)
     slope = q.mul_(under.sum(-1, keepdim=True)).sub_(under)
+    if not log:
+        return 1 - accepted, slope
+    accepted = accepted.clamp(min=TINY)
     return -accepted.log(), slope.div_(accepted[:, None])
 
 
@@ -122,8 +117,8 @@ def mass(p: Tensor) -> Tensor:
 
 LOSSES = {  # by `--loss`, but for acceptance:K
     "cross-entropy": TokenLoss(cross_entropy),
-    "tv": TokenLoss(total_variation),
-    "log-acceptance": TokenLoss(log_acceptance),
+    "tv": TokenLoss(refusal),
+    "log-acceptance": TokenLoss(partial(refusal, log=True)),
     "lk": TokenLoss(lk),
 }
 LOSSES["published"] = LOSSES["cross-entropy"]

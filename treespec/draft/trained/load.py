@@ -24,11 +24,10 @@ from treespec.draft.trained.kinds import KINDS, embedding_of, embedding_to_share
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
-from treespec.heads.draft_map import mapping_of
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.folder import head_folder
-from treespec.heads.head import EMBEDDING, Config, Head
+from treespec.heads.head import EMBEDDING, Config, Head, mapping_of
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 

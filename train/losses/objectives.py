@@ -1,10 +1,11 @@
-"""The losses of EAGLE-1 and EAGLE-3, whose heads draft from every pair of a text at once.
+"""The loss of each kind of head over a batch: the draft steps of EAGLE's, the heads of Medusa's and Hydra's.
 
-Five tokens, of which d and e are the assistant's:
+Five tokens, of which d and e are the assistant's. EAGLE's heads draft from every pair at once; a
+pair counts if the token that it learns the law of is the assistant's:
 
-    token          a  b  c  d  e           a pair learns the next feature, and through it the law of
-    pair (f, tok)     f0,b f1,c f2,d       the token two places on; it counts if that token is the
-    gives             f1'  f2'  f3'        assistant's: f1' for d and f2' for e
+    token          a  b  c  d  e
+    pair (f, tok)     f0,b f1,c f2,d       learns the next feature, and the law of the token two on
+    gives             f1'  f2'  f3'        f1' for d and f2' for e
     law of            c    d    e
 
 Later draft steps see the features that the head gave before (HASS, Zhang et al. 2024, 2408.15766;
@@ -15,6 +16,15 @@ training-time test, Li et al. 2025, 2503.01840, section 3.2):
 EAGLE-1's loss is SmoothL1 between features plus the loss between token laws (Li et al. 2024,
 2401.15077, section 4.2). EAGLE-3's is the latter alone, where the target's most likely token is one
 that the head drafts.
+
+Of Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
+
+    state              h0 h1 h2
+    head 0 drafts      c  d  e              d and e count
+    head 1 drafts      d  e                 d and e count
+
+Medusa learns the text's tokens (Cai et al. 2024, section 2.2.1), Hydra the target's laws (Ankner
+et al. 2024, section 4.1); with another `--loss` than the published one, so does Medusa.
 """
 
 from collections.abc import Callable
@@ -25,6 +35,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.losses.chunked import Guess, token_losses
@@ -36,6 +47,7 @@ from treespec.train.losses.teacher import (
     places_of,
     states_of,
     target_laws,
+    text_laws,
 )
 from treespec.train.losses.tokens import chosen_loss
 
@@ -48,8 +60,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # 1. What the head gives from every position, and what the target has at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
-    steps = model(batch.tokens, noisy(batch, config.noise), batch.steps)
     counts = counted(batch.loss_mask)
+    steps = model(batch.tokens, noisy(batch, config.noise), counts, batch.steps)
     places = places_of(counts)
     wanted = states_of(batch.features, counts).to(target.dtype)
     width = target.vocab_size
@@ -58,7 +70,6 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
         logits, width = batch.law_tokens.logits(target, batch.generator), batch.law_tokens.width
 
     # 2. The loss between laws, of all steps together.
-    steps = [states[counts[:, step:]] for step, states in enumerate(steps)]
     guesses = [
         Guess(states, lambda own: logits(own.to(target.dtype)), share=config.step_decay**step)
         for step, states in enumerate(steps)
@@ -71,7 +82,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     total = config.token_weight * tokens.total
     parts: dict[str, Tensor] = {}
     for step, states in enumerate(steps):
-        feature = feature_loss(states, wanted[places >= step])
+        pair = states.float(), wanted[places >= step].float()
+        feature = F.smooth_l1_loss(*pair, reduction="sum") / max(states.numel(), 1)
         total = total + config.step_decay**step * config.feature_weight * feature
         end = f"_{step + 1}" if step else ""
         parts[f"feature{end}"] = feature
@@ -119,7 +131,36 @@ def noisy(batch: Batch, noise: float) -> Tensor:
     return features + (drawn * 2 - 1) * widths[:, None, None]
 
 
-def feature_loss(states: Tensor, wanted: Tensor) -> Tensor:
-    """SmoothL1 between features [M, H], the mean; 0 where M is 0."""
-    count = max(states.numel(), 1)
-    return F.smooth_l1_loss(states.float(), wanted.float(), reduction="sum") / count
+def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """Sum over heads of decay^i times the mean loss, and the parts of the first. Hydra's decay is 1.
+
+    model: the heads.
+    """
+    # 1. What each head gives before its output layer, [M_i, H]. Hydra's see the tokens that follow.
+    heads: DepthHeads = extract_model_from_parallel(model)
+    counts, medusa = counted(batch.loss_mask), heads.kind == "medusa"
+    length = counts.shape[1]
+    reached = torch.stack([ahead(counts, i, length) for i in range(heads.max_depth)])  # [K, B, R]
+    following = () if medusa else (ahead(batch.tokens[:, 1:], 0, length + len(reached) - 1),)
+    embedded = [target.embeddings(tokens).float() for tokens in following]
+    states = model(batch.features[:, :-2].float(), *embedded, reached)
+
+    # 2. What they learn, and their losses.
+    if medusa and config.loss == "published":
+        laws = text_laws(batch.tokens[:, 2:][counts], target.vocab_size)
+    else:
+        last = states_of(batch.features, counts)
+        laws = target_laws(last, target.output_logits, target.vocab_size)
+    decay = config.depth_decay if medusa else 1.0
+    guesses = [
+        Guess.by_layer(own, layer, decay**i)
+        for i, (own, layer) in enumerate(zip(states, heads.output_layers, strict=True))
+    ]
+    found = token_losses(guesses, laws, places_of(counts), chosen_loss(config.loss))
+    return Loss(found.total, {"token": found.losses[0], "agreement": found.agreements[0]})
+
+
+def ahead(x: Tensor, i: int, length: int) -> Tensor:
+    """[B, T] -> [B, length] from position i on, padded with zeros."""
+    part = x[:, i : i + length]
+    return F.pad(part, (0, length - part.shape[1]))

@@ -50,8 +50,8 @@ def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
     return zlib.crc32(json.dumps([seed, question_id, turn, model_id]).encode())
 
 
-def parts_of(name: str, values: str) -> list[str]:
-    """The parts of an option's value, between commas or semicolons.
+def listed(name: str, values: str) -> list[str]:
+    """The different parts of an option's value, between commas or semicolons.
 
     A comma before `option=` does not separate: `is-lp:s=8,draft-temperatures=1` is one part. Raises
     InputError for an empty part.
@@ -59,20 +59,7 @@ def parts_of(name: str, values: str) -> list[str]:
     parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
     if not all(parts):
         raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
-    return parts
-
-
-def listed(name: str, values: str) -> list[str]:
-    """`parts_of` without repeats."""
-    return list(dict.fromkeys(parts_of(name, values)))
-
-
-def number(name: str, text: str) -> float:
-    """The number that an option's part states. Raises InputError if it states none."""
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"--{name}: {text!r} is not a number") from None
+    return list(dict.fromkeys(parts))
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -19,31 +19,20 @@ PAUSED = 0.1  # share of the cycles without drafts from which the verdict mentio
 
 
 def verdict(summary: Summary) -> list[str]:
-    """What is fastest and what does not pay, by batch size; then the peers, then right answers."""
-    # 1. treespec's own pairs.
-    rows, lines = summary["rows"], list[str]()
+    """By batch size and temperature: what is fastest and what does not pay, peers, right answers."""
+    rows = [row | {"name": name_of(row, summary["rows"])} for row in summary["rows"]]
     noises = {(a["batch"], a["temperature"]): noise_of(a["speedup"]) for a in summary["again"]}
-    timed = [row for row in rows if row["overall"]["tokens_per_second"]["value"]]
-    for at in sorted(
-        dict.fromkeys((row["batch"], row["temperature"]) for row in timed), key=lambda at: at[0]
-    ):
-        here = [row for row in timed if (row["batch"], row["temperature"]) == at]
-        named = [row | {"name": name_of(row, rows)} for row in here if row["drafter"]]
-        lines += sentences(named, summary["questions"], noises.get(at))
-
-    # 2. Other programs at each temperature.
-    peers = [row for row in rows if row["peer"] and row["overall"]["speedup"]]
-    for temperature in dict.fromkeys(row["temperature"] for row in peers):
-        told = ", ".join(
-            f"{name_of(row, rows)} {shown(row['overall']['speedup'])}"
-            for row in peers
-            if row["temperature"] == temperature
-        )
-        lines.append(
-            f"At temperature {temperature:g} peers have this many times plain decoding's tokens/s: "
-            f"{told}."
-        )
-    return [*dict.fromkeys(lines), *right_sentences(rows)]
+    lines: list[str] = []
+    for at in sorted({(row["batch"], row["temperature"]) for row in rows}):
+        here = [row for row in rows if (row["batch"], row["temperature"]) == at]
+        timed = [row for row in here if row["overall"]["tokens_per_second"]["value"]]
+        pairs = [row for row in timed if row["drafter"]]
+        lines += sentences(pairs, summary["questions"], noises.get(at))
+        if peers := [row for row in timed if row["peer"] and row["overall"]["speedup"]]:
+            told = f"peers have this many times plain decoding's tokens/s: {listed(peers)}"
+            lines.append(f"At temperature {at[1]:g} {told}.")
+        lines += right_sentences(here)
+    return list(dict.fromkeys(lines))
 
 
 def name_of(row: Row, rows: Sequence[Row]) -> str:
@@ -184,30 +173,28 @@ def listed(rows: Sequence[Row]) -> str:
 
 
 def right_sentences(rows: Sequence[Row]) -> list[str]:
-    """What right answers say about losslessness, temperature by temperature.
+    """What right answers say about losslessness. rows: of one temperature.
 
     Lossy pairs are left out: they may be right more or less often.
     """
     pairs = [row for row in rows if row["lossless"] and row["right"] and row["right"]["difference"]]
-    lines = []
-    for temperature in dict.fromkeys(row["temperature"] for row in pairs):
-        here = [row for row in pairs if row["temperature"] == temperature]
-        apart = [
-            f"{row['name']} {shown(percent(row['right']['difference']))}"
-            for row in here
-            if row["right"]["difference"]["low"] > 0 or row["right"]["difference"]["high"] < 0
-        ]
-        if all(row["right"]["same"] == row["right"]["answers"] for row in here):
-            told = (
-                "every pair answers the very questions rightly that the baseline does: "
-                f"{here[0]['right']['right']} of {here[0]['right']['answers']}."
-            )
-        elif not apart:
-            told = "every pair's share of right answers is the baseline's within the 95% interval."
-        else:
-            told = (
-                f"the share of right answers is not the baseline's: {', '.join(apart)}. Chance does "
-                "that to one lossless pair in twenty; `treespec certify` tells."
-            )
-        lines.append(f"At temperature {temperature:g} {told}")
-    return lines
+    if not pairs:
+        return []
+    rights = [row["right"] for row in pairs]
+    apart = [
+        f"{row['name']} {shown(percent(right['difference']))}"
+        for row, right in zip(pairs, rights, strict=True)
+        if right["difference"]["low"] > 0 or right["difference"]["high"] < 0
+    ]
+    told = "every pair's share of right answers is the baseline's within the 95% interval."
+    if all(right["same"] == right["answers"] for right in rights):
+        told = (
+            "every pair answers the very questions rightly that the baseline does: "
+            f"{rights[0]['right']} of {rights[0]['answers']}."
+        )
+    elif apart:
+        told = (
+            f"the share of right answers is not the baseline's: {', '.join(apart)}. Chance does that "
+            "to one lossless pair in twenty; `treespec certify` tells."
+        )
+    return [f"At temperature {pairs[0]['temperature']:g} {told}"]

@@ -67,6 +67,6 @@ def killed_after(config, rows):
     """Run in a process of its own that SIGKILLs itself once so many rows are done."""
     child = os.fork()
     if child == 0:
-        regenerate(config, lambda progress: os.kill(os.getpid(), signal.SIGKILL) if progress.done >= rows else None)
+        regenerate(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

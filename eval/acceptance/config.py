@@ -14,7 +14,7 @@ from treespec.api.options import (
     VariantOptions,
 )
 from treespec.errors import InputError
-from treespec.eval.common import listed, number
+from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
@@ -161,21 +161,21 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
 def cases(sweep: AcceptanceConfig) -> list[Case]:
     """The cases of one of `sweeps`: every combination that fits.
 
-    A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError for a
-    part that is no number, and if nothing fits.
+    A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError if
+    nothing fits.
     """
     names = ("temperature", "draft-temperature", "draws")
     given = (sweep.temperature, sweep.draft_temperature, sweep.draws)
     parts = [listed(name, values or "") for name, values in zip(names, given, strict=True)]
     fitting = []
     for temperature, draft, count in product(*parts):
-        if not (count.isdecimal() and int(count)):
-            raise InputError(f"--draws {count!r} must be a whole number, at least 1")
-        at, own = number("temperature", temperature), temperature if draft == "same" else draft
-        laws = tuple(number("draft-temperature", part) for part in own.split("/"))
+        own = temperature if draft == "same" else draft
+        laws = tuple(map(float, own.split("/")))
         if len(laws) in (1, int(count)):
             called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            fitting.append(Case(at, called, laws, int(count), sweep.top_k or 0, sweep.top_p))
+            fitting.append(
+                Case(float(temperature), called, laws, int(count), sweep.top_k or 0, sweep.top_p)
+            )
     if not fitting:
         raise InputError(
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"

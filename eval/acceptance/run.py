@@ -17,7 +17,6 @@ from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
-from treespec.shaping.sampling import SamplingParams
 from treespec.verify.facts import REFERENCE
 from treespec.verify.rates import OPTIMA
 from treespec.verify.registry import scheme_by_name
@@ -36,9 +35,6 @@ def accept(
     # 1. What is compared, and where p and q come from.
     planned = [(sweep, case) for sweep in sweeps(config) for case in cases(sweep)]
     schemes = {sweep: schemes_of(sweep.verifier or "all") for sweep, _ in planned}
-    for _, case in planned:
-        for temperature in (case.temperature, *case.draft_temperatures):
-            SamplingParams(temperature, case.top_k, case.top_p)  # raises for a bad value
     known = given(config.laws or FIGURE_2) if config.given_laws else None
     with locked(config.out):
         if known:

@@ -20,7 +20,6 @@ from treespec.eval.questions import Question, load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
-from treespec.shaping.sampling import SamplingParams
 from treespec.text.conversations import content_of
 
 # Khisti et al. 2025, Figure 2, and a toy example: a uniform draft on 3 tokens against the target
@@ -55,7 +54,6 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Colle
     Raises InputError if the file is damaged, or holds logits of other options, texts or models.
     """
     # 1. What the logits follow from.
-    SamplingParams(config.answers_temperature)  # raises for a bad value
     file, options = Path(config.out) / "logits.safetensors", asdict(config)
     made = {name: value for name, value in options.items() if name not in CHANGE_NO_LOGITS}
     questions: list[Question] = []

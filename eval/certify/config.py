@@ -8,7 +8,6 @@ from treespec.api.options import (
     ModelOptions,
     QuestionOptions,
 )
-from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shaping.options import LogitOptions
 
@@ -44,10 +43,5 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     )
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise InputError(
-                f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give "
-                "one above 0"
-            )
         super().__post_init__()
         self.check_one_source()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,30 +42,15 @@ FREE = {
 }
 
 
+Report = Callable[[int, int, str], None]  # conversations done, all of them, and how fast
+
+
 class Answerer(Protocol):
     """What answers: the target here, or a server."""
 
     def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
         """Each row with the answer to its next question, or why there is none."""
         ...
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is. done: conversations, of `total`. rate: tokens a second. left: seconds, None at first."""
-
-    done: int
-    total: int
-    rate: float = 0.0
-    left: float | None = None
-
-    @property
-    def text(self) -> str:
-        if self.left is None:
-            return "conversations"
-        minutes, seconds = divmod(round(self.left), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"conversations, {self.rate:,.1f} tokens/s, {hours}:{minutes:02d}:{seconds:02d} left"
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class Result:
 
 def regenerate(
     config: RegenerateConfig,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Report = lambda done, total, pace: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Answer the rows that have no answer yet.
@@ -109,7 +95,7 @@ def regenerate(
             questions = stack.enter_context(opened(out / QUESTIONS))
             rows = own_rows(answerer.spec, config, questions)
         waiting = files.waiting(rows, config)
-        report(Progress(len(rows) - len(waiting), len(rows)))
+        report(len(rows) - len(waiting), len(rows), "")
         if waiting:
             work(config, waiting, files, answerer or local(config), len(rows), report)
         (out / UNFINISHED).unlink(missing_ok=True)
@@ -203,7 +189,7 @@ def work(
     files: Files,
     answerer: Answerer,
     total: int,
-    report: Callable[[Progress], None],
+    report: Report,
 ) -> None:
     """Answer the rows block by block, so that the first rows of a run are a sample of all.
 
@@ -226,8 +212,10 @@ def work(
                 done += not one.asks
                 questions -= one.left if one.problem else 0
                 seconds = time.perf_counter() - started
-                left = seconds * max(0.0, questions / max(answered, 1) - 1)
-                report(Progress(done, total, tokens / seconds, left))
+                left = timedelta(
+                    seconds=round(seconds * max(0.0, questions / max(answered, 1) - 1))
+                )
+                report(done, total, f", {tokens / seconds:,.1f} tokens/s, {left} left")
             going = further
 
 

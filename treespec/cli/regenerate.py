@@ -16,7 +16,7 @@ from treespec.train.regenerate.config import RegenerateConfig
 
 if TYPE_CHECKING:
     from treespec.eval.common import Step
-    from treespec.train.regenerate.run import Progress, Result
+    from treespec.train.regenerate.run import Result
 
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 
@@ -56,13 +56,13 @@ def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "
 
     begun, last = False, 0.0
 
-    def on(progress: "Progress") -> None:
+    def on(done: int, total: int, pace: str) -> None:
         nonlocal begun, last
         now = time.monotonic()
-        due = not begun or now - last >= LINE_EVERY or progress.done == progress.total
+        due = not begun or now - last >= LINE_EVERY or done == total
         if due or sys.stderr.isatty():
             begun, last = True, now
-            report(Step(progress.done, progress.total, progress.text))
+            report(Step(done, total, f"conversations{pace}"))
 
     end_notice()
     return regenerate(config, on, lambda line: remark(one_line(line)))

@@ -114,7 +114,7 @@ class TreeDrafter(ForcedDrafter):
                     growths.append(ungrown(end))
                 else:
                     growths.append(self._growth(row, end, logits, law, generators[row]))
-            trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
+            trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
             # 4. In the target's tokens.
             if vocabulary is not None:

@@ -101,7 +101,8 @@ def measure(
     # 2. Drafts: one level and DEEP levels of the most likely tokens, and two trees of draws.
     alone, most = batch == 1, (proposer and proposer.max_depth) or DEEP
     deep, shapes = min(DEEP, most), (SMALLER.cut(most), LARGER.cut(most))
-    before = partial(forward, branch(4, tokens)) if alone else nothing
+    # The time of a forward over several sequences depends little on what lies in the caches.
+    before = partial(forward, branch(4, tokens)) if alone else lambda: None
     drafting: list[Step] = []
     if proposer:
         proposers = [proposer.new() for _ in range(batch)]
@@ -164,7 +165,7 @@ def affordable(forward: Forward, tokens: Tensor, alone: bool) -> tuple[int, ...]
     sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
     for n in sizes:
         act = partial(forward, branch(n, tokens))
-        seconds += fast_times([(act if alone else nothing, act)], tokens.device, rounds=2)
+        seconds += fast_times([(act if alone else lambda: None, act)], tokens.device, rounds=2)
         if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
             break
     return sizes[: len(seconds)]
@@ -178,7 +179,8 @@ def drafts(
     proposer.rewind([len(tokens) - 1 - WAITING] * batch)
     proposer.observe([features[-1 - WAITING : -1]] * batch, [tokens[-1 - WAITING :]] * batch)
     begun = proposer.begin(tokens[-1:].expand(batch), cache)
-    grow_together(proposer, [grow(tokens[-1:], logits) for logits in begun if logits is not None])
+    growths = [grow(tokens[-1:], logits) for logits in begun if logits is not None]
+    grow_together(proposer.extend, growths)
 
 
 def by_level(depth: int) -> Trees:
@@ -211,7 +213,7 @@ def ends(
     accepted and long where all draws are refused. Both are steps.
     tokens: [P], of each sequence and all in the cache.
     """
-    params, flat = SamplingParams(1), Flat(tokens.new_zeros(1, vocab_size))
+    params, flat = SamplingParams(1), tokens.new_zeros(1, vocab_size).float()
     generator = torch.Generator(device=tokens.device).manual_seed(0)
 
     def end(tree: TokenTree, by: SamplingParams, logits: Tensor, kept: list[int]) -> Step:
@@ -224,6 +226,9 @@ def ends(
 
         return partial(forward, tree), finish
 
+    def uniform(frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        return [flat.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
+
     # 1. One token, and a branch of the most likely ones.
     one, six = branch(1, tokens), branch(6, tokens)
     steps = [
@@ -233,7 +238,7 @@ def ends(
 
     # 2. Trees of draws from a uniform distribution: their tokens alone are likely, or impossible.
     for shape in shapes:
-        (tree,) = grow_together(flat, [drawn(shape)(tokens[-1:], flat.law)])
+        (tree,) = grow_together(uniform, [drawn(shape)(tokens[-1:], flat)])
         logits = forward(tree)[0].logits
         among = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, tree.tokens, True)
         for mask in (~among, among):  # a tiny vocabulary may lie in the tree as a whole
@@ -242,21 +247,7 @@ def ends(
     return steps
 
 
-class Flat:
-    """A draft model with a uniform distribution, at no cost. law: [1, V] logits."""
-
-    def __init__(self, law: Tensor) -> None:
-        self.law = law.float()
-
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        return [self.law.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
-
-
 def branch(nodes: int, tokens: Tensor) -> TokenTree:
     """A tree of one branch; a forward's time does not depend on the shape."""
     number = torch.arange(nodes, device=tokens.device)
     return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
-
-
-def nothing() -> None:
-    """Before a forward over several sequences, whose time depends little on what lies in the caches."""

@@ -1,8 +1,8 @@
 """Trees that grow level by level: one draft step extends the trees of all sequences by a level."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -27,15 +27,11 @@ def ungrown(root: Tensor) -> Growth:
     return root_only(root)
 
 
-class Extends(Protocol):
-    """The part of a proposer that grows trees by a level."""
-
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each sequence the draft logits [F, V] below its frontier; None is a finished tree."""
-        ...
+# For each sequence the draft logits [F, V] below its frontier; None is a finished tree.
+Extend = Callable[[Sequence[Frontier | None]], list[Tensor]]
 
 
-def grow_together(proposer: Extends, growths: Sequence[Growing[Grown]]) -> list[Grown]:
+def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Grown]:
     """Run the growth of each sequence, a level of all at a time, and return the trees."""
     grown: dict[int, Grown] = {}
 
@@ -48,7 +44,7 @@ def grow_together(proposer: Extends, growths: Sequence[Growing[Grown]]) -> list[
 
     frontiers = [step(row, None) for row in range(len(growths))]
     while any(frontiers):
-        below = proposer.extend(frontiers)
+        below = extend(frontiers)
         frontiers = [
             step(row, below[row]) if frontier else None for row, frontier in enumerate(frontiers)
         ]

@@ -61,12 +61,8 @@ class Calibration:
         """
         if not self.greedy:
             return law
-        from scipy.special import expit  # reading a file does without scipy
-
-        one, odds, rank, deep = self.greedy
-        place = np.log(np.arange(1, law.shape[1] + 1))
-        chance = expit(log_odds(law, 1e-6) * odds + (place * rank + (one + deep * depth)))
-        return chance / chance.sum(-1, keepdims=True).clip(1)
+        ranks = np.log(np.arange(1, law.shape[1] + 1))
+        return chosen(self.greedy, log_odds(law, 1e-6), ranks, depth)
 
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For F nodes: Pr(the r-th likeliest is output), Pr(the i-th draw is accepted).
@@ -78,9 +74,7 @@ class Calibration:
 
         # 1. Top tokens.
         top, largest_left, square, left = seen(outlines)
-        one, odds, rank, deep = self.tops
-        tops = expit(top * odds + (RANKS * rank + (one + deep * depth)))
-        tops /= tops.sum(-1, keepdims=True).clip(1)
+        tops = chosen(self.tops, top, RANKS, depth)
 
         # 2. Draws, given that those before were refused.
         one, odds, even, room, turn, turn_even, deep = self.draws
@@ -93,6 +87,17 @@ class Calibration:
         untaken = np.ones(first.shape)
         untaken[:, 1:] -= tops.cumsum(-1)
         return tops, untaken.clip(0)[..., None] * (refused[..., :-1] - refused[..., 1:])
+
+
+def chosen(
+    weights: tuple[float, ...], odds: np.ndarray, ranks: np.ndarray, depth: int
+) -> np.ndarray:
+    """[F, K] Pr(each of the top tokens is output). odds: [F, K] their log-odds. ranks: [K] logs."""
+    from scipy.special import expit  # reading a file does without scipy
+
+    one, of_odds, of_rank, deep = weights
+    chance: np.ndarray = expit(odds * of_odds + (ranks * of_rank + (one + deep * depth)))
+    return chance / chance.sum(-1, keepdims=True).clip(1)
 
 
 def nearest(known: Mapping[str, Known], temperature: float) -> Known:

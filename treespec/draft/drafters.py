@@ -23,7 +23,7 @@ FREE = "treespec.draft.model_free"
 CHECKS = "treespec.draft.checks"
 
 
-def of_head(name: str, family: str, summary: str, source: str, **facts: Any) -> DrafterKind:
+def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
     """The row of a trained head."""
     return DrafterKind(
         name,
@@ -33,30 +33,26 @@ def of_head(name: str, family: str, summary: str, source: str, **facts: Any) -> 
         source,
         f"{CHECKS}:check_head",
         "must",
-        family=family and f"treespec.draft.trained.{family}",
         **facts,
     )
 
 
 ROWS = (
-    of_head("head", "", "a trained head; its files name the kind", ""),
+    of_head("head", "a trained head; its files name the kind"),
     of_head(
         "eagle",
-        "kinds:EAGLE",
         "extrapolates the target's features",
         "EAGLE-1 and 2, Li et al. 2024",
         trained=True,
     ),
     of_head(
         "eagle3",
-        "kinds:EAGLE3",
         "the same, over three of the target's layers",
         "EAGLE-3, Li et al. 2025",
         trained=True,
     ),
     of_head(
         "medusa",
-        "kinds:MEDUSA",
         "a head for each token ahead",
         "Medusa, Cai et al. 2024",
         at_once=True,
@@ -64,28 +60,24 @@ ROWS = (
     ),
     of_head(
         "hydra",
-        "kinds:HYDRA",
         "the same, each sees the drafts before",
         "Hydra, Ankner et al. 2024",
         trained=True,
     ),
     of_head(
         "hydra++",
-        "kinds:HYDRA_PLUS",
         "Hydra with a layer of its own",
         "Hydra, Ankner et al. 2024",
         trained=True,
     ),
     of_head(
         "dflash",
-        "kinds:DFLASH",
         "all levels in one forward, a block of mask tokens",
         "DFlash, 2602.06036",
         at_once=True,
     ),
     of_head(
         "p-eagle",
-        "kinds:P_EAGLE",
         "all levels in one forward of EAGLE-3's head",
         "P-EAGLE, 2602.01469",
         at_once=True,

@@ -65,14 +65,9 @@ class TreeDrafter(ForcedDrafter):
         times: CostBy | None = None,
         cache: OneHotDrafter | None = None,
     ) -> None:
-        model = DraftModel(
-            several=proposer.q_per_draw,
-            trained=proposer.head is not None,
-            deepest=proposer.max_depth,
-            calibrated=calibration is not None,
-            at_once=proposer.at_once,
-        )
-        check_fit(policy, scheme, model)
+        trained, calibrated = proposer.head is not None, calibration is not None
+        facts = (proposer.q_per_draw, trained, proposer.max_depth, calibrated, proposer.at_once)
+        check_fit(policy, scheme, DraftModel(*facts))
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy
         self.times, self.now, self.cache = times, time.perf_counter, cache

@@ -1,6 +1,6 @@
 """The kinds of trained heads: untrained ones for a target, and what drafts with them.
 
-`treespec.draft.drafters` names the kinds by `family`; a package may bring further ones.
+A row of `treespec.draft.drafters` in a package names its own kind as `family`.
 """
 
 from collections.abc import Callable, Iterator
@@ -187,16 +187,15 @@ class Kind(Generic[H]):
                 yield whole(logits, head, target)
 
 
-EAGLE = Kind(new_eagle, EagleProposer)
-EAGLE3 = Kind(new_eagle3, EagleProposer)
-MEDUSA = Kind(new_medusa, MedusaProposer)
-HYDRA = Kind(new_hydra, HydraProposer)
-HYDRA_PLUS = Kind(new_hydra_plus, HydraProposer)
-DFLASH = Kind(new_dflash, BlockProposer)
-P_EAGLE = Kind(new_p_eagle, BlockProposer)
-
 KINDS: dict[str, Kind[Any]] = {  # by the head's own `kind`
-    row.name: resolve_name(row.family) for row in DRAFTERS.values() if row.family
+    "eagle": Kind(new_eagle, EagleProposer),
+    "eagle3": Kind(new_eagle3, EagleProposer),
+    "medusa": Kind(new_medusa, MedusaProposer),
+    "hydra": Kind(new_hydra, HydraProposer),
+    "hydra++": Kind(new_hydra_plus, HydraProposer),
+    "dflash": Kind(new_dflash, BlockProposer),
+    "p-eagle": Kind(new_p_eagle, BlockProposer),
+    **{row.name: resolve_name(row.family) for row in DRAFTERS.values() if row.family},
 }
 
 

@@ -104,8 +104,7 @@ class Spec:
 
     def new(self) -> "Spec":
         """Another Spec with the same parts, for a second text at a time; no weights are copied."""
-        rest = (self.template, True, self.calibration, self.times)  # True: it was allowed before
-        return Spec(self.target, self.source, self.policy, self.verifier, *rest)
+        return self.configured(self.policy, self.verifier, allow_lossy=True)  # it was allowed
 
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: the base of every speedup."""

@@ -2,7 +2,7 @@
 
 import typer
 
-from treespec.cli.early import begin, check_pairing, check_questions
+from treespec.cli.early import begin_answers, check_questions
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.eval.certify.config import CertifyConfig
@@ -15,9 +15,7 @@ def certify(config: CertifyConfig) -> None:
     # 1. Check what needs no weights.
     check_writable(config.out, "--out")
     check_questions(config.questions)
-    if config.source is not None:
-        begin(config, [config.source], chats=True)
-        check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
+    begin_answers(config)
     from pathlib import Path
 
     from treespec.cli.terminal import with_progress

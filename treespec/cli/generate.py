@@ -45,8 +45,7 @@ def generate(config: GenerateConfig) -> None:
     spec = load_spec(config)
     from treespec.decoding.stats import figures_of  # imports torch
 
-    together = len(prompts) * config.n > 1
-    stats = answer_all(spec, prompts, config) if together else answer(spec, prompts[0], config)
+    stats = answer(spec, prompts, config)
     print(figures_of(stats, explain=True), file=sys.stderr)
 
 
@@ -63,21 +62,17 @@ def prompt_of(text: str, raw: bool) -> "Single":
     return text if raw else [{"role": "user", "content": text}]
 
 
-def answer(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
-    """Print an answer as it comes."""
-    shown = printable if sys.stdout.isatty() else str
-    stream = spec.stream(prompt, **config.requested)
-    for piece in stream:
-        print(shown(piece.text), end="", flush=True)
-    print()
-    return stream.output.stats
-
-
-def answer_all(spec: "Spec", prompts: list[Any], config: GenerateConfig) -> "Stats":
-    """Print the answers when all are there. Returns their sum."""
+def answer(spec: "Spec", prompts: list[Any], config: GenerateConfig) -> "Stats":
+    """Print an answer as it comes, or several when all are there. Returns the sum of their figures."""
     from treespec.decoding.stats import Stats
 
     shown = printable if sys.stdout.isatty() else str
+    if len(prompts) * config.n == 1:
+        stream = spec.stream(prompts[0], **config.requested)
+        for piece in stream:
+            print(shown(piece.text), end="", flush=True)
+        print()
+        return stream.output.stats
     samples = spec.generate(prompts, n=config.n, batch=config.batch, **config.requested)
     outputs = [output for of_prompt in samples for output in of_prompt]
     print("\n\n".join(shown(output.text) for output in outputs))

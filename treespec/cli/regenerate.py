@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treespec.cli.early import begin, check_data, check_pairing
+from treespec.cli.early import begin_answers, check_data
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, with_progress
 from treespec.files.atomic import check_folder
@@ -41,12 +41,8 @@ def check(config: RegenerateConfig) -> None:
     check_folder(config.out)
     if config.data is not None:
         check_data(config.data, answered=False)
-    if config.endpoint is not None:
-        return
-    source = config.source
-    begin(config, [] if source is None else [source], chats=True)
-    if source is not None:
-        check_pairing(source, config.tree, config.verifier, config.allow_lossy)
+    if config.endpoint is None:
+        begin_answers(config)
 
 
 def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":

@@ -4,7 +4,6 @@ import threading
 from threading import Event
 
 import pytest
-import torch
 from models import random_head, target
 from serving import held, random_prompts, said, soak
 
@@ -12,7 +11,6 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.errors import Busy, InputError
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution
 
 NEW = 12
 SPECS = {
@@ -66,38 +64,6 @@ def test_each_of_many_callers_gets_the_answer_of_its_request_alone(spec):
     wanted = [(number, alone(spec, prompt, **mixed(number)), False) for number, prompt in enumerate(prompts)]
     assert sorted(found) == wanted
     assert beside.token_ids == wanted[0][1]
-
-
-class Raising:
-    """A shaper that breaks once the answer has begun."""
-
-    def begin(self, prompt):
-        return self
-
-    def shape(self, answer, paths, logits):
-        if answer:
-            raise LookupError("a shaper broke")
-        return logits
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_shaper_that_raises_ends_its_own_text(spec, temperature):
-    prompts, decoder = random_prompts(3), spec.new().decoder
-    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
-    wanted = [alone(spec, prompt, **options) for prompt in prompts]
-    texts = [spec.request(prompt, **options) for prompt in prompts]
-    texts[1].distribution = Distribution(texts[1].distribution.params, [Raising()])
-    answers = {text: [] for text in texts}
-    with torch.inference_mode():
-        pieces = decoder.step(texts)
-        while pieces:
-            for text, piece in pieces:
-                answers[text].append(piece)
-            pieces = decoder.step([])
-    assert said(answers[texts[0]]) == wanted[0]
-    assert said(answers[texts[2]]) == wanted[2]
-    assert isinstance(texts[1].error, LookupError)
-    assert said(answers[texts[1]]) == wanted[1][: texts[1].stats.new_tokens]
 
 
 def test_a_cancelled_request_leaves_within_a_cycle_and_the_others_go_on(spec):
@@ -170,7 +136,7 @@ def test_memory_bounds_how_many_run_at_a_time(head, monkeypatch):
 
 
 def test_what_fails_for_one_request_ends_that_one_alone(head, monkeypatch):
-    """Its prefill, its logits, its caller."""
+    """Its prefill, its processor, its caller."""
     original, prompts = Target.prefill, random_prompts(4)
     bad = [7, 7, 7, 7]
 
@@ -182,19 +148,26 @@ def test_what_fails_for_one_request_ends_that_one_alone(head, monkeypatch):
     def broken(piece):
         raise LookupError("nobody listens")
 
+    def unfinished(input_ids, scores):
+        if input_ids.shape[1] > len(prompts[1]) + 2:
+            raise ArithmeticError("a processor broke")
+        return scores
+
     monkeypatch.setattr(Target, "prefill", prefill)
     with Engine(head, batch=8) as engine:
         first, go = held_up(engine, prompts[0], max_new_tokens=NEW)
         unheard = engine.submit(prompts[1], on_piece=broken, max_new_tokens=NEW)
         failed = engine.submit(bad, max_new_tokens=NEW)
+        unshaped = engine.submit(prompts[1], logits_processor=unfinished, max_new_tokens=NEW)
         others = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[2:]]
         go.set()
         with pytest.raises(MemoryError):
             list(failed)
-        with pytest.raises(LookupError):
-            unheard.result()
-        with pytest.raises(LookupError):  # and again, never an end
-            unheard.result()
+        with pytest.raises(ArithmeticError):
+            unshaped.result()
+        for _ in range(2):  # and again, never an end
+            with pytest.raises(LookupError):
+                unheard.result()
         for prompt, answer in zip((prompts[0], *prompts[2:]), (first, *others), strict=True):
             assert answer.result().token_ids == alone(head, prompt, max_new_tokens=NEW)
 

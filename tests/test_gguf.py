@@ -21,7 +21,6 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.blocks import BlockEmbedding
 from treespec.model.gguf_load import tell_of_rotary_factors
-from treespec.model.gguf_quantizer import order_of_rows
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
 from treespec.model.target import Target
@@ -71,14 +70,6 @@ def test_a_head_without_an_embedding_reads_the_blocks(folder, tmp_path):
     spec = load(str(folder), tmp_path / "head", "4x2", load_in="gguf:tiny.gguf", dtype="float32")
     assert isinstance(spec.source.head.embed_tokens, BlockEmbedding)
     assert spec.generate([3, 9, 4], max_new_tokens=8).token_ids
-
-
-def test_rows_for_a_draft_vocabulary_are_rows_of_the_whole_output(folder):
-    target, tokens = loaded(folder), torch.tensor([0, 3, 17, 63, 289])
-    hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
-    own = target.output_logits(hidden, target.output_rows(tokens))
-    torch.testing.assert_close(own, target.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
-    assert (target.vocab_size, target.feature_width) == (290, 64)
 
 
 def test_a_packed_model_takes_the_bytes_of_its_file(folder):
@@ -203,18 +194,3 @@ def test_what_is_no_gguf_file_is_told_in_a_line(folder):
 def test_blocks_are_not_split_over_processes(folder):
     with pytest.raises(InputError, match="this target's are quantised"):
         shard(loaded(folder), 2, torch.device("cpu"))
-
-
-def test_only_a_reordering_of_rows_leaves_blocks_as_they_are():
-    """A processor that changes values, transposes or cuts has its matrices unpacked."""
-    from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
-
-    def by(change):
-        processor = TensorProcessor()
-        processor.process = lambda weights, name, **_: GGUFTensor(change(weights), name, {})
-        return order_of_rows(processor, "blk.0.attn_q.weight", 6)
-
-    assert by(lambda w: w[::-1]).tolist() == [5, 4, 3, 2, 1, 0]
-    assert by(lambda w: w).tolist() == list(range(6))
-    for change in (lambda w: w - 1, lambda w: w.T, lambda w: w[:, ::-1], lambda w: w[:3], lambda w: w.reshape(7, 7)):
-        assert by(change) is None

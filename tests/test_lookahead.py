@@ -61,23 +61,6 @@ def test_extra_rows_change_nothing_of_the_tree_and_see_their_own_line(name):
     assert torch.allclose(*following, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_texts_with_and_without_rows_share_a_forward():
-    model, texts = target("llama"), [prefix(seed=4, length=5), prefix()]
-    trees = [with_rows(random_tree()), random_tree(seed=2), with_rows(random_tree(seed=5), rows=1, width=2)]
-    texts.append(prefix(seed=6, length=2))
-    caches = [model.new_cache() for _ in texts]
-    for cache, text in zip(caches, texts, strict=True):
-        model.prefill(cache, text)
-    alone = [model.forward_tree(cache, tree) for cache, tree in zip(caches, trees, strict=True)]
-    caches[0].join(caches[1:])
-    for out, own in zip(model.forward_trees(caches[0], trees), alone, strict=True):
-        assert torch.allclose(out.logits, own.logits, atol=TOLERANCE, rtol=TOLERANCE)
-        assert out.features.shape == own.features.shape
-        assert (out.rows is None) == (own.rows is None)
-        if own.rows is not None:
-            assert torch.allclose(out.rows, own.rows, atol=TOLERANCE, rtol=TOLERANCE)
-
-
 def says(*tokens):
     """Logits whose likeliest tokens are these."""
     return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), VOCAB).float()

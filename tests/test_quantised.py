@@ -142,14 +142,6 @@ def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, m
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_in_8bit_is_told_to_be_inexact_as_the_option_is(caplog):
-    config = hf.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_in, "find_spec", lambda name: name)
-        assert load_in.quantizer_options(Placement(), config) == {}
-    assert "8bit computes in float16 and chooses outlier columns from all rows" in caplog.text
-
-
 def test_8bit_logits_that_change_with_the_rows_are_told_by_their_cause(folder, monkeypatch):
     model = random_model(hf.AutoConfig.from_pretrained(folder))
     model.is_loaded_in_8bit = True

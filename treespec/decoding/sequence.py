@@ -84,6 +84,7 @@ def copied(
     if own and drafter:
         own.join([drafter])
         own.select([row + 1])  # behind the row of a new one
+        own.rewind(own.lengths)  # what it learns of its trees is its own, too
     return cache.alone(row), own
 
 

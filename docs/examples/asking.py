@@ -1,4 +1,4 @@
-"""What a request may ask: each answer has exactly the law of the changed logits, trees and all."""
+"""What a request may ask: each answer has exactly the distribution of the changed logits, trees and all."""
 
 import sys
 

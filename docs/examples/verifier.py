@@ -19,7 +19,7 @@ class Mine(Scheme):
     def draw(self, q, k, generator):  # q: [B, V] probabilities
         return Draws(torch.multinomial(q, 1, generator=generator))
 
-    def plan(self, p, q, draws):  # [B, V]: the law of the output token, given the draw
+    def plan(self, p, q, draws):  # [B, V]: the distribution of the output token, given the draw
         accept = (p / q).gather(1, draws.tokens).clamp(max=1)  # [B, 1]
         residual = (p - q).clamp(min=0)
         residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-30)

@@ -11,7 +11,7 @@ from treespec.trees.tree import TokenTree
 
 
 class Again(Drafter):
-    one_hot = True  # its tokens have no draft law, so it goes with --verifier topk
+    one_hot = True  # its tokens have no draft distribution, so it goes with --verifier topk
     taps = ()  # it reads no layer of the target
     per_text = ("observed",)  # lists with one entry a text; texts come and go in them
 
@@ -22,7 +22,7 @@ class Again(Drafter):
     def lengths(self):
         return self.observed
 
-    def draft_trees(self, roots, laws, generators, cache, now=time.perf_counter):
+    def draft_trees(self, roots, distributions, generators, cache, now=time.perf_counter):
         return [self.tree(root) for root in roots]  # roots: [B] the last token of each text
 
     def tree(self, root):

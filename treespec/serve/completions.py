@@ -15,8 +15,7 @@ from treespec.serve.replies import Delta, Fields, Reply, events
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.tools import Catcher, choice_of, form_of
-from treespec.text.prompts import well_formed
-from treespec.text.strings import fitting
+from treespec.text.strings import fitting, well_formed
 
 router = APIRouter()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError
 from treespec.text.entries import UnusableConversation
+from treespec.text.strings import well_formed
 from treespec.text.templates import (
     Messages,
     Template,
@@ -15,7 +16,6 @@ from treespec.text.templates import (
     check,
     refusals,
     render,
-    sound,
     special_tokens,
 )
 
@@ -184,4 +184,4 @@ def _marked(
             [list(messages)], tools=list(tools) if tools else None, chat_template=source, **options
         )
     (text,), (spans,) = rendered
-    return sound(text), spans
+    return well_formed(text, "the text of the messages"), spans

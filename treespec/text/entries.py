@@ -16,7 +16,7 @@ from itertools import cycle
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.text.strings import text_of
+from treespec.text.strings import text_of, well_formed
 
 TURNS = ("conversations", "messages", "conversation", "data")  # fields that hold a list of turns
 TEXT = "text"
@@ -211,12 +211,12 @@ def _message(turn: dict[str, Any], i: int) -> Message:
     thoughts = [turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)]
     try:
         content = text_of(content)
+        for text in (content, *thoughts):
+            well_formed(text, "which")
     except ValueError as error:
         raise UnusableConversation(
             "the content of a turn is not text", f"turn {i} {error}"
         ) from None
-    if any(map(_is_broken, [content, *thoughts])):
-        raise UnusableConversation("the content of a turn is not text", f"turn {i}")
 
     # 3. What else a template may show.
     message: Message = {"role": role, "content": content}
@@ -236,11 +236,6 @@ def _call(call: object) -> object:
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
-
-
-def _is_broken(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, which no tokenizer takes."""
-    return re.search("[\ud800-\udfff]", text) is not None
 
 
 def _listed(value: object) -> object:

@@ -25,7 +25,7 @@ from transformers import BatchEncoding
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.strings import fitting, text_of
+from treespec.text.strings import fitting, text_of, well_formed
 
 if TYPE_CHECKING:
     from treespec.model.target import Target
@@ -197,17 +197,6 @@ def _kept(ids: Any, mask: Any) -> list[object]:
             "ends"
         )
     return [ids[place] for place in shown]
-
-
-def well_formed(text: str, where: str) -> str:
-    """The text itself. Raises InputError for half of a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where} is no valid text: character {error.start + 1} is half of a surrogate pair"
-        ) from None
-    return text
 
 
 def _is_list(given: object) -> TypeGuard[Sequence[Any]]:

@@ -70,6 +70,17 @@ def _text_of_part(part: object) -> str:
     return str(part["text"])
 
 
+def well_formed(text: str, where: str) -> str:
+    """The text itself. Raises InputError for half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where} is no valid text: character {error.start + 1} is half of a surrogate pair"
+        ) from None
+    return text
+
+
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of tokens or characters at the start that both share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, first_line
 from treespec.text import fschat
-from treespec.text.strings import fitting
+from treespec.text.strings import fitting, well_formed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,9 @@ def render(
         unused = "tools" if tools else "chat_template_kwargs"
         raise InputError(f"the fschat template {template} has no place for {unused}")
     if template is not None:
-        return sound(fschat.render(template, messages, add_generation_prompt))
+        return well_formed(
+            fschat.render(template, messages, add_generation_prompt), "the text of the messages"
+        )
     check(tokenizer)
     with refusals():
         text = tokenizer.apply_chat_template(
@@ -65,7 +67,7 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **_variables(chat_template_kwargs),
         )
-    return sound(str(text))
+    return well_formed(str(text), "the text of the messages")
 
 
 def _variables(named: Variables) -> dict[str, Any]:
@@ -142,15 +144,3 @@ def refusals() -> Iterator[None]:
         raise InputError(
             f"the chat template refuses these messages: {kind}{first_line(error)}"
         ) from error
-
-
-def sound(rendered: str) -> str:
-    """Raises InputError for half of a surrogate pair, which no tokenizer takes."""
-    try:
-        rendered.encode()
-    except UnicodeEncodeError as error:
-        half = rendered[error.start]
-        raise InputError(
-            f"the messages hold {half!r}, half of a surrogate pair, which stands for no character"
-        ) from None
-    return rendered

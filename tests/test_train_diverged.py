@@ -25,8 +25,7 @@ from treespec.files import checksum
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.train.data.batches import epoch_batches
 from treespec.train.files.checkpoints import latest_step
-from treespec.train.loop.gradient import IN_A_ROW, Skips
-from treespec.train.loop.run import check_weights
+from treespec.train.loop.run import IN_A_ROW, Skips, check_weights
 
 
 @pytest.fixture

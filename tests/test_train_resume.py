@@ -27,8 +27,8 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
 from treespec.train.data.batches import batches_from
 from treespec.train.files.checkpoints import all_in
-from treespec.train.loop import gradient
-from treespec.train.loop.gradient import forwards, forwards_each
+from treespec.train.loop import run as gradient
+from treespec.train.loop.run import forwards, forwards_each
 from treespec.train.run import train
 
 

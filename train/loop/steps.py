@@ -8,9 +8,15 @@ from treespec.train.data.batches import batches_from, epoch_batches, read_ahead
 from treespec.train.files import checkpoints
 from treespec.train.files.checkpoints import Place
 from treespec.train.files.record import keep
-from treespec.train.loop.gradient import Skips, forwards_each, forwards_from, optimizer_step
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import Run, check_weights
+from treespec.train.loop.run import (
+    Run,
+    Skips,
+    check_weights,
+    forwards_each,
+    forwards_from,
+    optimizer_step,
+)
 from treespec.train.loop.schedule import Clock, draft_steps_at, learning_rate
 from treespec.train.loop.validate import Watch
 

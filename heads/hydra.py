@@ -13,6 +13,7 @@ norm. It runs over all hidden states up to position t, and its output takes the 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, cast, final
 
 import torch
@@ -48,10 +49,7 @@ class Prefix(nn.Module):
         """
         layer = cast(Layer, self.layers[0])
         angles = self.rotary(positions, states.dtype)
-
-        def attend(x: Tensor) -> Tensor:
-            return layer.self_attn(x, angles, mask, cache)
-
+        attend = partial(layer.self_attn, angles=angles, mask=mask, cache=cache)
         return self.norm(layer(states, attend))
 
 

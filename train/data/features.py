@@ -59,7 +59,7 @@ class StoredFeatures:
     def __init__(self, folder: Path, identity: Identity, device: torch.device) -> None:
         self.folder, self.device = folder, device
         self.owner = checksum.of_fields(identity)
-        self.eight_bits = "eight_bits" in identity
+        self.eight_bits: bool = identity["eight_bits"]
         self.dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
         self.verified: set[int] = set()
         self.shards: dict[int, tuple[Any, dict[str, str]]] = {}  # open files and their metadata
@@ -191,8 +191,8 @@ class Store:
             "content": target_identity(config.target, config.placement),
             "dtype": str(target.dtype),
             "tokens": digest.hexdigest(),
-            **({"taps": list(self.taps)} if self.taps else {}),
-            **({"eight_bits": ROW} if eight_bits else {}),
+            "taps": list(self.taps),
+            "eight_bits": eight_bits,
         }
         width = target.feature_width + len(self.taps) * target.config.hidden_size
         per_token = width * target.dtype.itemsize
@@ -217,8 +217,9 @@ class Store:
         return stored
 
     def _write(self, stored: StoredFeatures, missing: list[int]) -> None:
+        """Write shards. A sharded target makes as many forwards in all processes."""
         own = most = sum(len(self._batches(shard)) for shard in missing)
-        if self.config.shard_target:  # a sharded target needs as many forwards of all processes
+        if self.config.shard_target:
             counts = torch.tensor([own], device=self.accelerator.device)
             most = int(self.accelerator.gather(counts).max())
         if not most:

@@ -29,7 +29,7 @@ class Table:
     """Rows under named columns.
 
     labels: names of the first columns, which name a row. columns: names of the other columns.
-    rows: cells; a page draws a bar below each figure. reference: where the bars have a dashed line.
+    rows: cells; a page draws a bar below each that is a figure. reference: its dashed line.
     """
 
     title: str

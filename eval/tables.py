@@ -75,7 +75,7 @@ def speeds(row: Row) -> dict[str, Cell]:
     first = f"{overall['first_token']:.3f}" if alone and overall["first_token"] else ""
     return {
         "τ": overall["acceptance_length"],
-        "tokens/s": overall["tokens_per_second"],
+        "tokens/s": shown(overall["tokens_per_second"]),
         "speedup": overall["speedup"],
         "by generate": row["by_generate"],
         "first token, s": first,
@@ -97,7 +97,7 @@ def right(row: Row) -> dict[str, Cell]:
     right, same = row["right"], row["right"]["same"]
     return {
         "right": f"{right['right']} of {right['answers']}",
-        "%": percent(right["share"]),
+        "%": shown(percent(right["share"])),
         "% less the baseline's": shown(percent(right["difference"])),
         "same verdict": "" if same is None else f"{same} of {right['answers']}",
     }

@@ -218,10 +218,3 @@ def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_
     few, many = (measured(scheme_by_name(name), p, q, k, generator, samples) for samples in (32, 128))
     assert 0.8 < few.error.square().mean().sqrt() / few.value.std() < 1.25  # standard error of the spread: 5 %
     assert 1.8 < (few.error.square().mean() / many.error.square().mean()).sqrt() < 2.2
-
-
-def test_a_stated_rate_is_taken_as_it_is():
-    p, q = (law(values)[None] for values in CASES["plain"])
-    rate = measured(SCHEMES["rrs"], p, q, 3, torch.Generator())
-    assert rate.value.equal(SCHEMES["rrs"].acceptance_rate(p, q, 3))
-    assert rate.error.tolist() == [0]

@@ -70,14 +70,6 @@ def test_a_stream_goes_on_unless_another_text_has_begun(spec, wanted):
     assert answer(spec, ONE) == wanted[len(ONE)]
 
 
-def test_a_second_spec_streams_beside_the_first(spec, wanted):
-    streams = [one.stream(ids, max_new_tokens=NEW) for one, ids in ((spec, ONE), (spec.new(), OTHER))]
-    turns = list(itertools.zip_longest(*streams))
-    assert len(turns) > 4
-    found = [said(piece for piece in pieces if piece) for pieces in zip(*turns, strict=True)]
-    assert found == [wanted[len(ONE)], wanted[len(OTHER)]]
-
-
 def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
     def closed(stream):
         stream.close()

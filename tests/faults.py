@@ -95,7 +95,7 @@ def coins_reused(spec):
     verifier = spec.decoder.verifier
 
     class Reusing:
-        name, scheme = verifier.name, verifier.scheme
+        name, scheme, paced = verifier.name, verifier.scheme, verifier.paced
 
         def __call__(self, tree, p, generator):
             after = generator.get_state()

@@ -89,9 +89,8 @@ def plain_tokens(
     fields: of a `GenerationConfig`. more: further arguments of `generate`.
     """
     # transformers fills gaps from the model's own generation config: empty that one
-    settings = GenerationConfig(
-        **{"pad_token_id": 0, "do_sample": False, "top_k": 0} | dict(fields)
-    )
+    sampled = {"top_k": 0} if fields.get("do_sample") else {}  # transformers' default is 50
+    settings = GenerationConfig(**{"pad_token_id": 0, "do_sample": False} | sampled | dict(fields))
     models_own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         ids, generate = torch.tensor([prompt], device=model.device), cast(Any, model.generate)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from models import CONFIGS, target
 from torch import nn
 
+from treespec.api.load import load
 from treespec.model import kernels
 from treespec.model.packed import PackedNorm, pack, packed_layer
+from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
 from treespec.trees.tree import TokenTree
 
@@ -140,3 +142,20 @@ def test_without_a_compiler_torch_computes_and_a_line_says_so():
 def test_training_takes_no_kernel():
     q = torch.randn(1, 2, 3, 16, requires_grad=True)
     assert kernels.attention(q, q, q, torch.zeros(1, 1, 3, 3), 1.0) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
+    """Also where two tokens are as likely: a model of 12 tokens, whose bfloat16 logits often tie."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    config.intermediate_size, config.vocab_size = 64, 12
+    model = type(target(name).model)(config).bfloat16().eval()
+    pack(model)
+    spec = load(model, drafter="lookup:tokens=1", verifier="topk")
+    assert has_equal_bits(spec.target)
+    for seed in range(10):
+        prompt = torch.randint(3, 12, (1, 20), generator=torch.Generator().manual_seed(seed))
+        options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+        plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, 20:].tolist()
+        assert spec.generate(prompt[0].tolist(), max_new_tokens=40, temperature=0, ignore_eos=True).token_ids == plain

@@ -34,6 +34,7 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, write_json
+from treespec.model.plain import has_equal_bits
 from treespec.options import chosen
 from treespec.shaping.options import LogitOptions
 from treespec.shaping.sampling import SamplingParams
@@ -198,6 +199,7 @@ class Examination:
             "verifier": spec.verifier.name,
             "tree": repr(spec.policy)[:200] if spec.policy else self.config.drafter,
             "lossless": spec.verifier.scheme.lossless,
+            "equal_bits": has_equal_bits(spec.target),
             "not_applied": own_settings(spec.target.model),
             "passed": bool(greedy["passed"] and all(test["passed"] for test in tests)),
             "tests": [greedy, *tests],

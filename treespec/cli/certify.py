@@ -47,6 +47,8 @@ def certify(config: CertifyConfig) -> None:
         print(f"        at token {answer['different_at']}: {apart}")
     for test in laws:
         print(f"{said(test)}  {test['test']}: p-value {test['p_value']:.3g} of {test['samples']}")
+    bits = "the same bits as" if found["equal_bits"] else "other rounding than"
+    print(f"In {found['environment']['dtype']} a node of a tree has {bits} one token at a time.")
     if found["not_applied"]:
         settings = ", ".join(f"{name}={value}" for name, value in found["not_applied"].items())
         print(

@@ -29,7 +29,6 @@ from treespec.model import kernels
 from treespec.model.masks import additive
 
 NAME = "sdpa_tree"
-SHORT = 64  # tokens of a text without a cache whose attention has the bits of a tree's
 
 
 def tree_attention(
@@ -51,13 +50,15 @@ def tree_attention(
     # 1. The kernels of a CPU; else, is stacking possible, and does it pay?
     n, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = None if attention_mask is None else attention_mask[:, :, :n]
-    if (
-        options.get("position_bias") is None
-        and (seen := _numbers(module, mask, query, key)) is not None
-    ):
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        if (own := kernels.attention(query, key, value, seen, scale)) is not None:
-            return own, None
+    if query.is_cpu and options.get("position_bias") is None:
+        seen = mask
+        if mask is None and getattr(module, "is_causal", False):
+            seen = torch.ones(1, 1, n, key.shape[2], dtype=torch.bool).tril(key.shape[2] - n)
+        if seen is not None:
+            seen = additive(seen, query.dtype) if seen.dtype == torch.bool else seen
+            scale = options.get("scaling") or query.shape[-1] ** -0.5
+            if (own := kernels.attention(query, key, value, seen, scale)) is not None:
+                return own, None
     plain = mask is None or mask.shape[1] > 1 or options.get("position_bias") is not None
     if plain or groups == 1 or n > most_nodes(key.shape[1], key.shape[3]):
         return sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -72,15 +73,6 @@ def tree_attention(
         stacked, key, value, attn_mask=mask, scale=options.get("scaling")
     )
     return out.reshape(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def _numbers(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as numbers to add; also that of a short text without a cache, which may be missing."""
-    n, is_causal = query.shape[2], getattr(module, "is_causal", False)
-    if is_causal and n == key.shape[2] <= SHORT and (mask is None or mask.dtype == torch.bool):
-        seen = torch.ones(1, 1, n, n, dtype=torch.bool).tril() if mask is None else mask
-        return additive(seen, query.dtype)
-    return mask
 
 
 def most_nodes(heads: int, width: int) -> int:

@@ -105,6 +105,33 @@ def check_against_plain_model(target: Checked, committed: int = 1) -> torch.devi
     return out.features.device
 
 
+@torch.no_grad()
+def has_equal_bits(target: Checked) -> bool:
+    """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
+
+    Node 3 of this tree, behind nine tokens, beside its path token by token:
+
+      0 - 1 - 3        4 is a child of 2
+        \\ 2 - 4
+    """
+    tokens = torch.tensor([[(3 + 4 * i) % target.vocab_size for i in range(FAR)]])
+    nodes = torch.tensor([5, 7, 11, 13, 17]) % target.vocab_size
+    parents, depth = torch.tensor([-1, 0, 0, 1, 2]), torch.tensor([0, 1, 1, 2, 2])
+    ancestors = torch.eye(5, dtype=torch.bool)
+    ancestors[:, 0] = ancestors[3, 1] = ancestors[4, 2] = True
+    whole, single = target.new_cache(), target.new_cache()
+    target.prefill(whole, tokens)
+    target.prefill(single, tokens)
+    rows = target.forward_tree(whole, TokenTree(nodes, parents, depth, ancestors)).logits
+    for node in (0, 1, 3):
+        one = nodes[[node]], torch.tensor([-1]), torch.tensor([0]), torch.ones(1, 1) > 0
+        logits = target.forward_tree(single, TokenTree(*one)).logits
+        if not torch.equal(logits[0], rows[node]):
+            return False
+        single.commit([[0]])
+    return True
+
+
 def error_of(target: Checked, error: Exception) -> InputError:
     """An error of the model's forward as one line that names the model."""
     if isinstance(error, InputError):

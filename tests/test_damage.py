@@ -3,6 +3,8 @@
 Training's own files (features, checkpoints) are tested beside training.
 """
 
+import hashlib
+import json
 import random
 import zlib
 from dataclasses import asdict
@@ -55,15 +57,22 @@ def write_ledger(folder):
         ledger.append("completion" if number else "head", line)
 
 
+def logits_config(folder):
+    return AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text=str(folder / "text.jsonl"))
+
+
 def write_logits(folder):
     """What `accept` keeps, of models that are gone."""
-    about = {"identity": "{}", "environment": '{"device": "abacus"}', "models": "1 2"}
+    (folder / "text.jsonl").write_text("{}")
+    options = asdict(logits_config(folder))
+    made = {name: value for name, value in options.items() if name not in sources.CHANGE_NO_LOGITS}
+    made["the text"] = hashlib.sha256(b"{}").hexdigest()
+    about = {"made": json.dumps(made), "environment": '{"device": "abacus"}'}
     write_tensors(folder / "logits.safetensors", {name: torch.randn(3, 5) for name in ("p", "q", "group")}, about)
 
 
 def read_logits(folder):
-    config = AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text="./gone")
-    logits, environment = sources._stored(folder / "logits.safetensors", config, {})
+    logits, environment = sources.collected(logits_config(folder), print)
     return asdict(logits), environment
 
 

@@ -68,11 +68,11 @@ def test_such_questions_are_found() -> None:
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 272_261,
-    "test code tokens": 253_928,
-    "source files": 352,
-    "source lines": 43_242,
-    "functions with 7 parameters or more": 4,
+    "source code tokens": 253_154,
+    "test code tokens": 206_192,
+    "source files": 318,
+    "source lines": 40_029,
+    "functions with 7 parameters or more": 3,
     "rooms": 19,
     "imports between rooms": 112,
     "circles of files, type-only imports too": 0,

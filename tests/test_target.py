@@ -120,7 +120,6 @@ def test_an_offloaded_target_scores_the_same_tree(tmp_path):
             "lm_head": "cpu",
         }
         | {"model.rotary_emb": "cpu"},
-        offload_folder=str(tmp_path / "offload"),
     )
     outs = []
     for model in (whole, offloaded):

@@ -29,7 +29,7 @@ def load_head(
 ) -> Head:
     """The head in a directory or hub repository. dtype: of its weights; default: the file's own.
 
-    norm_output: of an EAGLE-3 head, in place of what its config says. Default: what it says.
+    norm_output: of an EAGLE-3 head, instead of what its config says. Default: what it says.
     Some files of SpecForge say true for a head whose next feature is not normed (docs/formats.md).
     It also reads the formats of other projects (`treespec.heads.formats`).
     Raises InputError for a missing or corrupt file, and for missing, unknown or misshapen tensors,

@@ -74,7 +74,7 @@ class Head(nn.Module, ABC):
         """If the config names no taps, take the published ones for a target of `layers` layers."""
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
-        """Take the target's embedding [V, E] in place of an equal copy of it, or of none.
+        """Take the target's embedding [V, E] instead of an equal copy of it, or of none.
 
         weight: its weight, or the module itself where that holds no plain matrix.
         """

@@ -26,7 +26,7 @@ ANSWERED = "\x1b[?2004l"
 def save_models(folder):
     """A target and a head on disk. Warm answers are nearly uniform over tokens of which one in ten ends a text;
 
-    sure ones never end, since those tokens are never the likeliest.
+    sure ones never end, since those tokens are never the most likely.
     """
     words = tokenizer()
     ends = list(range(len(words) - 30, len(words)))

@@ -24,7 +24,7 @@ from treespec.draft.model_free.one_hot import OneHotDrafter, part, rests
 from treespec.draft.pairing import check_pair
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
-from treespec.trees.likeliest import expected_length
+from treespec.trees.most_likely import expected_length
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import chain
 from treespec.verify.registry import SCHEMES

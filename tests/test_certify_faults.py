@@ -51,7 +51,7 @@ def before_truncation(scheme, q, k, generator):
         ("8x1", "rrs-wo", 100, lambda spec: faults.change(spec, drawing=before_truncation), DRAWS),
         ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), TOKENS),
     ],
-    ids=["hotter draws", "phantoms", "coins reused", "seeded anew", "residual", "before top-p", "temperature"],
+    ids=["hotter draws", "phantoms", "coins reused", "seeded again", "residual", "before top-p", "temperature"],
 )
 def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
     spec = tiny(tree, verifier)
@@ -61,7 +61,7 @@ def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
 
 
 def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_is_not():
-    """More of the likeliest token. A share of this fault makes a share of its gap."""
+    """More of the most likely token. A share of this fault makes a share of its gap."""
 
     def tested(share, tokens):
         def plan(scheme, p, q, draws):

@@ -23,7 +23,7 @@ from treespec.draft.cost.running import Correction, CostModel, CostModels, Predi
 from treespec.draft.cost.timing import FORMAT, costs_in
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
-from treespec.trees.likeliest import expected_length
+from treespec.trees.most_likely import expected_length
 from treespec.trees.sequoia import sequoia
 
 

@@ -1,4 +1,4 @@
-"""Growing trees: the likeliest part of all drafts, chains that end where the draft is unsure, the best draws a node."""
+"""Growing trees: the most likely part of all drafts, chains that end where the draft is unsure, best draws a node."""
 
 import itertools
 import math

@@ -62,7 +62,7 @@ def test_extra_rows_change_nothing_of_the_tree_and_see_their_own_line(name):
 
 
 def says(*tokens):
-    """Logits whose likeliest tokens are these."""
+    """Logits whose most likely tokens are these."""
     return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), VOCAB).float()
 
 

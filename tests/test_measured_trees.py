@@ -19,7 +19,7 @@ from treespec.eval.fit.head import accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.likeliest import expected_length, likeliest
+from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.policy import policy
 from treespec.trees.sequoia import best_trees, sequoia
 from treespec.trees.static import StaticTree, TreeError
@@ -50,7 +50,7 @@ def table_of(seed, depth=3, ranks=3, descending=True):
 def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
     """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
     table = table_of(seed)
-    tree, wanted = likeliest(table, 9), 0.0
+    tree, wanted = most_likely(table, 9), 0.0
     for ranks in itertools.product(range(4), repeat=3):
         chance, accepted = 1.0, 0
         for d, rank in enumerate(ranks):
@@ -66,7 +66,7 @@ def test_measured_trees_are_the_best_of_all(nodes):
     for seed in range(3):
         table = table_of(seed)
         best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
-        tree = likeliest(table, nodes)
+        tree = most_likely(table, nodes)
         assert tree.size == nodes
         assert expected_length(tree, table) == pytest.approx(best)
 
@@ -90,10 +90,10 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
 
 def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
     assert sequoia([0.5, 0.2], 9, 2).size == 7
-    assert likeliest([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
+    assert most_likely([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
     assert sequoia([0.0, 0.0], 3, 2).size == 3
     with pytest.raises(TreeError, match="never right"):
-        likeliest([[0.0, 0.0]] * 2, 9)
+        most_likely([[0.0, 0.0]] * 2, 9)
     with pytest.raises(TreeError, match="at least 2 nodes"):
         sequoia([0.5], 1, 2)
 
@@ -161,4 +161,4 @@ def test_bad_options_are_one_line(changes, complaint):
 
 
 def test_a_rank_that_is_never_right_leaves_its_siblings():
-    assert likeliest([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))
+    assert most_likely([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))

@@ -42,7 +42,7 @@ def every_pair(number, size=5):
 
 
 def tied(q, number):
-    """Equals on both sides of the last likeliest token: either may be drawn."""
+    """Equals on both sides of the last most likely token: either may be drawn."""
     return 0 < number < len(q) and q.sort().values[-number] == q.sort().values[-number - 1]
 
 

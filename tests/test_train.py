@@ -92,7 +92,7 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
 
 @pytest.fixture
 def fresh_accelerate():
-    """A process holds one precision; the tests after this one take theirs anew."""
+    """A process holds one precision; the tests after this one take theirs again."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)

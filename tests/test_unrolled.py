@@ -17,7 +17,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import eagle3_objective
 from treespec.train.losses.teacher import Batch
 
-SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
+SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
 
 
 def text(length, seed=0, batch=2):

@@ -17,7 +17,7 @@ class Eagle3Options(CommandOptions):
         "EAGLE-3.1: the normed state is the next draft step's feature", False
     )
     norm_before_fc: bool = option(
-        "one norm over all tapped layers before fc, in place of --fc-norm", False
+        "one norm over all tapped layers before fc, instead of --fc-norm", False
     )
     norm_before_residual: bool = option("the first layer's residual is the normed feature", False)
     layer_family: str = option(

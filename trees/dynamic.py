@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from treespec.trees.likeliest import likeliest
+from treespec.trees.most_likely import most_likely
 from treespec.trees.ranges import CHILDREN, DEPTH, NODES, Range
 from treespec.trees.shape import Builder, Growth, Policy
 
@@ -77,7 +77,7 @@ class DDTree(Policy):
 
     The distribution of a level depends on the text alone. So the probability of a path is the product of
     one probability a level, and the tree of the most likely paths is known once the head has run
-    (`treespec.trees.likeliest`):
+    (`treespec.trees.most likely`):
 
         level 1    a .6  b .3      paths    a .6   ac .42   b .3   bc .21   ad .12   …
         level 2    c .7  d .2      tree of five nodes:   root ─┬─ a ── c
@@ -99,7 +99,7 @@ class DDTree(Policy):
     def grow(self, build: Builder, known: None) -> Growth:
         levels = build.levels(self.depth, self.nodes - 1)
         if not build.one_hot:
-            return build.fixed(likeliest(levels.tolist(), self.nodes))
+            return build.fixed(most_likely(levels.tolist(), self.nodes))
         # No path below a node that a level of nodes - 1 leaves out is among the most likely of all.
         return build.ranked(len(levels), self.nodes - 1, self.nodes)
 

@@ -1,7 +1,7 @@
 """A dynamic tree for sampled children: the number of draws at a node is fixed before drawing.
 
 A node costs `price`, in expected tokens. At a node reached with probability r, j sure tokens (the
-likeliest of q) and m draws are worth r A(j, m) - price (j + m), A their acceptance rate. The node
+most likely of q) and m draws are worth r A(j, m) - price (j + m), A their acceptance rate. The node
 takes the best pair. The pair may depend on q, on the path and on earlier levels, never on the drawn
 tokens. No limit is shared between branches, so verifiers that visit leaves first may have such a
 tree too.
@@ -78,7 +78,7 @@ def allot(
         reach / r  draws[2, 0:3]     tops[0:2]     0
 
     reach: [F] Pr(the node is reached).
-    tops: [F, J] Pr(the i-th likeliest token is output).
+    tops: [F, J] Pr(the i-th most likely token is output).
     draws: [F, J + 1, M] Pr(the i-th draw is accepted) beside 0 to J sure tokens.
     price: of a node, in expected tokens.
     even: whether every draw of a node has the same chance to be accepted, as with `optimal`.

@@ -24,7 +24,7 @@ EAGLE_CHILDREN = {
 }  # fmt: skip
 
 # Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
-# `treespec.trees.likeliest` is the method that chose them.
+# `treespec.trees.most likely` is the method that chose them.
 MEDUSA_CHILDREN = {
     "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
     "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1,

@@ -38,7 +38,7 @@ def pages() -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """A page with its generated parts made anew."""
+    """A page with its generated parts made again."""
     return PART.sub(lambda part: part[1] + generated(part[2]) + part[3], text)
 
 

@@ -54,7 +54,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
     target: str | None = shared(TargetOptions, "target", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
     laws: str | None = option(
-        'JSON file of given laws in place of a model: {"p": [[…], …], "q": [[…], …]}', None
+        'JSON file of given laws instead of a model: {"p": [[…], …], "q": [[…], …]}', None
     )
     answers_temperature: float = option(
         "temperature of the target's own answers", 1.0, least=0, most=100
@@ -102,10 +102,10 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         words=("same",),
     )
     top_k: int | None = option(
-        "keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10
+        "keep the k most likely tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10
     )
     top_p: float = option(
-        "keep the likeliest tokens of both laws that hold this probability; 1 is off",
+        "keep the most likely tokens of both laws that hold this probability; 1 is off",
         1.0,
         above=0,
         most=1,

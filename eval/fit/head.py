@@ -24,7 +24,7 @@ from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import write_text
 from treespec.shaping.sampling import SamplingParams, largest, probs
-from treespec.trees.likeliest import expected_length, likeliest
+from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, text_of
 
@@ -90,7 +90,7 @@ def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     Without a size (sequoia only) it is the one that decodes fastest by the times measured here.
     """
     if config.kind == "medusa":
-        return likeliest(table.tolist(), config.nodes)
+        return most_likely(table.tolist(), config.nodes)
     rates, depth = table.mean(0).numpy(), len(table)
     if config.nodes:
         return sequoia(rates, config.nodes, depth)

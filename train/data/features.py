@@ -91,7 +91,7 @@ class StoredFeatures:
             owner = (shard.metadata() or {}).get(OWNER)
         if owner != self.owner:
             raise InputError(
-                f"{file} holds features of another target or data: delete {self.folder} to store them anew"
+                f"{file} holds features of another target or data: delete {self.folder} to store them again"
             )
         return True
 
@@ -144,7 +144,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def remedy(path: Path) -> str:
-    return f"delete {path.name}, and the same command stores it anew"
+    return f"delete {path.name}, and the same command stores it again"
 
 
 def packed(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ def prepare_folder(folder: Path, identity: Identity, needed: int) -> None:
     """
     index = folder / INDEX
     if index.exists():
-        if read_json(index, f"delete {folder} to store the features anew", FORMAT) != identity:
+        if read_json(index, f"delete {folder} to store the features again", FORMAT) != identity:
             raise InputError(
                 f"{folder} holds features of another target or data; name another --features folder"
             )

@@ -124,7 +124,7 @@ def load(
             say(f"{problem}; going on from step {step}")
         return place
     if problems:
-        raise InputError(f"{'; '.join(problems)}; delete {folder} to begin anew")
+        raise InputError(f"{'; '.join(problems)}; delete {folder} to begin again")
     return Place()
 
 

@@ -90,7 +90,7 @@ def begun(folder: Path) -> Record | None:
     """
     if not (folder / "result.json").exists() and latest_step(folder) is None:
         return None
-    return read_json(folder / "config.json", f"delete {folder} to begin anew", FORMAT)
+    return read_json(folder / "config.json", f"delete {folder} to begin again", FORMAT)
 
 
 def finished(folder: Path, before: Record | None, record: Record) -> Validation | None:

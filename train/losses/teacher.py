@@ -52,23 +52,23 @@ def text_laws(tokens: Tensor, vocab_size: int) -> Laws:
 
 
 def drafted_laws(target: Target, states: Tensor, vocabulary: Tensor) -> tuple[Tensor, Laws]:
-    """The target's laws over a draft vocabulary, where its likeliest token is in it.
+    """The target's laws over a draft vocabulary, where its most likely token is in it.
 
     states: [M, H]. vocabulary: [Vd] int64. Returns which positions these are, [M] bool, and their
     laws. A law's sum is the mass that the target has on the vocabulary.
     """
-    # 1. A pass over all tokens keeps two numbers a position: its likeliest token, and the logarithm
+    # 1. A pass over all tokens keeps two numbers a position: its most likely token, and the logarithm
     #    of its softmax's denominator.
-    likeliest = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    most_likely = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     scales = torch.zeros(len(states), device=states.device)
     rows = chunk_rows(len(states), target.vocab_size, states.device)
     for start in range(0, len(states), rows):
         chunk = slice(start, start + rows)
         with torch.autocast(states.device.type, enabled=False):
             logits = target.output_logits(states[chunk])
-        likeliest[chunk] = logits.argmax(-1)
+        most_likely[chunk] = logits.argmax(-1)
         scales[chunk] = precise(logits).logsumexp(-1).to(scales.dtype)
-    drafted = torch.isin(likeliest, vocabulary)
+    drafted = torch.isin(most_likely, vocabulary)
 
     # 2. The laws, over the vocabulary alone.
     states, scales = states[drafted], scales[drafted]

@@ -25,13 +25,13 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         None,
     )
     from_template: int | None = option(
-        "in place of --data: the target writes this number of questions itself, from its chat template (Magpie)",
+        "instead of --data: the target writes this number of questions itself, from its chat template (Magpie)",
         None,
         least=1,
         most=MANY,
     )
     endpoint: str | None = option(
-        "a server with OpenAI's interface answers in place of the target, such as http://localhost:8000/v1; "
+        "a server with OpenAI's interface answers instead of the target, such as http://localhost:8000/v1; "
         "its key is taken from OPENAI_API_KEY",
         None,
     )

@@ -127,7 +127,7 @@ def record_of(config: RegenerateConfig, data: Path | None) -> Record:
 
 def check_record(path: Path, record: Record) -> None:
     """Raises InputError where the rows of a run that has begun are of other options or models."""
-    before = read_json(path, f"delete {path.parent} to begin anew", FORMAT)
+    before = read_json(path, f"delete {path.parent} to begin again", FORMAT)
     for name, difference in changes(before, record):
         if name not in FREE:
             raise InputError(

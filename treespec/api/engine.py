@@ -35,7 +35,7 @@ class Engine:
 
     Each has its own options, seed and end. A request that fails or is cancelled leaves after the
     present cycle, and the others do not notice. An error of the models ends all requests that run;
-    the next ones start anew.
+    the next ones start again.
     The engine decodes with a cache and drafter of its own, so the Spec stays free for its callers;
     they take turns with the engine, a cycle each. `close` it, or use it in a `with` block.
     """

@@ -163,7 +163,7 @@ def law_of(
 ) -> tuple[SamplingParams, LogitsProcessorList]:
     """The law of `generate`'s processors: the last steps as params, and the processors before them.
 
-    sampled: whether `generate` samples; otherwise it takes the likeliest token.
+    sampled: whether `generate` samples; otherwise it takes the most likely token.
     """
     if not sampled:
         return SamplingParams(), LogitsProcessorList(processors)

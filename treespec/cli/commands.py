@@ -37,7 +37,7 @@ SETTINGS = {  # options that a command of their name sets, and values to complet
 @final
 @dataclass(frozen=True)
 class Question:
-    """A message for the target to answer again, in place of the last answer."""
+    """A message for the target to answer again, instead of the last answer."""
 
     text: str
 
@@ -208,5 +208,5 @@ COMMANDS = {
 
 
 def in_words(error: Exception) -> str:
-    """An error's line, naming slash commands in place of command-line options."""
+    """An error's line, naming slash commands instead of command-line options."""
     return re.sub(rf"--(?=({'|'.join(COMMANDS).replace('/', '')})\b)", "/", str(error))

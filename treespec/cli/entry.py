@@ -114,7 +114,7 @@ def check_threads() -> None:
     if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
         raise InputError(
             f"the environment's OMP_NUM_THREADS is {threads!r}, must be a whole number from 1: set "
-            "it anew, or unset it"
+            "it again, or unset it"
         )
 
 

@@ -41,7 +41,7 @@ def stopped(config: TrainConfig) -> str:
     step = latest_step(Path(config.out) / "training")
     if step is None:
         first = f"The first checkpoint would have been at step {config.checkpoint_every}"
-        return f"Stopped. {first}: the same command begins anew."
+        return f"Stopped. {first}: the same command begins again."
     return (
         f"Stopped. The same command goes on from step {step}, the last checkpoint in {config.out}."
     )

@@ -26,7 +26,7 @@ class TokenLogprob:
     temperature, top-k and the rest, as OpenAI-compatible servers report it. So a token's
     log-probability does not depend on how it was sampled.
 
-    token: its id. logprob: natural logarithm. top: the likeliest tokens and their log-probabilities,
+    token: its id. logprob: natural logarithm. top: the most likely tokens and their log-probabilities,
     in descending order; `token` need not be among them.
     """
 
@@ -40,7 +40,7 @@ def logprobs(
 ) -> list[TokenLogprob]:
     """The log-probabilities of the tokens that follow nodes of a tree.
 
-    logits: [N, V], the target's. nodes, tokens: [M]. top: likeliest tokens of each.
+    logits: [N, V], the target's. nodes, tokens: [M]. top: most likely tokens of each.
     """
     # 1. In one copy to the host.
     logs = logits[list(nodes)].float().log_softmax(-1)  # [M, V] log-probabilities
@@ -50,8 +50,8 @@ def logprobs(
 
     # 2. By token.
     told = []
-    for token, (own, *others), likeliest in zip(tokens, numbers, ids.tolist(), strict=True):
-        told.append(TokenLogprob(token, own, tuple(zip(likeliest, others, strict=True))))
+    for token, (own, *others), most_likely in zip(tokens, numbers, ids.tolist(), strict=True):
+        told.append(TokenLogprob(token, own, tuple(zip(most_likely, others, strict=True))))
     return told
 
 
@@ -136,7 +136,7 @@ class Request:
     cancelled: set by any thread; the text leaves after the present cycle. error: what ended the
     text before its time.
     samples: what it shares with other answers to its prompt; None: nothing.
-    top_logprobs: likeliest tokens that each log-probability comes with; None: there are none.
+    top_logprobs: most likely tokens that each log-probability comes with; None: there are none.
     listener: is called after each cycle; an error of it ends the text.
     memory: the name of the answers that it may be drafted from; None: of none. remember: whether its
     own answer joins them.

@@ -157,6 +157,6 @@ def gguf_from_package(model: DemoModel, folder: Path) -> Path:
 
 
 def say(line: str) -> None:
-    """A line on standard error, in place of what a command shows there for the moment."""
+    """A line on standard error, instead of what a command shows there for the moment."""
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
     print(f"{start}{DEMO}: {line}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Predict from q alone how likely a head's top tokens and draws are to be accepted.
 
-Two logistic models are fitted once on held-out text. One gives Pr(the r-th likeliest token is
+Two logistic models are fitted once on held-out text. One gives Pr(the r-th most likely token is
 output) from its q, its rank and the depth. The other gives Pr(the i-th draw is accepted | the draws
 before were refused) from the shape of q without the top tokens.
 """
@@ -54,9 +54,9 @@ class Calibration:
             raise ValueError("weights or rates are missing")
 
     def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
-        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), at a depth.
+        """[F, K] Pr(the r-th most likely token is the target's choice at temperature 0), at a depth.
 
-        law: [F, K] probabilities of the likeliest tokens at temperature 1, descending. Without a
+        law: [F, K] probabilities of the most likely tokens at temperature 1, descending. Without a
         fitted model it is the result.
         """
         if not self.greedy:
@@ -65,7 +65,7 @@ class Calibration:
         return chosen(self.greedy, log_odds(law, 1e-6), ranks, depth)
 
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """For F nodes: Pr(the r-th likeliest is output), Pr(the i-th draw is accepted).
+        """For F nodes: Pr(the r-th most likely is output), Pr(the i-th draw is accepted).
 
         outlines: [F, J + 2] by `outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
         column j of the latter is for nodes whose first j children are the top tokens.

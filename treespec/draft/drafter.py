@@ -124,7 +124,7 @@ class Proposer(Observer):
 
     The calls of a cycle: begin, extend for each level, observe.
     head: the trained head that it drafts with, if any. q_per_draw: whether it combines M draft
-    models, whose draws take turns; its logits are then [F, M, N] in place of [F, N].
+    models, whose draws take turns; its logits are then [F, M, N] instead of [F, N].
     at_once: whether the distribution of a level depends on the sequence alone; `levels` then gives
     those of all levels.
     """

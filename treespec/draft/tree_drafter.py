@@ -43,7 +43,7 @@ MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs 
 class TreeDrafter(ForcedDrafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
-    At temperature 0 the children are the likeliest tokens under every scheme. There the target's
+    At temperature 0 the children are the most likely tokens under every scheme. There the target's
     law is one-hot, so every lossless plan outputs the target's token, and only the set of children
     is left to choose.
     Raises InputError for a policy and scheme that may not go together, and for a tree deeper than

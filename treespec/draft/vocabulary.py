@@ -1,7 +1,7 @@
 """A smaller draft vocabulary: a head drafts only the most frequent tokens.
 
 FR-Spec (Zhao et al. 2025, 2502.14856). A draft step then multiplies by N rows of the output
-embedding in place of V. The target's law p stays whole; q is the law over the N tokens, 0
+embedding instead of V. The target's law p stays whole; q is the law over the N tokens, 0
 elsewhere. So the text keeps the target's law.
 """
 

@@ -30,7 +30,7 @@ LOCK = ".lock"
 def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     """Yields the temporary file to write. It is renamed when the block ends, deleted if it fails.
 
-    folder: yield a new folder in place of a file. Raises InputError where it cannot be written: a
+    folder: yield a new folder instead of a file. Raises InputError where it cannot be written: a
     full disk, a missing permission, a parent that is a file.
     """
     path = Path(path)
@@ -177,7 +177,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
     happens. With the lock, it deletes temporaries of killed processes. Raises InputError with the
     id of the process that holds the lock.
 
-    wait: called with the holder's name; then this waits for the lock in place of the error.
+    wait: called with the holder's name; then this waits for the lock instead of the error.
     """
     # 1. The folder and its lock file.
     folder = Path(folder)

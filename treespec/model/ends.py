@@ -1,7 +1,7 @@
 """The two ends of a model, its embedding and its output, without the layers between them.
 
 A head that trains on stored features asks no more of its target. Of an 8 B model that is 2 GB in
-16 bits in place of 16.
+16 bits instead of 16.
 """
 
 from typing import Any

@@ -128,7 +128,7 @@ def _is_matrix(model: PreTrainedModel, name: str) -> bool:
 
 
 def _layer(plain: nn.Module, kind: int, dtype: torch.dtype) -> nn.Module:
-    """The layer of blocks in place of a plain one."""
+    """The layer of blocks instead of a plain one."""
     if isinstance(plain, nn.Linear):
         return BlockLinear(plain.in_features, plain.out_features, kind, plain.bias is not None)
     assert isinstance(plain, nn.Embedding)

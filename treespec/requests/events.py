@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class OwnToken:
     """The target's own token after the path. at: the node that it follows.
 
-    q, rank: of the draft model, 1 for its likeliest token; None where it drafted nothing there.
+    q, rank: of the draft model, 1 for its most likely token; None where it drafted nothing there.
     """
 
     at: int
@@ -162,7 +162,7 @@ def cycle_of(
     params: SamplingParams,
 ) -> Cycle:
     """A cycle by its number. seconds: by stage."""
-    # 1. The nodes that the walk can reach, numbered anew.
+    # 1. The nodes that the walk can reach, numbered again.
     tree = seen.tree
     kept = reachable(tree)
     number_of = {node: place for place, node in enumerate(kept)}

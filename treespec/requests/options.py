@@ -83,7 +83,7 @@ class RequestOptions(SamplingParams, LogitOptions):
     )
     logprobs: bool = option("give the log-probability of each token", False, line=None)
     top_logprobs: int = option(
-        "and those of this number of likeliest tokens", 0, least=0, most=MANY, line=None
+        "and those of this number of most likely tokens", 0, least=0, most=MANY, line=None
     )
     memory: str | None = option("for --drafter suffix: whose answers to draft from", "", line=None)
     remember: bool = option("whether this answer joins them", True, line=None)

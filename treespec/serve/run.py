@@ -186,7 +186,7 @@ def _log_config() -> dict[str, Any]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, uvicorn's own handlers end the server; the signals that it raises anew do nothing."""
+    """Inside, uvicorn's own handlers end the server; the signals that it raises again do nothing."""
     ends = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(end, lambda *_: None) for end in ends]
     try:

@@ -24,15 +24,15 @@ class SamplingParams(Options):
     PANEL = "Answers"
 
     temperature: float = option("sampling temperature; 0 is greedy", 0.0, least=0, most=HOTTEST)
-    top_k: int = option("sample from the k likeliest tokens; 0 is off", 0, least=0, most=MANY)
+    top_k: int = option("sample from the k most likely tokens; 0 is off", 0, least=0, most=MANY)
     top_p: float = option(
-        "sample from the likeliest tokens that hold this probability; 1 is off",
+        "sample from the most likely tokens that hold this probability; 1 is off",
         1.0,
         above=0,
         most=1,
     )
     min_p: float = option(
-        "sample from tokens above this share of the likeliest one's probability; 0 is off",
+        "sample from tokens above this share of the most likely one's probability; 0 is off",
         0.0,
         least=0,
         most=1,

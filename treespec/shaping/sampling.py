@@ -56,7 +56,7 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
-    """[N] int64 the likeliest token of each row; V, which is no token, for NaN. logits: [N, V]."""
+    """[N] int64 the most likely token of each row; V, which is no token, for NaN. logits: [N, V]."""
     values, indices = logits.max(-1, keepdim=True) if logits.numel() <= FEW else largest(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 

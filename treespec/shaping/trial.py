@@ -28,7 +28,7 @@ STACK = 2 << 20  # bytes, less than threads of the parent have: what passes here
 
 @final
 class Trial:
-    """The process over a tokenizer. It begins with the first grammar, and anew after one ended it.
+    """The process over a tokenizer. It begins with the first grammar, and again after one ended it.
 
     One thread at a time may use it.
     """

@@ -52,7 +52,7 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
     whole = render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], template, False)
     prompt, silent = render(tokenizer, asked, template), render(tokenizer, asked, template, False)
     if ANSWER not in whole or QUESTION not in whole:
-        raise InputError("the chat template shows no answer: give messages in place of text")
+        raise InputError("the chat template shows no answer: give messages instead of text")
     before, _, after = whole.partition(ANSWER)
 
     # 2. The header: the generation prompt without the thought that it opens. Without one, what stands
@@ -77,7 +77,7 @@ def spans_in(text: str, marks: Marks) -> list[Span]:
     InputError where the template marks none.
     """
     if not marks.header.strip() or not marks.end:
-        raise InputError("the chat template does not mark answers: give messages in place of text")
+        raise InputError("the chat template does not mark answers: give messages instead of text")
     spans = []
     place = text.find(marks.header)
     while place >= 0:

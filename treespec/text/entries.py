@@ -67,7 +67,7 @@ class Conversation:
     where: file and line. source: its id in the file, else its number there.
     cut: for each answer whether a limit ended it, so that its end token is not the target's.
     tools: JSON schemas of the functions that the assistant may call.
-    text, tokens: in place of messages, a text that is formatted already, or token ids with a mask
+    text, tokens: instead of messages, a text that is formatted already, or token ids with a mask
     of those that count.
     """
 

@@ -63,7 +63,7 @@ def sample_if_any(masses: Tensor, generator: torch.Generator) -> Tensor:
     return if_any(sample(masses, generator)[:, None], masses)
 
 
-def likeliest(scores: Tensor, k: int) -> Tensor:
+def most_likely(scores: Tensor, k: int) -> Tensor:
     """[B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
     best = largest(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
@@ -107,7 +107,7 @@ class SureScheme(Scheme):
         q: [B, V] probabilities. drawn, sure: [B] int64, on the host.
         """
         # 1. The sure tokens that q can draw, and draws from q without them.
-        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
+        tops = keep_first(most_likely(q, int(sure.max())), sure[:, None].to(q.device))
         tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
         others = self.draw_only(without(q, tops), drawn, generator)
         tokens = torch.cat([others.tokens, tops], dim=1)

@@ -22,8 +22,8 @@ from treespec.verify.distributions import (
     SureScheme,
     independent,
     keep_first,
-    likeliest,
     mass_on,
+    most_likely,
     overlap,
     partial_draft,
     scale,
@@ -47,7 +47,7 @@ class Optimal(SureScheme, LayerScheme):
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
     a model's distributions.
 
-    threshold: the likeliest token is taken for sure while its share of the rest of q is larger than
+    threshold: the most likely token is taken for sure while its share of the rest of q is larger than
     this and another draw is to come. At 1 all draws are independent.
     extra: 1: make draws until k distinct tokens are expected, because a repeat takes no
     node. 0: make k draws.
@@ -103,9 +103,9 @@ class Optimal(SureScheme, LayerScheme):
         Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
         and the rest of q [B, V] that the draws come from, not normalised.
         """
-        # 1. Sure tokens: the likeliest, while each has a large share of the rest of q. The last
+        # 1. Sure tokens: the most likely, while each has a large share of the rest of q. The last
         #    draw is independent, because a draw accepts more than a sure token.
-        best = likeliest(q, width + LIKELY)
+        best = most_likely(q, width + LIKELY)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
         total = q.sum(-1, keepdim=True, dtype=torch.float64)
         left = (total - share.cumsum(-1) + share).clamp_(min=0)

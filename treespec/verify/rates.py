@@ -61,7 +61,7 @@ def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
 
 
 def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
-    """[B] α* of the `tops` likeliest tokens of q and k - tops independent draws from the rest.
+    """[B] α* of the `tops` most likely tokens of q and k - tops independent draws from the rest.
 
     That is p(tops), plus α* of the independent draws for the rest of p. p, q: [B, V].
     """
@@ -101,7 +101,7 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
 
     The integral is a trapezoid sum in log t: the integrand is analytic and falls off at both ends.
     All rates sum to 1, so the k-th ring comes later than a Gamma(k) time. It comes earlier than a
-    Gamma(k) time divided by the mass of q without its k - 1 likeliest tokens.
+    Gamma(k) time divided by the mass of q without its k - 1 most likely tokens.
     """
     # 1. The interval of log t, and steps of 1 / (3 + k / 4), whose error is about
     #    |Γ(k + 2πi/step)| / Γ(k).

@@ -15,8 +15,8 @@ from treespec.trees.static import chain
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     keep_first,
-    likeliest,
     mass_on,
+    most_likely,
     overlap,
     partial_draft,
     sample_if_any,
@@ -29,7 +29,7 @@ from treespec.verify.scheme import Chance, Drawing, LayerScheme
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
     """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
-    best = keep_first(likeliest(q, width), number)
+    best = keep_first(most_likely(q, width), number)
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 

@@ -1,6 +1,6 @@
-"""SpecHub (Sun et al. 2024): two draws, one of which is the likeliest token of q, the hub.
+"""SpecHub (Sun et al. 2024): two draws, one of which is the most likely token of q, the hub.
 
-Let a be the likeliest token. The draws are pairs, and every pair holds a:
+Let a be the most likely token. The draws are pairs, and every pair holds a:
 
     (i, a)  with probability q(i)              for each i but a
     (a, j)  with probability q(a) q(j)/(1 - q(a))
@@ -35,7 +35,7 @@ from treespec.verify.single import rate
 @final
 @dataclass(frozen=True)
 class SpecHub(Scheme):
-    """A draw i ~ q and the likeliest token a; where i is a, a second draw from q without a.
+    """A draw i ~ q and the most likely token a; where i is a, a second draw from q without a.
 
     A node with one draw is verified as by `single`. So is a node whose q is one-hot, because no
     second token exists.

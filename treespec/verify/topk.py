@@ -1,4 +1,4 @@
-"""Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any fixed set."""
+"""Deterministic drafts (EAGLE-2 and 3, retrieval): the most likely tokens, or any fixed set."""
 
 from dataclasses import dataclass
 from typing import final
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import keep_first, likeliest, mass_on
+from treespec.verify.distributions import keep_first, mass_on, most_likely
 from treespec.verify.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class TopK(Scheme):
-    """The k likeliest tokens of q. The output is sampled from p, and accepted if it is a draw.
+    """The k most likely tokens of q. The output is sampled from p, and accepted if it is a draw.
 
     That is optimal for these draws. q may be any scores [B, V], such as logits: only their order
     counts.
@@ -23,13 +23,13 @@ class TopK(Scheme):
     deterministic = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        return Draws(keep_first(likeliest(q, width), number))
+        return Draws(keep_first(most_likely(q, width), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return p
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        draws = Draws(likeliest(q, k))
+        draws = Draws(most_likely(q, k))
         return mass_on(self.plan(p, q, draws), draws.tokens)
 
 

@@ -92,7 +92,7 @@ class Profitable(Ranked):
         self.model, self.params, self.calibration = model, params, calibration
         self.forward = model.forward[: tree.nodes]
         self.predicted, self.inner = list[np.ndarray](), list[int]()
-        self.tops = model.rates[0]  # of the likeliest child of each level
+        self.tops = model.rates[0]  # of the most likely child of each level
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         greedy = self.params.greedy

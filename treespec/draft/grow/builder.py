@@ -204,7 +204,7 @@ class Ranked:
     expanded: int | None = None
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """[F, K] tokens and [F, K] scores of the most likely children of F nodes, the likeliest first.
+        """[F, K] tokens and [F, K] scores of the most likely children of F nodes, the most likely first.
 
         above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
         """

@@ -125,13 +125,13 @@ def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -
 
 
 def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores that rank the models' likeliest tokens first, the models taking turns.
+    """[F, V] scores that rank the models' most likely tokens first, the models taking turns.
 
-    The k largest scores are k, k - 1, … Each model in its turn gives its likeliest token that no
+    The k largest scores are k, k - 1, … Each model in its turn gives its most likely token that no
     turn before has given. Two models over five tokens, k = 4:
 
-        likeliest of model 0     d b a c e         turns     0: d  1: b  0: a  1: c
-        likeliest of model 1     d b c a e         scores    a 2, b 3, c 1, d 4, e 0
+        most likely of model 0     d b a c e         turns     0: d  1: b  0: a  1: c
+        most likely of model 1     d b c a e         scores    a 2, b 3, c 1, d 4, e 0
 
     logits: [F, M, V].
     """

@@ -29,7 +29,7 @@ def grow_shaped(
     names: Tensor | None,
     above: Path = (),
 ) -> Growth:
-    """The growth that `grow` begins, with shaped logits in place of the draft model's.
+    """The growth that `grow` begins, with shaped logits instead of the draft model's.
 
     logits: [1, N] draft logits of the root's children. shape: of paths in the target's tokens.
     names: [N] the target's token for each draft token; None: they are the same. above: the path of

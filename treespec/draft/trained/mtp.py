@@ -30,7 +30,7 @@ class MtpProposer(DeepeningProposer):
         layer 2    | . . x x x x       | x x     | x x     | x x     |   level 3, 4, …
 
     The cache has a further layer for each MTP layer but the last, which holds the states that it
-    gave, in place of keys.
+    gave, instead of keys.
     """
 
     head: None

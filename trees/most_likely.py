@@ -1,9 +1,9 @@
-"""The tree of the likeliest paths, by a table of probabilities by depth and rank.
+"""The tree of the most likely paths, by a table of probabilities by depth and rank.
 
-table[d][r] is the probability that the token d + 1 places ahead is the draft's r-th likeliest, both
+table[d][r] is the probability that the token d + 1 places ahead is the draft's r-th most likely, both
 counted from 0: measured accuracies for Medusa's trees (Cai et al. 2024, 2401.10774, section 2.3.3),
 or the draft's own probabilities for DDTree. The probability to reach a node is about the product
-along its path. The tree of the likeliest nodes has the largest sum of these products:
+along its path. The tree of the most likely nodes has the largest sum of these products:
 
     table    .6 .2             root ─┬─ 0 .6 ─┬─ 0 .3
              .5 .2                   │        └─ 1 .12
@@ -20,8 +20,8 @@ from treespec.trees.static import StaticTree
 Path = tuple[int, ...]
 
 
-def likeliest(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
-    """The tree that adds the likeliest candidate until it has `nodes` nodes, root included.
+def most_likely(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
+    """The tree that adds the most likely candidate until it has `nodes` nodes, root included.
 
     Candidates are first children and next siblings of the nodes in the tree. A path of probability 0
     is none. Of equal ones the shallower comes first.

@@ -69,10 +69,10 @@ def test_such_questions_are_found() -> None:
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 253_154,
-    "test code tokens": 206_255,
+    "source code tokens": 253_124,
+    "test code tokens": 206_250,
     "source files": 318,
-    "source lines": 40_029,
+    "source lines": 40_024,
     "functions with 7 parameters or more": 3,
     "rooms": 19,
     "imports between rooms": 112,

@@ -34,7 +34,7 @@ def test_a_product_is_the_exact_one_up_to_rounding_and_a_row_has_its_bits_alone(
         assert (found - exact).abs().max() <= (
             DTYPES[rows] + DTYPES[weights] * (weights != torch.float32)
         ) * exact.abs().max()
-        for first, last in ((0, 1), (3, 5), (7, 13), (2, 20), (0, 33)):
+        for first, last in ((0, 1), (3, 20)):
             assert torch.equal(packed(x[first:last]), found[first:last])
 
 
@@ -139,11 +139,6 @@ def test_without_a_compiler_torch_computes_and_a_line_says_so():
     assert "torch's own" in said.stderr
 
 
-def test_training_takes_no_kernel():
-    q = torch.randn(1, 2, 3, 16, requires_grad=True)
-    assert kernels.attention(q, q, q, torch.zeros(1, 1, 3, 3), 1.0) is None
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
     """Also where two tokens are as likely: a model of 12 tokens, whose bfloat16 logits often tie."""
@@ -159,3 +154,10 @@ def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
         options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
         plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, 20:].tolist()
         assert spec.generate(prompt[0].tolist(), max_new_tokens=40, temperature=0, ignore_eos=True).token_ids == plain
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 9), (1, 2, 9, 9)])
+def test_a_mask_of_another_shape_and_training_are_left_to_torch(shape):
+    x = torch.randn(1, 2, 9, 16)
+    assert kernels.attention(x, x, x, torch.zeros(shape), 1.0) is None
+    assert kernels.attention(x.requires_grad_(), x, x, torch.zeros(1, 1, 9, 9), 1.0) is None

@@ -12,13 +12,6 @@ from treespec.model import kernels, packed
 from treespec.model.packed import pack, packed_layer
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding
-FORMS = ["kernels", "torch"]  # with a C compiler and without one
-
-
-@pytest.fixture(autouse=True)
-def layers_of(request, monkeypatch):
-    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("form") == "torch":
-        monkeypatch.setattr(kernels, "library", lambda: None)
 
 
 def linear(*sizes, bias=True, dtype=torch.float32):
@@ -28,7 +21,7 @@ def linear(*sizes, bias=True, dtype=torch.float32):
     return layer
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compiler", [True, False])
 @pytest.mark.parametrize("dtype", WITHIN)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
@@ -40,8 +33,10 @@ def linear(*sizes, bias=True, dtype=torch.float32):
         ((5, 1), 257),
     ],
 )
-def test_a_packed_layer_is_the_plain_one(shape, outputs, bias, dtype, form):
+def test_a_packed_layer_is_the_plain_one(monkeypatch, shape, outputs, bias, dtype, compiler):
     """Also for inputs with strides."""
+    if not compiler:
+        monkeypatch.setattr(kernels, "library", lambda: None)
     torch.manual_seed(0)
     plain = linear(shape[-1], outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, 2, dtype=dtype)[..., 0]

@@ -52,7 +52,7 @@ def tree_attention(
     mask = None if attention_mask is None else attention_mask[:, :, :n]
     if query.is_cpu and options.get("position_bias") is None:
         seen = mask
-        if mask is None and getattr(module, "is_causal", False):
+        if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
             seen = torch.ones(1, 1, n, key.shape[2], dtype=torch.bool).tril(key.shape[2] - n)
         if seen is not None:
             seen = additive(seen, query.dtype) if seen.dtype == torch.bool else seen

@@ -41,16 +41,15 @@ class Linear(ctypes.Structure):
     ]
 
 
+SIZES = "texts heads kv n columns d dv qb qh qn kb kh kt vb vh vt mb mn"  # and strides
+
+
 class Attention(ctypes.Structure):
     """`Attention` of kernels.c."""
 
     _fields_ = [
         *((name, POINTER) for name in ("q", "k", "v", "mask", "out")),
-        *((name, LONG) for name in ("texts", "heads", "kv", "n", "columns", "d", "dv")),
-        *(
-            (name, LONG)
-            for name in ("qb", "qh", "qn", "kb", "kh", "kt", "vb", "vh", "vt", "mb", "mn")
-        ),
+        *((name, LONG) for name in SIZES.split()),
         ("scale", ctypes.c_float),
         *((name, INT) for name in ("half", "threads")),
     ]
@@ -59,9 +58,7 @@ class Attention(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where nothing compiles them."""
-    compiler = (
-        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    )
+    compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         log.warning(
             "no C compiler: torch's own operations run, which are slower, and round by tree"
@@ -181,7 +178,8 @@ def attention(
     same = all(fits(x, query.dtype) for x in tensors)
     b, heads, n, d = query.shape
     dv = value.shape[3]
-    if kernels is None or not same or query.dtype not in HALF or mask.shape[1] > 1:
+    whole = mask.shape in ((b, 1, n, key.shape[2]), (1, 1, n, key.shape[2]))  # nothing to broadcast
+    if kernels is None or not same or query.dtype not in HALF or not whole:
         return None
     out = query.new_empty(b, n, heads, dv)
     pointers = [x.data_ptr() for x in (*tensors, out)]

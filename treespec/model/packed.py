@@ -44,9 +44,6 @@ class PackedLinear(nn.Module):
             x, self.packed, self.bias, (self.out_features, self.in_features), self.form
         )
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 @final
 class OneDnnLinear(nn.Module):

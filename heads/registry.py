@@ -145,7 +145,7 @@ HEADS: dict[str, HeadKind] = {
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-            options=("bias", "unrolled_steps", "grow_at", "loss_vocab", "first_weights"),
+            options=("bias", "unrolled_steps", "grow_at", "first_weights"),
         ),
     ),
     "eagle3": HeadKind(
@@ -237,7 +237,7 @@ HEADS: dict[str, HeadKind] = {
                 dropout=0.2,
                 batch=32,
             ),
-            options=("draft_heads", "dropout"),
+            options=("draft_heads",),
         ),
     ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},

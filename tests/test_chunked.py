@@ -8,10 +8,8 @@ from test_losses import plain as losses_of
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.train.config import TrainConfig
-from treespec.train.losses.chunked import Guess, Laws, token_losses
-from treespec.train.losses.objectives import eagle_objective
-from treespec.train.losses.teacher import Batch, LawTokens, target_laws
-from treespec.train.losses.tokens import LOSSES, chosen_loss
+from treespec.train.losses.objectives import STEP_DECAY, Batch, eagle_objective
+from treespec.train.losses.tokens import Guess, Teacher, precise, token_losses
 
 
 @pytest.mark.parametrize(("shared", "rows"), [(True, 1), (True, 64), (False, 4)])
@@ -27,15 +25,15 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
         torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
         for i in range(3)
     ]
-    loss = chosen_loss(name)
     guesses = [Guess.by_layer(own, layer, 0.5**i) for i, (own, layer) in enumerate(zip(states, layers, strict=True))]
-    found = token_losses(guesses, Laws(10, 20, lambda chunk: p[chunk]), places, loss, rows=rows)
+    found = token_losses(guesses, Teacher(20, lambda chunk: p[chunk]), places, name, rows=rows)
     expected = [
         losses_of(name, p[places >= i], layer(own).softmax(-1)).mean()
         for i, (own, layer) in enumerate(zip(states, layers, strict=True))
     ]
     total = sum(0.5**i * one for i, one in enumerate(expected))
-    assert found.losses.tolist() == pytest.approx([one.item() for one in expected], abs=1e-6)
+    losses = [found.parts[f"token_{step}"].item() for step in (1, 2, 3)]
+    assert losses == pytest.approx([one.item() for one in expected], abs=1e-6)
     assert found.total.item() == pytest.approx(total.item(), abs=1e-6)
     learnt = [*states, *{id(w): w for layer in layers for w in layer.parameters()}.values()]
     known = torch.autograd.grad(total, learnt)
@@ -54,10 +52,10 @@ def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
         seen.append(F.linear(states, layer.weight).dtype)
         return F.linear(states, layer.weight)
 
-    guess = Guess(torch.randn(6, 8, requires_grad=True), logits, (layer.weight,))
+    guess = Guess(torch.randn(6, 8, requires_grad=True), logits, weights=(layer.weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        laws = target_laws(wanted, logits, 20)
-        total = token_losses([guess], laws, torch.zeros(6, dtype=torch.int64), LOSSES["tv"], rows=6).total
+        teacher = Teacher(20, lambda chunk: precise(logits(wanted[chunk])).softmax(-1))
+        total = token_losses([guess], teacher, torch.zeros(6, dtype=torch.int64), "tv", rows=6).total
     total.backward()
     assert seen == [torch.float32, torch.bfloat16]
     assert layer.weight.grad.dtype == guess.states.grad.dtype == torch.float32
@@ -72,9 +70,9 @@ def test_in_float16_small_gradients_are_rounded_and_not_lost():
     expected = F.cross_entropy(hidden @ output.T, (wanted @ output.T).softmax(-1))
     (known,) = torch.autograd.grad(expected, hidden)
     half = output.half()
-    laws = target_laws(wanted.half(), lambda x: x @ half.T, 4096)
+    teacher = Teacher(4096, lambda chunk: precise(wanted[chunk].half() @ half.T).softmax(-1))
     guess = Guess(hidden, lambda own: own.half() @ half.T)
-    found = token_losses([guess], laws, torch.zeros(1024, dtype=torch.int64), LOSSES["cross-entropy"])
+    found = token_losses([guess], teacher, torch.zeros(1024, dtype=torch.int64), "cross-entropy")
     (slope,) = torch.autograd.grad(found.total, hidden)
     assert (slope - known).norm() <= 0.01 * known.norm()
 
@@ -103,7 +101,7 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
     features = model.features(tokens)
-    config = TrainConfig(target="target", data="data", out="out", noise=0.0, step_decay=0.5, token_weight=0.3)
+    config = TrainConfig(target="target", data="data", out="out", noise=0.0, token_weight=0.3)
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
     found = eagle_objective(config, model, head, batch)
     total = 0.0
@@ -111,30 +109,9 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
         counts = mask[:, 2 + step :]
         own, wanted = given[counts], features[:, 1 + step : -1][counts]
         token = F.cross_entropy(model.output_logits(own), model.output_logits(wanted).softmax(-1))
-        total += 0.5**step * (F.smooth_l1_loss(own, wanted) + 0.3 * token)
+        total += STEP_DECAY**step * (F.smooth_l1_loss(own, wanted) + 0.3 * token)
     assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
-    assert {"feature", "feature_2", "token_2", "agreement_2"} < found.parts.keys()
+    assert {"feature_1", "feature_2", "token_2", "agreement_2"} < found.parts.keys()
     (one,) = torch.autograd.grad(found.total, head.fc.weight, retain_graph=True)
     (two,) = torch.autograd.grad(total, head.fc.weight)
     assert (one - two).norm() <= 1e-5 * two.norm()
-
-
-def test_a_sample_of_the_other_tokens_stands_for_all_of_them():
-    """Over many batches the mean denominator of the sampled law is the whole vocabulary's: 5 %."""
-    model = target("llama")
-    hidden = torch.randn(4, model.feature_width, generator=torch.Generator().manual_seed(2))
-    whole = model.output_logits(hidden).exp().sum(-1)
-    tokens = LawTokens.of(torch.arange(16), torch.arange(model.vocab_size))
-    generator, total = torch.Generator().manual_seed(3), torch.zeros(4)
-    for _ in range(400):
-        total += tokens.logits(model, generator)(hidden).exp().sum(-1) / 400
-    assert ((total - whole).abs() < 0.05 * whole).all()
-    some = LawTokens.of(torch.arange(16), torch.arange(16)).logits(model, generator)(hidden)
-    torch.testing.assert_close(some, model.output_logits(hidden)[:, :16])
-
-
-def test_tokens_that_the_head_does_not_draft_are_not_sampled():
-    """Loss over tokens 0 to 3 of a draft vocabulary of 6: the other two stand beside them."""
-    tokens = LawTokens.of(torch.arange(4), torch.arange(6))
-    assert tokens.others.tolist() == [4, 5]
-    assert not len(LawTokens.of(torch.arange(6), torch.arange(4)).others)

@@ -132,7 +132,6 @@ WRONG = [
     (TRAIN, "--head eagle3 --layer-family qwen2", "--layer-family is 'qwen2', must be llama or qwen3"),
     (TRAIN, "--head eagle3 --norm-before-fc --fc-norm", "exclude each other"),
     (TRAIN, "--patience 3 --validate-every 0", "--patience 3 needs --validate-every"),
-    (TRAIN, "--decay square", "--decay is 'square', must be"),
     (TRAIN, "--first-weights fitted --from-head HOME/eagle", "leave --first-weights out"),
     (TRAIN, "--feature-dtype int8", "--feature-dtype is of stored features"),
     (TRAIN, "--features HOME/deep.json/x", "is a file"),

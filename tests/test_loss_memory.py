@@ -15,7 +15,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.teacher import Batch
+from treespec.train.losses.objectives import Batch
 
 TEXTS, LENGTH = 2, 66
 

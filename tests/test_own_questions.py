@@ -7,7 +7,7 @@ from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer
 
 from treespec import load
-from treespec.train.regenerate.local import normal, problem_of, user_turn
+from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn
 from treespec.train.regenerate.run import QUESTIONS, regenerate
 

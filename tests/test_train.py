@@ -72,9 +72,7 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
-    options += (
-        f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --draft-steps 3 --validate-every 0"
-    )
+    options += f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "treespec.train", *options.split(), "--validate-on", "2", *more]
     command += [str(tmp_path / "features")] if more else []

@@ -3,7 +3,7 @@
 import pytest
 
 from treespec.train.config import TrainConfig
-from treespec.train.loop.schedule import Clock, draft_steps_at, learning_rate
+from treespec.train.loop.steps import Clock, draft_steps_at, learning_rate
 
 KINDS = ("eagle", "eagle3", "medusa", "hydra", "hydra++")
 

@@ -1,6 +1,5 @@
 """The files of a run: damage is named, one process writes, a kill's remains go, and content tells runs apart."""
 
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from training import (
 )
 
 from treespec.files.atomic import locked, read_json, write_json
-from treespec.train.data.features import StoredFeatures
+from treespec.train.data.features import OWNER, StoredFeatures
 from treespec.train.run import train
 
 CHECKPOINT = "checkpoint-000002"
@@ -42,7 +41,7 @@ def config(config, tmp_path):
     return replace(config, features=str(tmp_path / "features"))
 
 
-STORED = ["features/features-00000.safetensors", "features/index.json"]
+STORED = ["features/features-00000.safetensors"]
 GONE_ON_FROM = [f"head/training/{CHECKPOINT}/model.safetensors", f"head/training/{CHECKPOINT}/optimizer.safetensors"]
 
 
@@ -63,12 +62,11 @@ def test_a_flipped_bit_in_what_a_run_reads_is_named(config, tmp_path, name):
 def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
     killed(config)
     (shard,) = Path(config.features).glob("*.safetensors")
-    identity = json.loads((Path(config.features) / "index.json").read_text())
     with safe_open(shard, framework="pt") as file:
-        numbers = range(len(file.keys()))
+        numbers, owner = range(len(file.keys())), file.metadata()[OWNER]
 
     def read():
-        stored = StoredFeatures(shard.parent, identity, torch.device("cpu"))
+        stored = StoredFeatures(shard.parent, owner, torch.float32, eight_bits=False)
         return stored.holds(0), stored.batch(numbers)
 
     assert read()[0]
@@ -101,12 +99,12 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = ended.stdout.strip()
-    left = [f"features/.{name}.{dead}.tmp" for name in ("index.json", "features-00000.safetensors")]
+    left = [f"features/.{name}.{dead}.tmp" for name in ("features-00001.safetensors", "features-00000.safetensors")]
     left += [f"head/training/.config.json.{dead}.tmp", f"head/.model.safetensors.{dead}.tmp"]
     for name in left:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("half")
-    running = tmp_path / "features" / f".index.json.{os.getppid()}.tmp"
+    running = tmp_path / "features" / f".features-00000.safetensors.{os.getppid()}.tmp"
     running.write_text("half")
     train(config)
     assert [name for name in left if (tmp_path / name).exists()] == []
@@ -135,11 +133,9 @@ def test_features_of_a_target_that_was_trained_again_are_not_mixed(config, tmp_p
     config = killed(replace(config, target=str(model)))
     trained(beside(config, "same"))
     retrain(model)
-    assert "features holds features of another target or data" in refused(beside(config, "other"))
-    assert "holds a run with another content of target" in refused(config)
-    Path(config.features, "index.json").unlink()
-    complaint = "features-00000.safetensors holds features of another target"
+    complaint = "features-00000.safetensors holds features of another target or data"
     assert complaint in refused(beside(config, "other"))
+    assert "holds a run with another content of target" in refused(config)
 
 
 def test_a_run_knows_its_data_by_content(config, tmp_path):
@@ -161,10 +157,9 @@ def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
 
 def test_records_of_another_format_are_refused(config):
     killed(config)
-    for file in (Path(config.features) / "index.json", Path(config.out) / "training" / "config.json"):
-        fields = read_json(file, "")
-        write_json(file, fields | {"format": 2})
-        assert f"{file} has format 2, this treespec reads 1: delete " in refused(config)
+    file = Path(config.out) / "training" / "config.json"
+    write_json(file, read_json(file, "") | {"format": 2})
+    assert f"{file} has format 2, this treespec reads 1: delete " in refused(config)
 
 
 def test_a_checkpoint_without_its_record_is_not_gone_on_from(config):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import GROUPED, random_eagle3, random_head, random_model, target
+from models import GROUPED, random_head, random_model, target
 from safetensors.torch import load_file
 from torch import nn
 from training import (
@@ -26,31 +26,29 @@ from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
-from treespec.train.data.prepare import prepare, vocabulary_size
+from treespec.train.data.prepare import prepare
 from treespec.train.machine import make_accelerator
-from treespec.train.start import RIDGE, drop_out, fit_feature, sides, start_from, untrained
+from treespec.train.start import RIDGE, begin, fit_feature, sides, take_weights, untrained, vocabulary_size
 
 
-def test_a_head_that_drafts_other_tokens_gives_the_rows_that_both_draft(model_folder, tmp_path):
+def test_a_head_that_drafts_other_tokens_gives_the_rows_that_both_draft(model_folder):
     model = Target.load(str(model_folder), dtype="float32")
     trained, fresh = KINDS["eagle3"].new(model), KINDS["eagle3"].new(model)
     with torch.no_grad():
         trained.lm_head.weight += 1
     restrict(trained, model, torch.arange(10, 50))
     restrict(fresh, model, torch.arange(30, 90))
-    save_head(trained, tmp_path)
     before = fresh.lm_head.weight.clone()
-    start_from(str(tmp_path), fresh)
+    take_weights(trained, fresh, "the head")
     assert torch.equal(fresh.lm_head.weight[:20], trained.lm_head.weight[20:])
     assert torch.equal(fresh.lm_head.weight[20:], before[20:])
     assert torch.equal(fresh.fc.weight, trained.fc.weight)
 
 
-def test_a_head_without_a_bias_starts_one_with_a_bias_of_nothing(model_folder, tmp_path):
+def test_a_head_without_a_bias_starts_one_with_a_bias_of_nothing(model_folder):
     model = Target.load(str(model_folder), dtype="float32")
     plain, biased = KINDS["eagle"].new(model, bias=False), KINDS["eagle"].new(model)
-    save_head(plain, tmp_path)
-    start_from(str(tmp_path), biased)
+    take_weights(plain, biased, "the head")
     assert not biased.fc.bias.any()
     assert torch.equal(biased.fc.weight, plain.fc.weight)
 
@@ -75,7 +73,7 @@ def test_a_head_of_another_width_is_named(config, tmp_path):
 
 
 def test_a_frozen_output_stays_the_targets_and_the_rest_is_trained(config):
-    frozen = trained(config, head="eagle3", freeze_output=True, draft_vocab=40, max_steps=2, save_dtype="float32")
+    frozen = trained(config, head="eagle3", freeze_output=True, draft_vocab=40, max_steps=2)
     head, rows = load_head(frozen.out), Target.load(frozen.target, dtype="float32").model.get_output_embeddings().weight
     assert torch.equal(head.lm_head.weight, rows[head.vocabulary])
     assert not any("lm_head" in name for name in load_file(checkpoint_of(frozen) / "optimizer.safetensors"))
@@ -83,17 +81,16 @@ def test_a_frozen_output_stays_the_targets_and_the_rest_is_trained(config):
 
 
 def test_dropout_is_where_the_published_hydra_plus_has_it_and_ends_with_the_run(config):
-    head = KINDS["hydra++"].new(Target.load(config.target, dtype="float32"))
+    config = replace(config, head="hydra++", draft_heads=2, max_steps=2)
+    model = Target.load(config.target, dtype="float32")
+    head = untrained(config, model)
     names = set(head.state_dict())
-    drop_out(head, 0.2)
+    begin(config, model, head, None, None)
     drops = [name for name, part in head.named_modules() if isinstance(part, nn.Dropout)]
     assert len(drops) == head.max_depth * (head.blocks + 1)
-    assert {"hydra_mlp.0.0", "hydra_lm_head.3.0"} <= set(drops)
+    assert {"hydra_mlp.0.0", "hydra_lm_head.1.0"} <= set(drops)
     assert set(head.state_dict()) == names
-    dropping = trained(config, head="hydra++", draft_heads=2, max_steps=2)
-    none = trained(beside(dropping, "none"), dropout=0.0)
-    assert not same_weights(weights(none), weights(dropping))
-    assert not [part for part in load_head(dropping.out).modules() if isinstance(part, nn.Dropout)]
+    assert not [part for part in load_head(trained(config).out).modules() if isinstance(part, nn.Dropout)]
 
 
 @pytest.fixture(scope="module")
@@ -101,23 +98,21 @@ def large():
     return Target(random_model(LlamaConfig(**GROUPED | {"vocab_size": DRAFT_VOCAB + 8})))
 
 
-def size(model, drafter, out, **options):
-    config = TrainConfig(target="target", data="data", out=str(out), **{"head": "eagle3"} | options)
-    return vocabulary_size(config, model, drafter)
+def size(model, **options):
+    return vocabulary_size(TrainConfig(target="target", data="data", out="out", **{"head": "eagle3"} | options), model)
 
 
-def test_it_is_the_32000_most_frequent_where_the_target_has_more(large, tmp_path):
-    head = random_eagle3(large)
-    assert size(large, head, tmp_path) == DRAFT_VOCAB == 32000
-    assert size(large, head, tmp_path, draft_vocab=0) is None
-    assert size(large, head, tmp_path, draft_vocab=7) == 7
-    assert size(large, head, tmp_path, head="eagle") is None
-    assert size(target("llama"), random_eagle3(target("llama")), tmp_path) is None
+def test_it_is_the_32000_most_frequent_where_the_target_has_more(large):
+    assert size(large) == DRAFT_VOCAB == 32000
+    assert size(large, draft_vocab=0) is None
+    assert size(large, draft_vocab=7) == 7
+    assert size(large, head="eagle") is None
+    assert size(target("llama")) is None
 
 
-def test_a_target_whose_output_cannot_be_cut_keeps_all_tokens(large, tmp_path, monkeypatch):
+def test_a_target_whose_output_cannot_be_cut_keeps_all_tokens(large, monkeypatch):
     monkeypatch.setattr(large.model, "get_output_embeddings", lambda: torch.nn.Identity())
-    assert size(large, random_eagle3(target("llama")), tmp_path) is None
+    assert size(large) is None
 
 
 def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
@@ -127,20 +122,6 @@ def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
     still = trained(beside(config, "still"), max_steps=1, from_head=config.out, learning_rate=0.0, data=more)
     assert same_weights(weights(config), weights(still))
     assert "is a head of kind eagle, not eagle3" in refused(beside(still, "other"), head="eagle3")
-
-
-def test_a_head_may_begin_by_passing_its_feature_on(config):
-    """Untrained it gives nearly the feature that it got; a random one does not."""
-    model = Target.load(config.target, dtype="float32")
-    features = model.features(torch.arange(3, 11)[None])
-
-    def change(**options):
-        head = untrained(replace(config, **options), model)
-        given = head.step(torch.arange(4, 12)[None], features, torch.arange(8))
-        return float((given - features).detach().norm() / features.norm())
-
-    torch.manual_seed(0)
-    assert change(first_weights="feature") < 0.3 < change()
 
 
 @pytest.mark.parametrize("bias", [True, False])

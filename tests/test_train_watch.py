@@ -13,9 +13,9 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.train.loop import validate as watch
-from treespec.train.loop.meter import Averages
+from treespec.train.loop.meter import Meter
 from treespec.train.loop.validate import Validation, decoded_length
-from treespec.train.losses.teacher import Loss
+from treespec.train.losses.tokens import Loss
 from treespec.train.run import train
 
 
@@ -31,7 +31,7 @@ def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_fold
 
 
 def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
-    result = train(replace(config, decode_on=2, decode_tokens=8, validate_every=3))
+    result = train(replace(config, decode_on=2, validate_every=3))
     assert result.decoded_length >= 1
     assert f"decoding accepts {result.decoded_length:.2f}" in str(result)
     (line,) = [line for line in metrics_of(config) if "acceptance_length" in line]
@@ -60,7 +60,7 @@ def test_a_run_that_ends_as_planned_saves_its_last_head(config, monkeypatch):
 def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monkeypatch, capsys):
     """Best after step 2, two validations without a better one: the end after step 4."""
     scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
-    trained(config, patience=2, max_steps=50, validate_every=1, checkpoint_every=1, save_dtype="float32")
+    trained(config, patience=2, max_steps=50, validate_every=1, checkpoint_every=1)
     assert "the best head is that of step 2: it is saved" in capsys.readouterr().out
     assert metrics_of(config)[-1]["step"] == 4
     best, last = (load_file(folder_of(config) / name / "model.safetensors") for name in ("best", "checkpoint-000004"))
@@ -69,13 +69,12 @@ def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monke
     assert all(torch.equal(value, best[name]) for name, value in weights(config).items())
 
 
-def test_reported_losses_are_means_over_the_steps_since_the_last_report():
-    averages, accelerator = Averages(), Accelerator(cpu=True)
-    values = torch.tensor([1.0, 2.0, 6.0])
-    averages.add([Loss(values[0], {"token": values[1]})])
-    averages.add([Loss(values[1], {"token": values[2], "token_2": values[0]}), Loss(values[2], {"token": values[0]})])
-    assert averages.take(accelerator) == {"total": 3.0, "token": 3.0, "token_2": 1.0}
-    assert averages.take(accelerator) == {}
+def test_reported_losses_are_means_over_the_steps_since_the_last_report(tmp_path):
+    meter, values = Meter(Accelerator(cpu=True), tmp_path / "metrics.jsonl", 0, 0.0), torch.tensor([1.0, 2.0, 6.0])
+    meter.count([Loss(values[0], {"token": values[1]})])
+    meter.count([Loss(values[1], {"token": values[2], "token_2": values[0]}), Loss(values[2], {"token": values[0]})])
+    assert meter.means() == {"total": 3.0, "token": 3.0, "token_2": 1.0}
+    assert meter.means() == {}
 
 
 def test_a_line_of_metrics_has_what_a_run_is_watched_by(config):

@@ -14,8 +14,7 @@ from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.objectives import eagle3_objective
-from treespec.train.losses.teacher import Batch
+from treespec.train.losses.objectives import STEP_DECAY, Batch, eagle3_objective
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
 
@@ -92,7 +91,7 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     head = random_eagle3(model, drafted=SOME)
     tokens, mask = text(9), torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
     features = model.features(tokens, head.taps, last=True)
-    config = TrainConfig(target="target", data="data", out="out", head="eagle3", step_decay=0.5)
+    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=3)
     found = eagle3_objective(config, model, head, batch)
 
@@ -107,7 +106,7 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
         own = [(b, t) for b in (0, 1) for t in range(7 - step) if counts[b, t + step]]
         laws = [softmax(logits[b, t + step + 1][SOME], dim=-1) for b, t in own]
         crosses = [-(law * row.log_softmax(-1)).sum() for law, row in zip(laws, rows, strict=True)]
-        total += 0.5**step * float(sum(crosses)) / len(crosses)
+        total += STEP_DECAY**step * float(sum(crosses)) / len(crosses)
     assert float(found.total) == pytest.approx(total, abs=1e-5)
 
 

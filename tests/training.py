@@ -75,7 +75,6 @@ def small_run(model, data, out, **changes):
         "warm_up": 2,
         "learning_rate": 1e-3,
         "held_out": 0.2,
-        "draft_steps": 3,
         "checkpoint_every": 2,
         "validate_every": 0,
         "calibrate": False,

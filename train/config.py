@@ -1,24 +1,74 @@
 """The options of a training run."""
 
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from treespec.api.options import TargetOptions
 from treespec.draft.drafters import TRAINED
 from treespec.errors import InputError
+from treespec.files.atomic import check_folder
 from treespec.heads.registry import TRAINING, Recipe, Training
-from treespec.options import DTYPES, MANY, TOKENS, check_place, either, nearest, option
-from treespec.train.eagle3_options import Eagle3Options
+from treespec.options import (
+    DTYPES,
+    MANY,
+    TOKENS,
+    CommandOptions,
+    check_place,
+    either,
+    nearest,
+    option,
+    refuse,
+)
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
 MOST_DRAWS = 64
-
-DECAYS = ("linear", "cosine")
-SAVED = ("auto", "float32", "bfloat16", "float16")
 TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
     *("swanlab", "tensorboard", "trackio", "wandb"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(CommandOptions):
+    """The defaults are EAGLE-3 as published. Engines read these parts (docs/formats.md)."""
+
+    PANEL = "EAGLE-3 heads"
+
+    fc_norm: bool = option("EAGLE-3.1: give each tapped layer a norm of its own before fc", False)
+    norm_output: bool = option(
+        "EAGLE-3.1: the normed state is the next draft step's feature", False
+    )
+    norm_before_fc: bool = option(
+        "one norm over all tapped layers before fc, instead of --fc-norm", False
+    )
+    norm_before_residual: bool = option("the first layer's residual is the normed feature", False)
+    layer_family: str = option(
+        "decoder layers: llama, or qwen3, whose queries and keys are normed",
+        "llama",
+        choices=("llama", "qwen3"),
+    )
+    head_layers: int = option("number of decoder layers", 1, least=1, most=64)
+    sliding_window: int | None = option(
+        "positions that each layer sees, its own included; default: all before it",
+        None,
+        least=1,
+        most=TOKENS,
+    )
+
+    def parts(self) -> dict[str, object]:
+        """The fields of the head's config.json; none for EAGLE-3 as published."""
+        norms = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+        parts: dict[str, object] = {name: True for name in norms if getattr(self, name)}
+        if self.layer_family == "qwen3":
+            parts["qk_norm"] = True
+        if self.head_layers > 1:
+            parts["num_hidden_layers"] = self.head_layers
+        if self.sliding_window is not None:
+            parts["sliding_window"] = self.sliding_window
+            parts["layer_types"] = ["sliding_attention"] * self.head_layers
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +91,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
         most=64,
     )
     first_weights: str = option(
-        "eagle: random, feature: the head begins by passing its feature on, or fitted: by the "
-        "least-squares map to the next feature",
+        "eagle: random, or fitted: the head begins with the least-squares map to the next feature",
         "random",
-        choices=("random", "feature", "fitted"),
+        choices=("random", "fitted"),
     )
     from_head: str | None = option(
         "go on from the weights of this trained head, a directory or a hub id", None
@@ -78,58 +127,20 @@ class TrainConfig(TargetOptions, Eagle3Options):
     learning_rate: float | None = option(
         "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
     )
-    beta1: float = option("AdamW: beta1", 0.9, least=0, below=1)
-    beta2: float | None = option(
-        "AdamW: beta2; default: 0.999 for medusa and hydra++, 0.95 for the others",
-        None,
-        least=0,
-        below=1,
-    )
-    weight_decay: float | None = option(
-        "AdamW: weight decay; default: the kind's recipe", None, least=0, most=100
-    )
     warm_up: int | None = option(
         "steps of linear warm-up, at most a tenth of the run; default: the kind's recipe",
         None,
         least=0,
         most=MANY,
     )
-    decay: str | None = option(
-        f"how the learning rate falls to the end of the run: {either(DECAYS)}; default: cosine for "
-        "medusa and hydra++, linear for the others",
-        None,
-        choices=DECAYS,
-    )
-    last_rate: float | None = option(
-        "learning rate at the end, as a share of the highest; default: 0.33 for hydra++, 0 for the "
-        "others",
-        None,
-        least=0,
-        most=1,
-    )
-    clip: float | None = option(
-        "clip gradients to this norm; default: 1 for medusa and hydra++, 0.5 for the others",
-        None,
-        above=0,
-        most=MANY,
-    )
-    dropout: float | None = option(
-        "hydra++: share of the values dropped before each layer of its heads; default: 0.2",
-        None,
-        least=0,
-        below=1,
-    )
     noise: float = option(
         "eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000
     )
-    feature_weight: float = option(
-        "eagle: weight of the SmoothL1 loss between features", 1.0, least=0, most=MANY
-    )
     token_weight: float = option(
-        "eagle: weight of the loss between token laws", 0.1, least=0, most=MANY
+        "eagle: weight of the loss between token distributions", 0.1, least=0, most=MANY
     )
     loss: str = option(
-        f"loss between the token laws of head and target: {either(LOSSES)}; published: the kind's "
+        f"loss between the token distributions of head and target: {either(LOSSES)}; published: the kind's "
         "own; tv: 1 - α, how often a single draft is refused; log-acceptance: -log α; lk: from KL "
         "to tv as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
         "published",
@@ -148,21 +159,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=0,
         below=1,
     )
-    step_decay: float = option(
-        "eagle, eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10
-    )
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
     freeze_output: bool = option(
         "eagle3: keep its output layer as it begins, the target's own rows; less memory", False
-    )
-    depth_decay: float = option(
-        "medusa: weight of a head's loss relative to the head before", 0.8, least=0, most=10
     )
     held_out: float = option(
         "share of the conversations held out for validation", 0.02, above=0, below=1
     )
     validate_on: int = option("held-out conversations per validation", 64, least=0, most=MANY)
-    draft_steps: int = option("draft steps per validation", 5, least=1, most=64)
     calibrate: bool = option(
         "at the end, calibrate the head for --tree sampled on held-out conversations", True
     )
@@ -172,7 +176,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=0,
         most=MANY,
     )
-    decode_tokens: int = option("most tokens of such an answer", 64, least=1, most=TOKENS)
     patience: int = option(
         "end after this number of validations without a better acceptance length, and save the "
         "best head; 0: never",
@@ -193,19 +196,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         least=0,
         most=TOKENS * 10,
     )
-    loss_vocab: int | None = option(
-        "eagle: take the loss between token laws over the N tokens most frequent in the data and a "
-        "sample of the others, which is faster; default: the tokens of --draft-vocab, else all",
-        None,
-        least=1,
-        most=TOKENS * 10,
-    )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
-    save_dtype: str = option(
-        f"dtype of the head's file: {either(SAVED)}; auto: the target's own file has it",
-        "auto",
-        choices=SAVED,
-    )
     mixed_precision: str | None = option(
         "no, bf16 or fp16; default: bf16 where the GPU computes in it, else no",
         None,
@@ -232,6 +223,32 @@ class TrainConfig(TargetOptions, Eagle3Options):
         super().__post_init__()
         draws_of(self.loss)
         check_place(self.device_map)
+        for known in fields(self):
+            able = [kind for kind, training in TRAINING.items() if known.name in training.options]
+            if able and self.head not in able and getattr(self, known.name) != known.default:
+                name = f"{'no-' if known.default is True else ''}{known.name.replace('_', '-')}"
+                kinds = ", ".join(able)
+                raise InputError(f"--{name} is for --head {kinds}: leave it out for {self.head}")
+        refuse(
+            {
+                "--norm-before-fc and --fc-norm exclude each other: give one of them": (
+                    self.norm_before_fc and self.fc_norm
+                ),
+                "--from-head brings first weights: leave --first-weights out": (
+                    self.from_head is not None and self.first_weights != "random"
+                ),
+                "--feature-dtype is of stored features: name their folder with --features": (
+                    self.feature_dtype != "auto" and self.features is None
+                ),
+                f"--tracker {self.tracker} needs its package: pip install {self.tracker}": (
+                    self.tracker is not None
+                    and not any(map(find_spec, (self.tracker, f"{self.tracker}X")))
+                ),
+                f"--patience {self.patience} needs --validate-every: it counts validations": (
+                    self.patience > 0 and not self.validate_every
+                ),
+            }
+        )
 
     @property
     def training(self) -> Training:
@@ -253,16 +270,26 @@ class TrainConfig(TargetOptions, Eagle3Options):
         return max(1, round(batch / (self.batch_size * processes))) if batch else 1
 
 
+def check_folders(config: TrainConfig) -> None:
+    """Raises InputError for folders that cannot be written to, or hold another model."""
+    check_folder(config.out)
+    if config.features is not None:
+        check_folder(config.features, option="--features")
+    out = Path(config.out)
+    if (out / "model.safetensors").exists() and not (out / "training").exists():
+        raise InputError(
+            f"--out {out} holds a model that was not trained there: name another folder"
+        )
+
+
 def draws_of(loss: str) -> int | None:
     """K of `acceptance:K`, None for the other names of `LOSSES`. Raises InputError for no name."""
-    if loss in LOSSES[:-1]:
-        return None
     name, _, draws = loss.partition(":")
-    if name != "acceptance":
-        raise InputError(f"--loss is {loss!r}, must be {either(LOSSES)}{nearest(loss, LOSSES)}")
-    if not draws.isdecimal() or not 1 <= int(draws) <= MOST_DRAWS:
+    if name == "acceptance" and draws.isdecimal() and 1 <= int(draws) <= MOST_DRAWS:
+        return int(draws)
+    if loss not in LOSSES[:-1]:
         raise InputError(
-            f"--loss is {loss!r}: give a number of drafts from 1 to {MOST_DRAWS}, "
-            "as in acceptance:4"
+            f"--loss is {loss!r}, must be {either(LOSSES)}, with a number of drafts from 1 to "
+            f"{MOST_DRAWS}, as in acceptance:4{nearest(loss, LOSSES)}"
         )
-    return int(draws)
+    return None

@@ -1,35 +1,37 @@
 """The head as its training begins: new, with first weights that spare it the beginning, or warm.
 
 Consecutive features are alike, and the next one depends on the next token. A random EAGLE-1 head
-must first learn both; `--first-weights` begins there. Its layer then adds a tenth of what a random
-one adds.
+must first learn both. `--first-weights fitted` begins there: `fc` is the least-squares map from
+embedding and feature to the feature that follows, and its layer adds a tenth of what a random one
+adds.
 
-    feature    `fc` is the identity on the feature, and a tenth of its random weights on the embedding
-    fitted     `fc` is the least-squares map from embedding and feature to the feature that follows:
-
-                   position       0    1    2    3    4
-                   token          a    b    c    d    e
-                   feature        f0   f1   f2   f3   .
-                   fc sees        f0,b f1,c f2,d
-                   fc gives       f1   f2   f3
+    position       0    1    2    3    4
+    token          a    b    c    d    e
+    feature        f0   f1   f2   f3   .
+    fc sees        f0,b f1,c f2,d
+    fc gives       f1   f2   f3
 """
 
 import random
+from pathlib import Path
 from typing import cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.load import with_tokens
+from treespec.draft.vocabulary import load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
+from treespec.heads.folder import head_folder
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.train.config import TrainConfig
+from treespec.train.checkpoints import latest_step, trained
+from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
-from treespec.train.files.checkpoints import trained
 
 OUTPUT = "lm_head.weight"  # of a head that may draft fewer tokens than the target has
 SHARE = 0.1  # of the random weights
@@ -38,18 +40,14 @@ RIDGE = 1e-4  # added to the diagonal, relative to its mean: features may depend
 
 
 def untrained(config: TrainConfig, target: Target) -> Head:
-    """A head of the chosen kind with its first weights."""
+    """A head of the chosen kind with random weights, on the device of the target's features.
+
+    What it shares with a target elsewhere is copied and not moved.
+    """
     several = () if config.draft_heads is None else (config.draft_heads,)
     options = {"eagle": (config.bias,), "eagle3": (config.parts(),)}.get(config.head, several)
-    head = KINDS[config.head].new(target, *options)
-    if config.first_weights == "feature":
-        pass_feature(head)
+    head, device = KINDS[config.head].new(target, *options), target.output_device
     head.config = with_tokens(head.config, target)
-    return head
-
-
-def moved(head: Head, device: torch.device) -> Head:
-    """The head on a device. What it shares with a target elsewhere is copied and not moved."""
     for module in cast(nn.Module, head).modules():
         for name, weight in module.named_parameters(recurse=False):
             if not weight.requires_grad and weight.device != device:
@@ -57,33 +55,83 @@ def moved(head: Head, device: torch.device) -> Head:
     return head.to(device)
 
 
-def drop_out(head: Head, share: float) -> None:
-    """Drop a share of the values from now on, before each layer in line, as the published Hydra++.
-
-    `heads.hydra` has gaps there, which pass values on.
-    """
-    for module in list(cast(nn.Module, head).modules()) if share else []:
-        if isinstance(module, nn.Sequential):
-            for place, part in enumerate(module):
+def begin(
+    config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
+) -> Tensor | None:
+    """Set in place what the head begins with. Returns what `draft_vocabulary` does."""
+    before = None if config.from_head is None else comparable(config.from_head, head)
+    if config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
+        fit_feature(cast(EagleHead, head), data, config.seed)
+    vocabulary = draft_vocabulary(config, target, head, before, data, accelerator)
+    if before is not None:
+        take_weights(before, head, f"--from-head {config.from_head}")
+    if config.freeze_output:
+        cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
+    for module in list(
+        cast(nn.Module, head).modules()
+    ):  # published Hydra++, before each layer in line
+        if config.recipe.dropout and isinstance(module, nn.Sequential):
+            for position, part in enumerate(module):
                 if isinstance(part, nn.Identity):
-                    module[place] = nn.Dropout(share)
+                    module[position] = nn.Dropout(config.recipe.dropout)
+    return vocabulary
 
 
-@torch.no_grad()
-def pass_feature(head: EagleHead) -> None:
-    """Set the first weights in place, so that the head passes its feature on."""
-    width = head.hidden_size
-    head.fc.weight[:, :width] *= SHARE
-    head.fc.weight[:, width:] = torch.eye(width)
-    if head.fc.bias is not None:
-        head.fc.bias.zero_()
-    quieten(head)
+def draft_vocabulary(
+    config: TrainConfig,
+    target: Target,
+    head: Head,
+    before: Head | None,
+    data: Data,
+    accelerator: Accelerator,
+) -> Tensor | None:
+    """Choose the tokens that the head is to draft, and say how much of the data they are.
+
+    A head with an output layer of its own is restricted to them here. Another one is trained on all
+    tokens: they are saved next to it and returned, to restrict it in the end.
+    before: the trained head of --from-head, whose tokens it drafts unless --draft-vocab is given.
+    """
+    # 1. Those of the trained head, or the most frequent ones.
+    own_output, tokens = config.training.restricted_first, None
+    if before is not None and config.draft_vocab is None:
+        folder = head_folder(str(config.from_head))
+        tokens = before.vocabulary if own_output else load_vocabulary(folder, target.vocab_size)
+    elif number := vocabulary_size(config, target):
+        tokens, _ = most_frequent([data.answers], number, target)
+    if tokens is None:
+        return None
+
+    # 2. They restrict the head now or in the end.
+    coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
+    target.output_rows(tokens[:1])  # raises what `restrict` would in the end
+    accelerator.print(
+        f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
+    )
+    if own_output:
+        restrict(head, target, tokens)
+        return None
+    if accelerator.is_main_process:
+        save_vocabulary(tokens, coverage, config.out)
+    return tokens
+
+
+def vocabulary_size(config: TrainConfig, target: Target) -> int | None:
+    """The number of tokens that `draft_vocabulary` chooses; None: the head drafts all."""
+    if config.draft_vocab is not None:
+        return config.draft_vocab or None
+    if not config.training.restricted_first or target.vocab_size <= DRAFT_VOCAB:
+        return None
+    try:
+        target.output_rows(torch.zeros(1, dtype=torch.int64))
+    except InputError:  # its output embedding cannot be cut
+        return None
+    return DRAFT_VOCAB
 
 
 @torch.no_grad()
 def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     """Set the first weights in place, fitted to conversations drawn by `seed`."""
-    # 1. normal equations: products in float32, their sums in float64
+    # 1. Normal equations: products in float32, their sums in float64.
     width, biased = head.hidden_size, head.fc.bias is not None
     inputs, device = 2 * width + biased, head.fc.weight.device
     squares = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
@@ -99,13 +147,14 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
         if positions >= POSITIONS:
             break
 
-    # 2. their solution
+    # 2. Their solution; the layer adds little to what `fc` gives.
     squares.diagonal().add_(RIDGE * squares.diagonal().mean())
     solution = torch.linalg.solve(squares, products).float()  # [2 H + 1, H]
     head.fc.weight.copy_(solution[: 2 * width].T)
     if biased:
         head.fc.bias.copy_(solution[-1])
-    quieten(head)
+    head.layer.self_attn.o_proj.weight *= SHARE
+    head.layer.mlp.down_proj.weight *= SHARE
 
 
 def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
@@ -116,21 +165,8 @@ def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
     return torch.cat([embeddings, features[:-2]], dim=1), features[1:-1]
 
 
-def quieten(head: EagleHead) -> None:
-    """Let the layer add little to what `fc` gives."""
-    head.layer.self_attn.o_proj.weight *= SHARE
-    head.layer.mlp.down_proj.weight *= SHARE
-
-
-@torch.no_grad()
-def start_from(folder: str, head: Head) -> None:
-    """Take the weights of a trained head. folder: its directory or hub id.
-
-    The two may draft other tokens: rows of the output layer are taken token by token, and a token
-    that the trained head does not draft keeps the target's row. A bias that it lacks is 0.
-    Raises InputError for a head of another kind or other shapes.
-    """
-    # 1. Heads that can be compared.
+def comparable(folder: str, head: Head) -> Head:
+    """The trained head of a directory or hub id. Raises InputError unless it is for this target."""
     before = load_head(folder)
     if before.kind != head.kind:
         raise InputError(f"--from-head {folder} is a head of kind {before.kind}, not {head.kind}")
@@ -140,27 +176,30 @@ def start_from(folder: str, head: Head) -> None:
             raise InputError(
                 f"--from-head {folder} is for another target: its {what} is {theirs}, not {ours}"
             )
+    return before
 
-    # 2. Weight by weight.
+
+@torch.no_grad()
+def take_weights(before: Head, head: Head, named: str) -> None:
+    """Copy the weights of a trained head. named: as an error calls it.
+
+    The two may draft other tokens: rows of the output layer are taken token by token, and a token
+    that the trained head does not draft keeps the target's row. A bias that it lacks is 0.
+    Raises InputError for a head of other shapes.
+    """
     weights = dict(before.named_parameters())
     for name, parameter in trained(head).items():
         known = weights.get(name)
         if name == OUTPUT and known is not None and known.shape[1:] == parameter.shape[1:]:
-            rows, theirs = common_rows(head, before)
-            parameter[rows] = known.to(parameter)[theirs]
+            ours, theirs = (
+                torch.arange(one.vocab_size) if one.vocabulary is None else one.vocabulary.cpu()
+                for one in (head, before)
+            )
+            both = torch.isin(ours, theirs).nonzero().squeeze(1)
+            parameter[both] = known.to(parameter)[torch.searchsorted(theirs, ours[both])]
         elif known is None and name.endswith(".bias"):
             parameter.zero_()
         elif known is None or known.shape != parameter.shape:
-            raise InputError(f"--from-head {folder} has another {name} than a head for this target")
+            raise InputError(f"{named} has another {name} than a head for this target")
         else:
             parameter.copy_(known)
-
-
-def common_rows(head: Head, before: Head) -> tuple[Tensor, Tensor]:
-    """The output rows [N] of both heads for the tokens that both draft."""
-    ours, theirs = (
-        torch.arange(one.vocab_size) if one.vocabulary is None else one.vocabulary.cpu()
-        for one in (head, before)
-    )
-    both = torch.isin(ours, theirs).nonzero().squeeze(1)
-    return both, torch.searchsorted(theirs, ours[both])

@@ -162,6 +162,13 @@ def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> di
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
+def refuse(complaints: Mapping[str, object]) -> None:
+    """Raises InputError with the first complaint that holds."""
+    for complaint, holds in complaints.items():
+        if holds:
+            raise InputError(complaint)
+
+
 def check_place(device_map: str | None) -> None:
     """Raises InputError for a `--device-map` that accelerate has not."""
     if device_map is not None and not re.fullmatch(PLACES, device_map):

@@ -56,11 +56,6 @@ class Job:
     revision: str | None = None
     parts: int = 1
 
-    def tokenizer(self) -> Any:
-        """The target's tokenizer, or None. Raises InputError."""
-        how = Placement(self.load_in, self.revision, self.trust_remote_code)
-        return load_tokenizer(self.target, how)
-
 
 @final
 @dataclass(frozen=True)
@@ -96,13 +91,11 @@ def tokenised(
 
     # 2. What was left out.
     say(f"{name}: {whole.read}")
-    for problem in whole.read.problems:
-        say(f"  {one_line(problem)}")
     refuse_unread(name, whole.read)
     refuse_unencoded(whole.encoded)
     if whole.encoded.left_out or whole.encoded.cut or whole.encoded.thoughtless:
         say(f"encoded: {whole.encoded}")
-    for problem in whole.encoded.problems:
+    for problem in (*whole.read.problems, *whole.encoded.problems):
         say(f"  {one_line(problem)}")
     return whole
 
@@ -120,14 +113,11 @@ def key_of(job: Job, contents: Mapping[str, object]) -> str:
 
 def make(job: Job, say: Callable[[str], None]) -> list[Block]:
     """Tokenise, with a process for every `SHARE` of the data. Raises InputError as `blocks`."""
-    tokenizer = job.tokenizer()
-    if tokenizer is None:
-        raise InputError(f"the target {job.target} has no tokenizer: training needs one")
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     data = size(job.source)
     parts = max(1, min(MOST, free or 1, MOST if data is None else data // SHARE))
     if parts == 1:
-        return list(blocks(job, tokenizer))
+        return list(blocks(job))
     say(f"{job.source}: {parts} processes make tokens of it")
     return by_processes(replace(job, parts=parts))
 
@@ -143,16 +133,19 @@ def by_processes(job: Job) -> list[Block]:
             command = [*words, str(part), str(out)]
             done = subprocess.run(command, env=options, stderr=subprocess.PIPE, text=True)
             if done.returncode:  # the last line tells why
-                lines = [line for line in done.stderr.splitlines() if line.strip()]
-                why = lines[-1] if lines else f"a process ended with {done.returncode}"
-                raise InputError(f"{job.source} cannot be made tokens of: {why}")
+                last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
+                raise InputError(f"{job.source} cannot be made tokens of: {last}")
             return load(out)
 
         return [block for part in pool.map(made_by, range(job.parts)) for block in part]
 
 
-def blocks(job: Job, tokenizer: Any, part: int = 0) -> Iterator[Block]:
-    """The blocks of a part. Raises InputError for a source that cannot be read."""
+def blocks(job: Job, part: int = 0) -> Iterator[Block]:
+    """The blocks of a part. Raises InputError for a source or a tokenizer that cannot be used."""
+    how = Placement(job.load_in, job.revision, job.trust_remote_code)
+    tokenizer = load_tokenizer(job.target, how)
+    if tokenizer is None:
+        raise InputError(f"the target {job.target} has no tokenizer: training needs one")
     for number, rows in groupby(enumerate(entries(job.source)), lambda row: row[0] // BATCH):
         if number % job.parts != part:
             continue
@@ -219,14 +212,10 @@ def kept(file: Path) -> Block | None:
         return None
 
 
-def main(job: str, part: str, out: str) -> None:
-    """One process: exits with a line for data or a tokenizer that cannot be used."""
-    options = Job(**json.loads(job))
+if __name__ == "__main__":
+    words, number, file = sys.argv[1:]
+    options = Job(**json.loads(words))
     try:
-        save(Path(out), list(blocks(options, options.tokenizer(), int(part))))
+        save(Path(file), list(blocks(options, int(number))))
     except InputError as error:
         sys.exit(f"{error}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

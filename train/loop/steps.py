@@ -1,100 +1,220 @@
-"""The steps of a run: batches in a fixed order, and checkpoints that resume to the same weights."""
+"""The steps of a run, which resumes to the same weights.
 
+One clock tells how far a run is; warm-up, decay, growth and the end of the run all read it. It
+counts steps, or minutes where they end the run first; so the rates are a function of the clock and
+not a scheduler of torch, which counts steps alone. A run of 100 steps, or as long:
+
+    behind          0      0.1              0.5               1
+    learning rate   rises  is highest       falls             is the recipe's last rate
+    draft steps     1                       all of them
+
+A step whose gradient is not finite would fill the weights with NaN. It is skipped, and the weights
+stay as they were. Many skipped steps in a row end the run.
+"""
+
+import math
 import time
-from collections.abc import Callable
-from itertools import islice, tee
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 
-from treespec.train.data.batches import batches_from, epoch_batches, read_ahead
-from treespec.train.files import checkpoints
-from treespec.train.files.checkpoints import Place
-from treespec.train.files.record import keep
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.heads.registry import Recipe
+from treespec.train import checkpoints
+from treespec.train.checkpoints import Place
+from treespec.train.data.batches import Forward, epoch_batches, forwards, padded, read_ahead
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import (
-    Run,
-    Skips,
-    check_weights,
-    forwards_each,
-    forwards_from,
-    optimizer_step,
-)
-from treespec.train.loop.schedule import Clock, draft_steps_at, learning_rate
-from treespec.train.loop.validate import Watch
+from treespec.train.loop.run import Run, check_weights, diverged
+from treespec.train.loop.validate import look
+from treespec.train.losses.objectives import Batch
+from treespec.train.losses.tokens import Loss
+from treespec.train.record import keep
+
+MOST_WARM_UP = 0.1  # of the run
+# Skipped steps that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
+IN_A_ROW = 20
 
 
-def fit(run: Run, after_step: Callable[[int], None]) -> tuple[Watch, int]:
+@dataclass(frozen=True)
+class Clock:
+    """total: steps after which the run ends. minutes: after which it ends; 0 is no limit."""
+
+    total: int
+    minutes: float = 0.0
+
+    def behind(self, step: int, seconds: float) -> float:
+        """The share of the run that is behind after `step` steps and `seconds`; 1 is its end."""
+        by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
+        return min(1.0, max(step / self.total, by_time))
+
+
+def learning_rate(recipe: Recipe, clock: Clock, step: int, seconds: float) -> float:
+    """The rate of the step after `step` steps and `seconds`.
+
+    It rises in a line over the warm-up, at most a tenth of the run, and then falls as the recipe
+    says.
+    """
+    steps = step / clock.behind(step, seconds) if step else clock.total  # at the pace so far
+    most = MOST_WARM_UP * steps
+    warm_up = most if recipe.warm_up is None else min(recipe.warm_up, most)
+    rising = (step + 1) / max(warm_up, 1)
+    behind = min(1.0, max(0.0, step - warm_up) / (steps - warm_up))
+    left = 1 - behind if recipe.decay == "linear" else (1 + math.cos(math.pi * behind)) / 2
+    falling = recipe.last_rate + (1 - recipe.last_rate) * left
+    return recipe.learning_rate * min(rising, falling)
+
+
+def draft_steps_at(recipe: Recipe, behind: float) -> int:
+    """Draft steps to train over: one at first, and all of them from `--grow-at` on."""
+    return 1 if behind < recipe.grow_at else recipe.unrolled_steps
+
+
+def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     """All optimizer steps that are left, with progress, checkpoints and validations.
 
-    Returns what validations said, and the number of finished steps. Raises InputError for a run
-    that diverges.
+    Returns where the run ended. Raises InputError for a run that diverges.
     """
-    # 1. where the run is, and how its steps are shared
-    config, accelerator, recipe = run.config, run.accelerator, run.config.recipe
+    # 1. Where the run is, and how its steps are shared.
+    config, accelerator, recipe, data = run.config, run.accelerator, run.config.recipe, run.data
     place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer, accelerator.print)
-    groups = place.processes or accelerator.num_processes
-    per_step = config.forwards(groups)
+    groups = place.processes = place.processes or accelerator.num_processes
+    per_step, together = config.forwards(groups), config.batch_size * groups
     each = forwards_each(per_step * groups, groups, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = each
-    lengths = [len(example.input_ids) for example in run.data.train]
-    together = config.batch_size * groups
+    lengths = [len(example.input_ids) for example in data.train]
     per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
     clock = Clock(config.max_steps or max(1, recipe.epochs * per_epoch // per_step), config.minutes)
-    batches, shared = tee(batches_from(place.step * per_step, lengths, together, config.seed))
-    mine = read_ahead(
-        forwards_from(shared, per_step, groups, accelerator),
-        lambda forward: run.data.expect(forward.conversations),
-    )
-    watch, skips = Watch(place), Skips(run.folder)
-    step, saved, good, started = place.step, place.step, True, time.perf_counter() - place.seconds
-    rate = 0.0
+
+    # 2. The forwards of this process, with the target's features.
+    everyones = forwards(place.step * per_step, lengths, together, config.seed, groups)
+    mine = islice(everyones, accelerator.process_index, None, accelerator.num_processes)
+
+    def features(forward: Forward) -> Tensor:
+        return data.features(forward.conversations)
+
+    ready = read_ahead(mine, features) if data.stored else ((item, features(item)) for item in mine)
+    started, first, saved = time.perf_counter() - place.seconds, place.step, place.step
+    skipped, in_a_row, rate = 0, 0, 0.0
 
     def save() -> int:
         """Write the checkpoint of this step, if its weights are finite."""
-        elapsed = time.perf_counter() - started
-        now = Place(step, elapsed, groups, watch.best, watch.best_step, watch.stale)
+        place.seconds = time.perf_counter() - started
         if accelerator.is_main_process:
-            check_weights(run.head, f"the head after step {step}", run.folder)
+            check_weights(run.head, f"the head after step {place.step}", run.folder)
             keep(run.folder, run.record)
-            checkpoints.save(run.folder, run.head, run.optimizer.optimizer, now)
-        return step
+            checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
+        return place.step
 
-    with Meter(accelerator, run.folder, clock, step, place.seconds) as meter:
+    with Meter(accelerator, run.folder / "metrics.jsonl", first, place.seconds) as meter:
         while True:
             elapsed = run.agreed(time.perf_counter() - started)
-            behind = clock.behind(step, elapsed)
-            if behind >= 1 or watch.ends(config.patience):
+            behind = clock.behind(place.step, elapsed)
+            if behind >= 1 or 0 < config.patience <= place.stale:
                 break
 
-            # 2. a step; one whose gradient is not finite is skipped
-            rate = learning_rate(recipe, clock, step, elapsed)
+            # 3. A step; one whose gradient is not finite is skipped.
+            rate = learning_rate(recipe, clock, place.step, elapsed)
             for group in run.optimizer.param_groups:
                 group["lr"] = rate
-            step_lengths = [lengths[i] for _, numbers in islice(batches, per_step) for i in numbers]
-            losses, good = optimizer_step(run, islice(mine, each), draft_steps_at(recipe, behind))
-            step += 1
-            skips.count(good, step)
+            losses, good = optimizer_step(run, islice(ready, each), draft_steps_at(recipe, behind))
+            place.step += 1
+            in_a_row = 0 if good else in_a_row + 1
+            if good:
+                meter.count(losses)
+            else:
+                skipped += 1
+                meter.write({"step": place.step, "skipped": skipped})
+            if in_a_row == IN_A_ROW:
+                raise diverged(
+                    f"the loss or its gradient is not finite since step {place.step - IN_A_ROW + 1}",
+                    run.folder,
+                )
+            behind = clock.behind(place.step, elapsed)
+            if meter.due(place.step, elapsed):
+                meter.line(place.step, elapsed, behind, rate)
 
-            # 3. report it
-            meter.count(losses if good else [], sum(step_lengths))
-            if not good:
-                meter.write({"step": step, "skipped": skips.total})
-            if meter.due(step, elapsed):
-                meter.tell(step, elapsed, rate)
-
-            # 4. validate and save, where it is time
-            ends = clock.behind(step, elapsed) >= 1  # which is validated in the end
-            if not ends and config.validate_every and step % config.validate_every == 0:
-                watch.look(run, step, meter)
-            if good and step % config.checkpoint_every == 0:
+            # 4. Validate and save, where it is time. The end of the run is validated later.
+            if behind < 1 and config.validate_every and place.step % config.validate_every == 0:
+                look(run, place, meter)
+            if good and place.step % config.checkpoint_every == 0:
                 saved = save()
-            after_step(step)
+            after_step(place.step)
 
-        # 5. what was skipped, and the last checkpoint
-        meter.tell(step, elapsed, rate)
-        skips.refuse_nothing_learnt()
-        if skips.total:
+        # 5. What was skipped, and the last checkpoint.
+        meter.line(place.step, elapsed, behind, rate)
+        if skipped and skipped == place.step - first:
+            raise diverged("the loss or its gradient was not finite at any step", run.folder)
+        if skipped:
             accelerator.print(
-                f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite"
+                f"skipped steps: {skipped} of {place.step - first}, their gradient was not finite"
             )
-        if good and step > saved:
+        if not in_a_row and place.step > saved:
             save()
-    return watch, step
+    return place
+
+
+def forwards_each(total: int, groups: int, processes: int) -> int:
+    """Forwards of each process in a step of `total`. Raises InputError if they do not divide."""
+    if total % processes:
+        fitting = ", ".join(str(count) for count in range(1, total + 1) if total % count == 0)
+        raise InputError(
+            f"the run began with {groups} processes and makes {total} forwards a step: go on with "
+            f"{fitting} processes, not {processes}"
+        )
+    return total // processes
+
+
+def optimizer_step(
+    run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int
+) -> tuple[list[Loss], bool]:
+    """One optimizer step over the gradients of all forwards, unless they are not finite.
+
+    mine: this process's, with features [B, T, F]. steps: draft steps to train over. Returns their
+    losses without gradients, and whether losses and gradient are finite in all processes.
+    """
+    accelerator, optimizer, good = run.accelerator, run.optimizer, True
+    losses: list[Loss] = []
+    total = torch.zeros((), device=accelerator.device)
+    for forward, features in mine:
+        with accelerator.accumulate(run.model):
+            # 1. The loss, of which no graph is kept.
+            loss = loss_of(run, forward, features, steps)
+            accelerator.backward(loss.total)
+            losses.append(loss._replace(total=loss.total.detach()))
+            total += losses[-1].total.to(total.device)
+
+            # 2. A step of all processes or of none, as their weights must stay the same; a scaler
+            #    skips a bad one itself, and lowers its scale.
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
+                known = total if norm is None else total + norm.to(total.device)
+                good = bool(accelerator.reduce(known, reduction="sum").isfinite().all())
+            if good or accelerator.scaler is not None:
+                optimizer.step()
+            optimizer.zero_grad()
+    return losses, good
+
+
+def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
+    """The loss of one forward. Its noise and dropout follow from the seed and its place."""
+    config, device = run.config, features.device
+    seed = (config.seed * 1_000_003 + forward.batch) * 1009 + forward.group
+    if config.recipe.dropout:
+        torch.manual_seed(seed)  # `nn.Dropout` takes no generator
+    rows = [run.data.train[i] for i in forward.conversations]
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    batch = Batch(
+        padded([row.input_ids for row in rows]).to(device),
+        padded([row.loss_mask for row in rows]).to(device),
+        features,
+        lengths,
+        torch.Generator(device).manual_seed(seed),
+        steps,
+        run.vocabulary,
+    )
+    with run.accelerator.autocast():  # for the output layers, which the loss applies itself
+        total, parts = config.training.loss()(config, run.target, run.model, batch)
+    return Loss(total, parts | {"tokens": lengths.sum().float().to(device)})

@@ -6,7 +6,6 @@ The best head is the directory OUT/training/best, for any command that takes a h
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor
@@ -18,13 +17,15 @@ from treespec.files.atomic import read_tensors
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.text.encoding import Example
-from treespec.train.files.checkpoints import WEIGHTS, Place, save_as, trained
-from treespec.train.files.record import Validation
+from treespec.train.checkpoints import WEIGHTS, Place, save_as, trained
 from treespec.train.loop.meter import Meter
 from treespec.train.loop.run import Run
 from treespec.train.machine import whole
+from treespec.train.record import Validation
 
 BEST = "best"
+DRAFT_STEPS = 5  # of a validation
+DECODE_TOKENS = 64  # most tokens of an answer that is decoded
 
 
 @torch.no_grad()
@@ -94,50 +95,37 @@ def validation(run: Run) -> Validation:
     """On held-out conversations, with the head as it will be served."""
     config, head = run.config, run.served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
-        rows = replace(run, target=target).held_out()
-        result = validate(head, target, rows, config.draft_steps)
+        result = validate(head, target, replace(run, target=target).held_out(), DRAFT_STEPS)
         prompts = list(prompts_of(run.data.held_out, config.decode_on, target.context_length))
         if not prompts:
             return result
-        decoded = decoded_length(head, target, prompts, config.draft_steps, config.decode_tokens)
+        decoded = decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
         return replace(result, decoded_length=decoded)
 
 
-@final
-class Watch:
-    """Remembers the best validation. place: what the checkpoint says of it."""
+def look(run: Run, place: Place, meter: Meter) -> None:
+    """Validate within a run, report it, and keep the head where it is the best so far."""
+    result = validation(run)
+    meter.write({"step": place.step, **asdict(result)})
+    run.accelerator.print(f"step {place.step}: {result}")
+    run.accelerator.log(result.figures(), step=place.step)
+    compare(run, place, result)
 
-    def __init__(self, place: Place) -> None:
-        self.best, self.best_step, self.stale = place.best, place.best_step, place.stale
 
-    def look(self, run: Run, step: int, meter: Meter) -> None:
-        """Validate after step `step`, report it, and keep the head where it is the best so far."""
-        result = validation(run)
-        meter.write({"step": step, **asdict(result)})
-        run.accelerator.print(f"step {step}: {result}")
-        run.accelerator.log(result.figures(), step=step)
-        if not self.best_step and result.positions:
-            self.best_step = step
-        self.compare(run, step, result)
+def compare(run: Run, place: Place, result: Validation) -> None:
+    """Keep the head of this step in OUT/training/best where it is the best so far.
 
-    def compare(self, run: Run, step: int, result: Validation) -> None:
-        """Keep the head after step `step` where it is the best so far, and was not the only one.
-
-        Heads are compared by the acceptance length that was decoded, or else predicted.
-        """
-        if not result.positions or not self.best_step:
-            return
-        value = run.agreed(result.decoded_length or result.acceptance_length)
-        if value <= self.best:
-            self.stale += 1
-            return
-        self.best, self.best_step, self.stale = value, step, 0
-        if run.accelerator.is_main_process:
-            save_as(run.folder / BEST, run.head, Path(run.config.out))
-
-    def ends(self, patience: int) -> bool:
-        """Whether `patience` validations in a row were no better than the best; 0 never ends."""
-        return 0 < patience <= self.stale
+    Heads are compared by the acceptance length that was decoded, or else predicted.
+    """
+    if not result.positions:
+        return
+    value = run.agreed(result.decoded_length or result.acceptance_length)
+    if value <= place.best:
+        place.stale += 1
+        return
+    place.best, place.best_step, place.stale = value, place.step, 0
+    if run.accelerator.is_main_process:
+        save_as(run.folder / BEST, run.head, Path(run.config.out))
 
 
 def take_best(run: Run) -> None:

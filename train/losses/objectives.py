@@ -1,21 +1,21 @@
 """The loss of each kind of head over a batch: the draft steps of EAGLE's, the heads of Medusa's and Hydra's.
 
 Five tokens, of which d and e are the assistant's. EAGLE's heads draft from every pair at once; a
-pair counts if the token that it learns the law of is the assistant's:
+pair counts if the token whose distribution it learns is the assistant's:
 
-    token          a  b  c  d  e
-    pair (f, tok)     f0,b f1,c f2,d       learns the next feature, and the law of the token two on
-    gives             f1'  f2'  f3'        f1' for d and f2' for e
-    law of            c    d    e
+    token              a  b  c  d  e
+    pair (f, tok)         f0,b f1,c f2,d       learns the next feature, and the distribution below
+    gives                 f1'  f2'  f3'        f1' for d and f2' for e
+    distribution of       c    d    e
 
 Later draft steps see the features that the head gave before (HASS, Zhang et al. 2024, 2408.15766;
 training-time test, Li et al. 2025, 2503.01840, section 3.2):
 
-    step 2            f1',c f2',d          gives f2'' f3'', laws of d and e
+    step 2                f1',c f2',d          gives f2'' f3'', distributions of d and e
 
-EAGLE-1's loss is SmoothL1 between features plus the loss between token laws (Li et al. 2024,
-2401.15077, section 4.2). EAGLE-3's is the latter alone, where the target's most likely token is one
-that the head drafts.
+EAGLE-1's loss is SmoothL1 between features plus the loss between the tokens' distributions (Li et
+al. 2024, 2401.15077, section 4.2). EAGLE-3's is the latter alone, where the target's most likely
+token is one that the head drafts.
 
 Of Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
 
@@ -23,11 +23,17 @@ Of Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
     head 0 drafts      c  d  e              d and e count
     head 1 drafts      d  e                 d and e count
 
-Medusa learns the text's tokens (Cai et al. 2024, section 2.2.1), Hydra the target's laws (Ankner
-et al. 2024, section 4.1); with another `--loss` than the published one, so does Medusa.
+Medusa learns the text's tokens (Cai et al. 2024, section 2.2.1), Hydra the target's distributions
+(Ankner et al. 2024, section 4.1); with another `--loss` than the published one, so does Medusa.
+
+A position's place says how many draft steps reach it:
+
+    token              a  b  c  d  e
+    state              h0 h1 h2 h3          counted: h2 (distribution of d) and h3 (of e)
+    place                 0  1  2           from the second state on
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +44,42 @@ from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.chunked import Guess, token_losses
-from treespec.train.losses.teacher import (
-    Batch,
-    Loss,
-    counted,
-    drafted_laws,
-    places_of,
-    states_of,
-    target_laws,
-    text_laws,
-)
-from treespec.train.losses.tokens import chosen_loss
+from treespec.train.losses.tokens import Guess, Loss, Teacher, chunk_rows, precise, token_losses
+
+STEP_DECAY = 0.8  # weight of a draft step's loss, or of a Medusa head's, relative to the one before
+
+
+class Batch(NamedTuple):
+    """Conversations of one forward, padded on the right.
+
+    tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
+    F] the target's. lengths: [B] tokens of each conversation. generator: draws this batch's noise,
+    on the device of the features. steps: draft steps to train over, from step 2 on the head's own
+    features. vocabulary: [N] int64, the tokens that EAGLE-1's loss between distributions is over;
+    None is all.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    lengths: Tensor
+    generator: torch.Generator
+    steps: int = 1
+    vocabulary: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """[B, T - 2] bool, whether the token after the next one is the assistant's."""
+        return self.loss_mask[:, 2:]
+
+    def states(self, last: Tensor) -> Tensor:
+        """[B, T, H] the target's last hidden states -> [M, H] those of the counted positions."""
+        return last[:, 1:-1][self.counts]
+
+
+def places_of(counts: Tensor) -> Tensor:
+    """[B, T - 2] bool -> [M] int64, the place of each counted position."""
+    return counts.nonzero()[:, 1]
 
 
 def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
@@ -60,64 +90,27 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # 1. What the head gives from every position, and what the target has at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
-    counts = counted(batch.loss_mask)
-    steps = model(batch.tokens, noisy(batch, config.noise), counts, batch.steps)
-    places = places_of(counts)
-    wanted = states_of(batch.features, counts).to(target.dtype)
-    width = target.vocab_size
-    logits: Callable[[Tensor], Tensor] = target.output_logits
-    if batch.law_tokens:
-        logits, width = batch.law_tokens.logits(target, batch.generator), batch.law_tokens.width
+    steps = model(batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps)
+    places, wanted = places_of(batch.counts), batch.states(batch.features).to(target.dtype)
+    rows = None if batch.vocabulary is None else target.output_rows(batch.vocabulary)
 
-    # 2. The loss between laws, of all steps together.
+    # 2. The loss between distributions, of all steps together.
     guesses = [
-        Guess(states, lambda own: logits(own.to(target.dtype)), share=config.step_decay**step)
+        Guess(
+            states, lambda own: target.output_logits(own.to(target.dtype), rows), STEP_DECAY**step
+        )
         for step, states in enumerate(steps)
     ]
-    tokens = token_losses(
-        guesses, target_laws(wanted, logits, width), places, chosen_loss(config.loss)
-    )
+    total, parts = token_losses(guesses, teacher_of(target, wanted, rows), places, config.loss)
+    total = config.token_weight * total
 
     # 3. The loss between features, of each step.
-    total = config.token_weight * tokens.total
-    parts: dict[str, Tensor] = {}
     for step, states in enumerate(steps):
         pair = states.float(), wanted[places >= step].float()
         feature = F.smooth_l1_loss(*pair, reduction="sum") / max(states.numel(), 1)
-        total = total + config.step_decay**step * config.feature_weight * feature
-        end = f"_{step + 1}" if step else ""
-        parts[f"feature{end}"] = feature
-        parts[f"token{end}"] = tokens.losses[step]
-        parts[f"agreement{end}"] = tokens.agreements[step]
+        total = total + STEP_DECAY**step * feature
+        parts[f"feature_{step + 1}"] = feature.detach()
     return Loss(total, parts)
-
-
-def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The sum over draft steps of decay^step times the mean loss, and the parts of each.
-
-    model: the head.
-    """
-    # 1. The target's laws, where its most likely token is one that the head drafts.
-    head: Eagle3Head = extract_model_from_parallel(model)
-    tapped, last = target.parted(batch.features, head.taps)
-    counts = counted(batch.loss_mask)
-    states = states_of(last, counts)
-    if head.vocabulary is None:
-        laws = target_laws(states, target.output_logits, target.vocab_size)
-    else:
-        drafted, laws = drafted_laws(target, states, head.vocabulary)
-        counts = counts.masked_scatter(counts, drafted)
-
-    # 2. The head's, and their losses.
-    steps = model(batch.tokens, tapped[:, :-2].float(), counts, batch.steps)
-    guesses = [
-        Guess.by_layer(states, head.lm_head, config.step_decay**step)
-        for step, states in enumerate(steps)
-    ]
-    found = token_losses(guesses, laws, places_of(counts), chosen_loss(config.loss))
-    parts = {f"token_{step}": loss for step, loss in enumerate(found.losses, start=1)}
-    parts |= {f"agreement_{step}": share for step, share in enumerate(found.agreements, start=1)}
-    return Loss(found.total, parts)
 
 
 def noisy(batch: Batch, noise: float) -> Tensor:
@@ -131,14 +124,36 @@ def noisy(batch: Batch, noise: float) -> Tensor:
     return features + (drawn * 2 - 1) * widths[:, None, None]
 
 
+def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """The sum over draft steps of decay^step times the mean loss, and the parts of each.
+
+    model: the head.
+    """
+    # 1. The target's distributions, where its most likely token is one that the head drafts.
+    head: Eagle3Head = extract_model_from_parallel(model)
+    tapped, last = target.parted(batch.features, head.taps)
+    counts, states = batch.counts, batch.states(last)
+    teacher = teacher_of(target, states)
+    if head.vocabulary is not None:
+        drafted, teacher = drafted_teacher(target, states, head.vocabulary)
+        counts = counts.masked_scatter(counts, drafted)
+
+    # 2. The head's, and their losses.
+    steps = model(batch.tokens, tapped[:, :-2].float(), counts, batch.steps)
+    guesses = [
+        Guess.by_layer(states, head.lm_head, STEP_DECAY**step) for step, states in enumerate(steps)
+    ]
+    return token_losses(guesses, teacher, places_of(counts), config.loss)
+
+
 def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """Sum over heads of decay^i times the mean loss, and the parts of the first. Hydra's decay is 1.
+    """Sum over heads of decay^i times the mean loss, and the parts of each. Hydra's decay is 1.
 
     model: the heads.
     """
     # 1. What each head gives before its output layer, [M_i, H]. Hydra's see the tokens that follow.
     heads: DepthHeads = extract_model_from_parallel(model)
-    counts, medusa = counted(batch.loss_mask), heads.kind == "medusa"
+    counts, medusa = batch.counts, heads.kind == "medusa"
     length = counts.shape[1]
     reached = torch.stack([ahead(counts, i, length) for i in range(heads.max_depth)])  # [K, B, R]
     following = () if medusa else (ahead(batch.tokens[:, 1:], 0, length + len(reached) - 1),)
@@ -146,21 +161,66 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     states = model(batch.features[:, :-2].float(), *embedded, reached)
 
     # 2. What they learn, and their losses.
+    teacher = teacher_of(target, batch.states(batch.features))
     if medusa and config.loss == "published":
-        laws = text_laws(batch.tokens[:, 2:][counts], target.vocab_size)
-    else:
-        last = states_of(batch.features, counts)
-        laws = target_laws(last, target.output_logits, target.vocab_size)
-    decay = config.depth_decay if medusa else 1.0
+        teacher = text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
+    decay = STEP_DECAY if medusa else 1.0
     guesses = [
         Guess.by_layer(own, layer, decay**i)
         for i, (own, layer) in enumerate(zip(states, heads.output_layers, strict=True))
     ]
-    found = token_losses(guesses, laws, places_of(counts), chosen_loss(config.loss))
-    return Loss(found.total, {"token": found.losses[0], "agreement": found.agreements[0]})
+    return token_losses(guesses, teacher, places_of(counts), config.loss)
 
 
 def ahead(x: Tensor, i: int, length: int) -> Tensor:
     """[B, T] -> [B, length] from position i on, padded with zeros."""
     part = x[:, i : i + length]
     return F.pad(part, (0, length - part.shape[1]))
+
+
+def teacher_of(target: Target, states: Tensor, rows: nn.Linear | None = None) -> Teacher:
+    """The target's own distributions. states: [M, H]. rows: `output_rows`; default: all tokens."""
+
+    def probabilities(chunk: slice) -> Tensor:
+        return precise(target.output_logits(states[chunk], rows)).softmax(-1)
+
+    return Teacher(rows.out_features if rows else target.vocab_size, probabilities)
+
+
+def text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
+    """All probability on the text's tokens [M]."""
+
+    def probabilities(chunk: slice) -> Tensor:
+        some = tokens[chunk, None]
+        zeros = torch.zeros(len(some), vocab_size, device=tokens.device)
+        return zeros.scatter_(1, some, 1.0)
+
+    return Teacher(vocab_size, probabilities)
+
+
+def drafted_teacher(target: Target, states: Tensor, vocabulary: Tensor) -> tuple[Tensor, Teacher]:
+    """The target's distributions over a draft vocabulary, where its most likely token is in it.
+
+    states: [M, H]. vocabulary: [Vd] int64. Returns which positions these are, [M] bool, and their
+    distributions. A distribution's sum is the mass that the target has on the vocabulary.
+    """
+    # 1. A pass over all tokens keeps two numbers a position: its most likely token, and the logarithm
+    #    of its softmax's denominator.
+    most_likely: list[Tensor] = []
+    denominators: list[Tensor] = []
+    for chunk in states.split(chunk_rows(len(states), target.vocab_size, states.device)):
+        with torch.autocast(states.device.type, enabled=False):
+            logits = target.output_logits(chunk)
+        most_likely.append(logits.argmax(-1))
+        denominators.append(precise(logits).logsumexp(-1))
+    drafted = torch.isin(torch.cat(most_likely), vocabulary)
+
+    # 2. The distributions, over the vocabulary alone.
+    states, scales = states[drafted], torch.cat(denominators)[drafted]
+    output = target.output_rows(vocabulary)
+
+    def probabilities(chunk: slice) -> Tensor:
+        logits = precise(target.output_logits(states[chunk], output))
+        return logits.sub_(scales[chunk, None]).exp_()
+
+    return drafted, Teacher(len(vocabulary), probabilities)

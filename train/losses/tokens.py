@@ -1,130 +1,248 @@
-"""The losses between the target's law p and the head's law q, each with its gradient.
+"""The losses between the target's distribution p and the head's q, a chunk of positions at a time.
 
 `--loss` takes their names. α = Σ min(p, q) is the probability that a single draft is accepted; for
-several independent drafts α* is that of the best verifier (`treespec.verify.rates`). With q the
-softmax of logits z, and H the tokens whose draft is sometimes refused:
+several independent drafts α* is that of the best verifier (`treespec.verify.rates`):
 
-    loss              value                       gradient at z_i
-    cross-entropy     -Σ p log q                  q_i - p_i
-    tv                1 - α                       q_i (q(not H) - [i not in H])      H: q > p
-    log-acceptance    -log α                      that of tv, divided by α
-    lk                λ KL + (1 - λ) (1 - α)      both, with λ = exp(-3 α) held fixed
-    acceptance:K      1 - α* of K drafts          K q(H)^(K-1) q_i ([i in H] - q(H))
-
-The last is the envelope theorem's: α* is the minimum over H of p(H) + 1 - q(H)^K, so only the best
-H moves it. At K = 1 it is tv.
+    loss              value
+    cross-entropy     -Σ p log q
+    tv                1 - α
+    log-acceptance    -log α
+    lk                λ KL + (1 - λ) (1 - α), with λ = exp(-3 α) held fixed
+    acceptance:K      1 - α* of K drafts
 
 p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted.
 Cross-entropy and KL are then those of p divided by its sum, as published.
+
+Logits of all counted positions would take most of a run's memory: at 49,152 tokens 200 kB a
+position in float32, several times over and for each draft step. So the forward pass computes a
+chunk's logits, its loss and the gradients, and keeps no more than those of hidden states and output
+weights, which the backward pass scales:
+
+    positions    0 1 2 3 | 4 5 6 7 | 8 9     one chunk after another
+    target       probabilities of the chunk, once for all draft steps
+    step 1       logits, loss, gradients     freed before step 2
+    step 2       logits, loss, gradients
+    keeps        [H] a position and step, and the output weights' gradients
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.train.config import draws_of
 
 ETA = 3.0  # of lk: Samarin et al. 2026 (2602.23881)
 TINY = torch.finfo(torch.float32).tiny
+BUDGET = 6  # bytes for each counted position and token, at most
+# Numbers in an array of a chunk. On a CPU 25 MB in float32, which the heap reuses; elsewhere more,
+# because large products are faster.
+ON_CPU, ELSEWHERE = 6 << 20, 64 << 20
 
-# (p [M, N], log q [M, N]) -> values [M], and the gradient [M, N] of their sum at q's logits. It
-# overwrites log q, so that a chunk needs no further array.
-ValueAndSlope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> losses [M]
+
+
+def cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
+    """-Σ p log q, of p divided by its sum."""
+    return -(p * logs).sum(-1) / mass(p)
+
+
+def total_variation(p: Tensor, logs: Tensor) -> Tensor:
+    return 1 - overlap(p, logs)
+
+
+def log_acceptance(p: Tensor, logs: Tensor) -> Tensor:
+    return -overlap(p, logs).clamp(min=TINY).log()
+
+
+def lk(p: Tensor, logs: Tensor) -> Tensor:
+    """λ KL + (1 - λ) (1 - α), where λ = exp(-3 α) gives KL the weight while drafts are poor."""
+    entropy = mass(p).log() - torch.xlogy(p, p).sum(-1) / mass(p)
+    divergence, accepted = cross_entropy(p, logs) - entropy, overlap(p, logs)
+    weight = (-ETA * accepted.detach()).exp()
+    return weight * divergence + (1 - weight) * (1 - accepted)
+
+
+def refusal(p: Tensor, logs: Tensor, draws: int) -> Tensor:
+    """1 - α* of `draws` independent drafts. At one draft it is `total_variation`.
+
+    α* is the minimum over sets H of tokens of p(H) + 1 - q(H)^K. By the envelope theorem only the
+    best H moves it: the prefix of the tokens in descending q/p with the smallest p(H) - q(H)^K.
+    """
+    # 1. The best set of tokens, without a gradient.
+    q = logs.exp()
+    with torch.no_grad():
+        order = (q / p.clamp(min=TINY)).argsort(-1, descending=True)
+        cut = p.gather(1, order).cumsum(-1, dtype=torch.float64)
+        cut -= q.gather(1, order).cumsum(-1, dtype=torch.float64).pow_(draws)
+        best, last = cut.min(-1, keepdim=True)
+        del cut
+        within = torch.arange(order.shape[1], device=order.device) <= last.where(best < 0, -1)
+        outside = torch.empty_like(within).scatter_(1, order, ~within)
+        del order, within
+
+    # 2. Its mass under both distributions.
+    return q.masked_fill(outside, 0).sum(-1) ** draws - p.masked_fill(outside, 0).sum(-1)
+
+
+def overlap(p: Tensor, logs: Tensor) -> Tensor:
+    """[M] the acceptance rate α."""
+    return torch.minimum(p, logs.exp()).sum(-1)
+
+
+def mass(p: Tensor) -> Tensor:
+    """[M] the sum of each distribution."""
+    return p.sum(-1).clamp(min=TINY)
+
+
+LOSSES: dict[str, TokenLoss] = {  # by `--loss`, but for acceptance:K
+    "published": cross_entropy,
+    "cross-entropy": cross_entropy,
+    "tv": total_variation,
+    "log-acceptance": log_acceptance,
+    "lk": lk,
+}
+
+
+def chosen_loss(name: str) -> tuple[TokenLoss, int]:
+    """The loss that `--loss` names, and its bytes of memory for each row and token of a chunk.
+
+    "published" is cross-entropy at every kind of head.
+    """
+    if draws := draws_of(name):
+        return partial(refusal, draws=draws), 56
+    return LOSSES[name], 28 if LOSSES[name] is cross_entropy else 36
 
 
 @final
 @dataclass(frozen=True)
-class TokenLoss:
-    """bytes: the most memory for each row and token of a chunk, laws and logits included."""
+class Teacher:
+    """The target's distributions at the counted positions, computed a chunk at a time.
 
-    of: ValueAndSlope
-    bytes: int = 28
+    width: the largest number of logits that a position needs, V. of: the probabilities [m, N] of a
+    slice of the positions, in float32 or float64; a row may sum to less than 1.
+    """
 
-
-def cross_entropy(p: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """-Σ p log q, of p divided by its sum."""
-    share = mass(p).reciprocal()
-    values = -(p * logs).sum(-1) * share
-    return values, logs.exp_().addcmul_(p, share[:, None].to(p.dtype), value=-1)
+    width: int
+    of: Callable[[slice], Tensor]
 
 
-def refusal(p: Tensor, logs: Tensor, log: bool = False) -> tuple[Tensor, Tensor]:
-    """1 - α, or -log α."""
-    q = logs.exp_()
-    accepted, under = overlap(p, q)
-    slope = q.mul_(under.sum(-1, keepdim=True)).sub_(under)
-    if not log:
-        return 1 - accepted, slope
-    accepted = accepted.clamp(min=TINY)
-    return -accepted.log(), slope.div_(accepted[:, None])
+@final
+@dataclass(frozen=True)
+class Guess:
+    """What one draft step, or the head of one depth, gave.
+
+    states: [M_i, H] its hidden states at the counted positions that it reaches. output: states
+    [m, H] -> logits [m, N]. share: the factor of its loss in the total. weights: parameters of
+    `output` that learn.
+    """
+
+    states: Tensor
+    output: Callable[[Tensor], Tensor]
+    share: float = 1.0
+    weights: tuple[nn.Parameter, ...] = ()
+
+    @classmethod
+    def by_layer(cls, states: Tensor, layer: nn.Module, share: float = 1.0) -> "Guess":
+        """A guess whose output layer is the head's own."""
+        weights = (weight for weight in layer.parameters() if weight.requires_grad)
+        return cls(states, layer, share, tuple(weights))
 
 
-def lk(p: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """λ KL + (1 - λ) (1 - α), where λ = exp(-3 α) gives KL the weight while drafts are poor."""
-    # 1. The divergence.
-    share = mass(p).reciprocal()
-    entropy = -torch.xlogy(p, p).sum(-1) * share - share.log()
-    divergence = -(p * logs).sum(-1) * share - entropy
+class Loss(NamedTuple):
+    """total: what a step lowers. parts: what a run reports next to it, without a gradient.
 
-    # 2. The overlap, and the weights of both.
-    q = logs.exp_()
-    accepted, under = overlap(p, q)
-    weight = (-ETA * accepted).exp()
-    values = weight * divergence + (1 - weight) * (1 - accepted)
+    All are means over the counted positions.
+    """
 
-    # 3. λ (q - p) + (1 - λ) (q q(not H) - q [not H]).
-    rest = (1 - weight)[:, None]
-    factor = weight[:, None] + rest * under.sum(-1, keepdim=True)
-    slope = q.mul_(factor).sub_(under.mul_(rest))
-    return values, slope.addcmul_(p, (weight * share)[:, None], value=-1)
+    total: Tensor
+    parts: dict[str, Tensor]
 
 
-def refused(p: Tensor, logs: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-    """1 - α* of `draws` independent drafts."""
-    # 1. The prefix of tokens in descending q/p with the smallest p(H) - q(H)^K.
-    q = logs.exp_()
-    order = (q / p.clamp(min=TINY)).argsort(-1, descending=True)
-    cut = p.gather(1, order).cumsum(-1, dtype=torch.float64)
-    cut -= q.gather(1, order).cumsum(-1, dtype=torch.float64).pow_(draws)
-    best, last = cut.min(-1, keepdim=True)
-    del cut
-    length = torch.where(best < 0, last + 1, 0)
+def token_losses(
+    guesses: Sequence[Guess], teacher: Teacher, places: Tensor, loss: str, rows: int | None = None
+) -> Loss:
+    """The losses of draft steps against the target, each the mean over its positions.
 
-    # 2. Its mass under both laws, and the gradient.
-    within = torch.arange(order.shape[1], device=order.device) < length
-    inside = torch.empty_like(within).scatter_(1, order, within)
-    del order, within
-    likely = q.masked_fill(~inside, 0)
-    held = likely.sum(-1, keepdim=True)
-    values = held.squeeze(1) ** draws - p.masked_fill(~inside, 0).sum(-1)
-    slope = likely.sub_(q.mul_(held)).mul_(draws * held ** (draws - 1))
-    return values, slope
+    Returns the sum of the guesses' losses times their shares. Its parts are for guess 1, 2, … the
+    loss, `token_1`, and the share of positions with the target's most likely token, `agreement_1`.
+
+    places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
+    loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
+    """
+    # 1. Zeros to add to, and the positions that each guess reaches, by chunk.
+    device, (loss_of, size) = places.device, chosen_loss(loss)
+    rows = rows or chunk_rows(len(places), teacher.width, device, size)
+    weights = list({id(weight): weight for guess in guesses for weight in guess.weights}.values())
+    learnt = [*(guess.states for guess in guesses), *weights]
+    slopes = [torch.zeros_like(tensor) for tensor in learnt]
+    slope_of = {id(tensor): slope for tensor, slope in zip(learnt, slopes, strict=True)}
+    losses, agreeing = torch.zeros(2, len(guesses), device=device)
+    starts = torch.arange(0, len(places) + rows, rows, device=device)
+    reached = [(places >= i).nonzero().squeeze(1) for i in range(len(guesses))]
+    before = [torch.searchsorted(positions, starts).tolist() for positions in reached]
+
+    for number, start in enumerate(range(0, len(places), rows)):
+        # 2. The target's probabilities of a chunk, in its own precision, once for all guesses.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            chunk = teacher.of(slice(start, start + rows))
+        for i, guess in enumerate(guesses):
+            first, end = before[i][number : number + 2]
+            if first == end:
+                continue
+            p = chunk if end - first == len(chunk) else chunk[reached[i][first:end] - start]
+
+            # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
+            #    by the number of positions, much of them would be too small for float16.
+            states = guess.states[first:end].detach().requires_grad_()
+            with torch.enable_grad():
+                logs = precise(guess.output(states)).log_softmax(-1)
+                values = loss_of(p, logs).sum()
+            gradients = torch.autograd.grad(values, (states, *guess.weights))
+            losses[i] += values.detach()
+            agreeing[i] += (logs.argmax(-1) == p.argmax(-1)).sum()
+            share = guess.share / len(guess.states)
+            slope_of[id(guess.states)][first:end] = gradients[0] * share
+            for weight, slope in zip(guess.weights, gradients[1:], strict=True):
+                slope_of[id(weight)].add_(slope, alpha=share)
+            del logs, values, gradients, p
+
+    # 4. Means.
+    counts = torch.tensor([max(len(guess.states), 1) for guess in guesses], device=device)
+    losses, agreements = losses / counts, agreeing / counts
+    parts = {f"token_{step}": value for step, value in enumerate(losses, start=1)}
+    parts |= {f"agreement_{step}": value for step, value in enumerate(agreements, start=1)}
+    total = torch.dot(losses, torch.tensor([guess.share for guess in guesses], device=device))
+    return Loss(Scaled.apply(total, slopes, *learnt), parts)
 
 
-def overlap(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """α [M], and q where it is at most p, 0 elsewhere, [M, N]."""
-    return torch.minimum(p, q).sum(-1), q.masked_fill(q > p, 0)
+@final
+class Scaled(torch.autograd.Function):
+    """A total whose gradients at `tensors` are known already: the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        # In place, and handed over: gradients of weights are as large as the weights.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of a chunked loss can be taken once")
+        return None, None, *(gradient.mul_(slope) for gradient in gradients)
 
 
-def mass(p: Tensor) -> Tensor:
-    """[M] the sum of each law."""
-    return p.sum(-1).clamp(min=TINY)
+def chunk_rows(count: int, width: int, device: torch.device, size: int = 28) -> int:
+    """Rows of a chunk of `count` rows of `width` numbers, which take `size` bytes each."""
+    elements = ON_CPU if device.type == "cpu" else ELSEWHERE
+    return max(1, min(elements // width, BUDGET * count // size))
 
 
-LOSSES = {  # by `--loss`, but for acceptance:K
-    "cross-entropy": TokenLoss(cross_entropy),
-    "tv": TokenLoss(refusal),
-    "log-acceptance": TokenLoss(partial(refusal, log=True)),
-    "lk": TokenLoss(lk),
-}
-LOSSES["published"] = LOSSES["cross-entropy"]
-
-
-def chosen_loss(name: str) -> TokenLoss:
-    """The loss that `--loss` names. "published" is cross-entropy at every kind of head."""
-    draws = draws_of(name)
-    return TokenLoss(partial(refused, draws=draws), bytes=56) if draws else LOSSES[name]
+def precise(x: Tensor) -> Tensor:
+    """In float32, or float64 where it is that already."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -5,9 +5,9 @@ from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
-from treespec.options import MANY, SEEDS, TOKENS, either, option
+from treespec.options import MANY, SEEDS, TOKENS, either, option, refuse
 from treespec.train.data.known import DATA_SETS
-from treespec.train.regenerate.english import FILTERS
+from treespec.train.regenerate.questions import FILTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,33 +72,46 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         own, endpoint = self.from_template is not None, self.endpoint
-        wrong = {
-            "give --data or --from-template": self.data is None and not own,
-            "give only one of --data and --from-template": self.data is not None and own,
-            f"both --head {self.head} and --drafter {self.drafter} are given: leave out one": (
-                self.head is not None and self.drafter is not None
-            ),
-            "a head learns the target's own law: leave out --allow-lossy": self.allow_lossy,
-            f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1": (
-                endpoint is not None and not endpoint.startswith(("http://", "https://"))
-            ),
-            "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint": (
-                endpoint is not None and own
-            ),
-            "--from-template samples questions: --temperature 0 would write one again and again": (
-                own and self.temperature == 0
-            ),
-            "--part is for --data: give each process of --from-template another --seed instead": (
-                own and self.part != "1/1"
-            ),
-        }
-        for name in ("head", "drafter", "tree", "template"):
-            given = getattr(self, name) is not None
-            wrong[f"--endpoint answers by itself: leave out --{name}"] = bool(endpoint) and given
-        for complaint, holds in wrong.items():
-            if holds:
-                raise InputError(complaint)
-        part_of(self.part)
+        answering = (
+            name for name in ("head", "drafter", "tree", "template") if getattr(self, name)
+        )
+        needless = next(answering, None)
+        refuse(
+            {
+                "give --data or --from-template": self.data is None and not own,
+                "give only one of --data and --from-template": self.data is not None and own,
+                f"both --head {self.head} and --drafter {self.drafter} are given: leave out one": (
+                    self.head is not None and self.drafter is not None
+                ),
+                "a head learns the target's own distribution: leave out --allow-lossy": (
+                    self.allow_lossy
+                ),
+                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1": (
+                    endpoint is not None and not endpoint.startswith(("http://", "https://"))
+                ),
+                "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint": (
+                    endpoint is not None and own
+                ),
+                "--from-template samples questions: --temperature 0 would repeat a single one": (
+                    own and self.temperature == 0
+                ),
+                "--part is for --data: give each process of --from-template another --seed": (
+                    own and self.part != "1/1"
+                ),
+                f"--endpoint answers by itself: leave out --{needless}": endpoint and needless,
+            }
+        )
+        _ = self.parts
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """(number from 0, parts) of `--part 2/4`. Raises InputError."""
+        number, _, parts = self.part.partition("/")
+        if not (number + parts).isdecimal() or not parts or not 1 <= int(number or 0) <= int(parts):
+            raise InputError(
+                f"--part is {self.part!r}, must be a number and of how many, such as 1/4"
+            )
+        return int(number) - 1, int(parts)
 
     def sampling(self, greedy: bool) -> dict[str, Any]:
         """The options of `Spec.request`. greedy: at temperature 0."""
@@ -108,11 +121,3 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             "top_p": self.top_p,
             "max_new_tokens": self.max_new_tokens,
         }
-
-
-def part_of(text: str) -> tuple[int, int]:
-    """(number from 0, parts) of `2/4`. Raises InputError."""
-    number, slash, parts = text.partition("/")
-    if not (slash and number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
-        raise InputError(f"--part is {text!r}, must be a number and of how many, such as 1/4")
-    return int(number) - 1, int(parts)

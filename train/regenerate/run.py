@@ -3,12 +3,15 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from treespec.api.engine import Engine
+from treespec.api.load import load_options
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_json, write_json
 from treespec.files.lines import Lines, opened
@@ -16,41 +19,23 @@ from treespec.model.identity import target_identity
 from treespec.text.conversations import read_conversations
 from treespec.text.sources import digest
 from treespec.train.data.known import data_file
-from treespec.train.files.record import Record, changes
+from treespec.train.record import Record, changes
+from treespec.train.regenerate import endpoint, local
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.endpoint import Endpoint
-from treespec.train.regenerate.local import Local, own_rows
-from treespec.train.regenerate.questions import (
-    Answer,
-    Answered,
-    Row,
-    in_order,
-    is_greedy,
-    passing,
-    rows_of,
-)
+from treespec.train.regenerate.local import Answer, Ask, LeftOut, Messages
+from treespec.train.regenerate.magpie import own_rows
+from treespec.train.regenerate.questions import Row, drawn, in_order, rows_of
 
-OUT, LEFT_OUT = "conversations.jsonl", "left-out.jsonl"
-UNFINISHED, QUESTIONS = "unfinished.jsonl", "questions.jsonl"
-BLOCK = 16  # batches of rows that are sorted by length together, and answered before the next ones
+OUT, LEFT_OUT, QUESTIONS = "conversations.jsonl", "left-out.jsonl", "questions.jsonl"
 FORMAT = 1  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
-# target's law, so a head may be added on the way.
+# target's distribution, so a head may be added on the way.
 FREE = {
     *("out", "limit", "part", "batch", "head", "drafter", "tree", "verifier", "device_map"),
     *("allow_lossy", "trust_remote_code", "endpoint"),
 }
 
-
 Report = Callable[[int, int, str], None]  # conversations done, all of them, and how fast
-
-
-class Answerer(Protocol):
-    """What answers: the target here, or a server."""
-
-    def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
-        """Each row with the answer to its next question, or why there is none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,40 +60,50 @@ def regenerate(
 ) -> Result:
     """Answer the rows that have no answer yet.
 
-    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json; OUT/unfinished.jsonl while it
-    runs; with --from-template OUT/questions.jsonl. say: is told what is known of the data. Raises InputError for
-    input that cannot be used, and where OUT holds rows of other options or models.
+    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json; with --from-template
+    OUT/questions.jsonl. say: receives what is known of the data. Raises InputError for input that cannot be used,
+    and where OUT holds rows of other options or models.
     """
     out, data = Path(config.out), None if config.data is None else data_file(config.data, say)
     record = record_of(config, data)
     with locked(out), ExitStack() as stack:
-        names = (OUT, LEFT_OUT, UNFINISHED)
-        files = Files(*(stack.enter_context(opened(out / name)) for name in names))
-        if any(lines.done for lines in (files.kept, files.left_out, files.unfinished)):
+        # 1. What a run before has left, if it is of the same options.
+        kept, left_out = (stack.enter_context(opened(out / name)) for name in (OUT, LEFT_OUT))
+        if kept.done or left_out.done:
             check_record(out / "config.json", record)
         write_json(out / "config.json", record)
-        answerer: Answerer | None = Endpoint(config) if config.endpoint else None
-        if data is not None:
-            rows = rows_in(config, data, say)
-        else:
-            answerer = local(config)
+
+        # 2. The rows that are left, and who answers them.
+        engine = None
+        if data is None:
+            engine = stack.enter_context(engine_of(config))
             questions = stack.enter_context(opened(out / QUESTIONS))
-            rows = own_rows(answerer.spec, config, questions)
-        waiting = files.waiting(rows, config)
-        report(len(rows) - len(waiting), len(rows), "")
+            rows = own_rows(engine, config, questions)
+        else:
+            rows = rows_in(config, data, say)
+        ended = {line["row"] for line in (*kept.done, *left_out.done)}
+        waiting = [row for row in rows if row.key not in ended]
+        before = len(rows) - len(waiting)
+        report(before, len(rows), "")
         if waiting:
-            work(config, waiting, files, answerer or local(config), len(rows), report)
-        (out / UNFINISHED).unlink(missing_ok=True)
-        reasons = Counter(str(line.get("problem")) for line in files.left_out.done)
-        tokens = sum(sum(line["tokens"]) for line in files.kept.done)
-        return Result(out / OUT, len(files.kept.done), tokens, reasons)
+            if config.endpoint:
+                ask = endpoint.asking(config)
+            else:
+                ask = local.asking(engine or stack.enter_context(engine_of(config)), config)
+            for done, pace in answer_all(config, waiting, ask, kept, left_out):
+                report(before + done, len(rows), pace)
+
+        # 3. What is there now.
+        reasons = Counter(str(line["problem"]) for line in left_out.done)
+        tokens = sum(sum(line["tokens"]) for line in kept.done)
+        return Result(out / OUT, len(kept.done), tokens, reasons)
 
 
-def local(config: RegenerateConfig) -> Local:
-    """The target, loaded."""
-    from treespec.api.load import load_options
-
-    return Local(load_options(config), config)
+@contextmanager
+def engine_of(config: RegenerateConfig) -> Iterator[Engine]:
+    """The target, loaded, with room for what `config.batch` threads ask."""
+    with Engine(load_options(config), batch=config.batch, queue=config.batch) as engine:
+        yield engine
 
 
 def record_of(config: RegenerateConfig, data: Path | None) -> Record:
@@ -139,89 +134,59 @@ def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) ->
     """The rows that are asked, in their order. Raises InputError where there is none."""
     conversations, report = read_conversations(data, answered=False)
     say(f"{data}: {report}")
-    rows = rows_of(conversations, config.turns)
-    asked = [row for row in (passing(row, config.filter) for row in rows) if row]
-    say(f"{len(asked):,} different conversations pass --filter {config.filter}")
-    if not asked:
+    rows = rows_of(conversations, config.turns, config.filter)
+    say(f"{len(rows):,} different conversations pass --filter {config.filter}")
+    if not rows:
         raise InputError(
             f"--filter {config.filter} leaves no question of {data}: take another filter"
         )
-    return in_order(asked, config.seed, config.part)[: config.limit]
+    return in_order(rows, config.seed, config.parts)[: config.limit]
 
 
-@dataclass(frozen=True)
-class Files:
-    """unfinished: the answers of rows that have further questions."""
+def answer_all(
+    config: RegenerateConfig, waiting: Sequence[Row], ask: Ask, kept: Lines, left_out: Lines
+) -> Iterator[tuple[int, str]]:
+    """Answer the rows, a thread for each that is answered at a time, and keep each as it ends.
 
-    kept: Lines
-    left_out: Lines
-    unfinished: Lines
-
-    def waiting(self, rows: Sequence[Row], config: RegenerateConfig) -> list[Answered]:
-        """The rows that are not finished, with the answers that a run before had for them."""
-        done = {line.get("row") for line in (*self.kept.done, *self.left_out.done)}
-        known = {
-            (line["row"], line["turn"]): Answer(*line["answer"]) for line in self.unfinished.done
-        }
-        waiting = []
-        for row in rows:
-            one = Answered(row, is_greedy(row, config.seed, config.greedy))
-            while answer := known.get((row.key, len(one.answers))):
-                one = one.taking(answer)
-            if row.key not in done:
-                waiting.append(one)
-        return waiting
-
-    def keep(self, one: Answered, temperature: float) -> None:
-        """Write what is new of a row. temperature: as for `Answered.line`."""
-        line: dict[str, Any] = {"row": one.row.key}
-        if one.asks:
-            answer = [*asdict(one.answers[-1]).values()]
-            lines, line = self.unfinished, line | {"turn": len(one.answers) - 1, "answer": answer}
-        else:
-            lines, line = (self.kept if one.answers else self.left_out), one.line(temperature)
-        lines.append(line)
-
-
-def work(
-    config: RegenerateConfig,
-    waiting: list[Answered],
-    files: Files,
-    answerer: Answerer,
-    total: int,
-    report: Report,
-) -> None:
-    """Answer the rows block by block, so that the first rows of a run are a sample of all.
-
-    Of a block all first turns are answered, then all second ones. total: rows with finished ones.
+    left_out: those without an answer. Yields how many are done, and how fast.
     """
-    questions = sum(one.left for one in waiting)
-    done, answered, tokens, started = total - len(waiting), 0, 0, time.perf_counter()
-    for going in blocks(waiting, BLOCK * config.batch):
-        while going:
-            further = []
-            for row, said in answerer.answers(going):
-                if isinstance(said, str):
-                    one = row.ending(said)
-                else:
-                    one = row.taking(said)
-                    answered, tokens = answered + 1, tokens + said.tokens
-                files.keep(one, config.temperature)
-                if one.asks:
-                    further.append(one)
-                done += not one.asks
-                questions -= one.left if one.problem else 0
-                seconds = time.perf_counter() - started
-                left = timedelta(
-                    seconds=round(seconds * max(0.0, questions / max(answered, 1) - 1))
-                )
-                report(done, total, f", {tokens / seconds:,.1f} tokens/s, {left} left")
-            going = further
+    tokens, started = 0, time.perf_counter()
+    with ThreadPool(config.batch) as pool:
+        lines = pool.imap_unordered(lambda row: answered(config, row, ask), waiting)
+        for done, line in enumerate(lines, start=1):
+            (kept if "messages" in line else left_out).append(line)
+            tokens += sum(line.get("tokens", ()))
+            seconds = time.perf_counter() - started
+            left = timedelta(seconds=round(seconds / done * (len(waiting) - done)))
+            yield done, f", {tokens / seconds:,.1f} tokens/s, {left} left"
 
 
-def blocks(rows: Sequence[Answered], size: int) -> Iterator[list[Answered]]:
-    """Blocks of rows, of each first those that are answered at temperature 0, then the others."""
-    for first in range(0, len(rows), size):
-        block = rows[first : first + size]
-        yield [one for one in block if one.greedy]
-        yield [one for one in block if not one.greedy]
+def answered(config: RegenerateConfig, row: Row, ask: Ask) -> dict[str, Any]:
+    """The line of a row: its questions, asked one after the other, with their answers.
+
+    It has no messages where the first question has no answer. A problem says why there is none, or
+    no further one.
+    """
+    greedy = drawn(config.seed, row.key, "greedy") < config.greedy * 2**63
+    line: dict[str, Any] = {"id": row.source, "row": row.key}
+    messages: Messages = []
+    if row.system is not None:
+        messages.append({"role": "system", "content": row.system})
+    answers: list[Answer] = []
+    for question in row.questions:
+        asked = [*messages, {"role": "user", "content": question}]
+        try:
+            answer = ask(asked, drawn(config.seed, row.key, len(answers)), greedy)
+            if not answer.text.strip():  # no reader of the file takes it
+                raise LeftOut("an answer is empty")
+        except LeftOut as problem:
+            line["problem"] = str(problem)
+            break
+        answers.append(answer)
+        messages = [*asked, {"role": "assistant", "content": answer.text}]
+    if answers:
+        line["messages"] = messages
+        line["temperature"] = 0.0 if greedy else config.temperature
+        line["tokens"] = [answer.tokens for answer in answers]
+        line["ended"] = [answer.ended for answer in answers]
+    return line

@@ -8,7 +8,7 @@ from treespec.cli.early import begin, check_data, folder_of
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.draft.checks import check_width
-from treespec.train.config import TrainConfig
+from treespec.train.config import TrainConfig, check_folders
 
 
 @takes(TrainConfig)
@@ -17,9 +17,7 @@ def train(config: TrainConfig) -> None:
 
     With several processes: accelerate launch -m treespec.train --target …
     """
-    from treespec.train.checks import check
-
-    check(config)
+    check_folders(config)
     check_data(config.data)
     begin(config)
     if config.from_head is not None:
@@ -36,7 +34,7 @@ def train(config: TrainConfig) -> None:
 
 def stopped(config: TrainConfig) -> str:
     """What the same command does after an interrupt."""
-    from treespec.train.files.checkpoints import latest_step
+    from treespec.train.checkpoints import latest_step
 
     step = latest_step(Path(config.out) / "training")
     if step is None:

@@ -33,9 +33,9 @@ KEPT = 2
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
-    """How far a run is.
+    """How far a run is, which changes as it goes.
 
     seconds: spent on training. processes: with which it began. best, best_step: the best acceptance
     length of a validation, and its step. stale: validations since.

@@ -5,7 +5,6 @@ config.json is written with the first checkpoint. A run that failed before it le
 another run must agree with.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,16 +16,17 @@ from treespec.files.atomic import read_json, write_json, write_text
 from treespec.model.identity import target_identity
 from treespec.options import command_line
 from treespec.text.sources import digest
+from treespec.train.checkpoints import Place, latest_step
 from treespec.train.config import TrainConfig
 from treespec.train.data.known import data_file
-from treespec.train.files.checkpoints import latest_step
+from treespec.train.data.prepare import Data
 
 FORMAT = 1
 Record = dict[str, Any]  # the options of a run, and digests under "contents"
 ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
 MAY_CHANGE = ENDS | {
-    *("validate_every", "validate_on", "draft_steps", "decode_on", "decode_tokens"),
-    *("checkpoint_every", "tracker", "calibrate", "out"),
+    *("validate_every", "validate_on", "decode_on", "checkpoint_every"),
+    *("tracker", "calibrate", "out"),
 }
 
 
@@ -150,7 +150,7 @@ license: {unfilled} (the data and the target bind it)
 `treespec chat --target {target} --head {folder}`
 
 It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
-answers keep the target's own law.
+answers keep the target's own distribution.
 
 ## Data
 
@@ -169,45 +169,28 @@ answers keep the target's own law.
 """
 
 
-def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) -> None:
-    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run.
-
-    counts: conversations, tokens, answers (tokens of answers) and held_out (conversations).
-    """
-    # 1. A completed card stays.
+def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
+    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
     file = Path(config.out) / "README.md"
     with suppress(OSError):
         if UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
             return
-
-    # 2. What the run used and gave.
-    last = last_line(Path(config.out) / "training" / "metrics.jsonl")
-    recipe = ", ".join(
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in asdict(config.recipe).items()
-        if value is not None
-    )
-    loss = [f"loss at the end: {last['total']:.3f}"] if "total" in last else []
+    options = asdict(config.recipe).items()
+    recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
     card = CARD.format(
         unfilled=UNFILLED,
         target=config.target,
         kind=config.head,
         folder=Path(config.out).name,
         data=config.data,
-        **counts,
-        steps=int(last.get("step", 0)),
-        minutes=last.get("seconds", 0.0) / 60,
-        recipe=recipe[:1].upper() + recipe[1:] + ".",
+        conversations=len(data.train),
+        tokens=sum(len(example.input_ids) for example in data.train),
+        answers=len(data.answers),
+        held_out=len(data.held_out),
+        steps=place.step,
+        minutes=place.seconds / 60,
+        recipe=", ".join(recipe).capitalize() + ".",
         command=command_line("train", TrainConfig, asdict(config)),
-        figures="\n".join(f"- {line}" for line in [*loss, *str(result).split("; ")]),
+        figures="\n".join(f"- {line}" for line in str(result).split("; ")),
     )
     write_text(file, card)
-
-
-def last_line(metrics: Path) -> dict[str, float]:
-    """The last line of metrics.jsonl that has a loss; {} without one."""
-    try:
-        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {metrics}: {error}") from error
-    return next((line for line in reversed(lines) if "total" in line), {})

@@ -113,7 +113,7 @@ def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name):
 @pytest.mark.parametrize(
     "owner",
     [
-        *((TreeLayer, name) for name in ("fill", "select")),
+        *((TreeLayer, name) for name in ("gather", "put")),
         *((TreeCache, name) for name in ("join", "select", "commit")),
         *((Target, name) for name in ("prefill", "forward_trees")),
         (TreeDrafter, "observe"),

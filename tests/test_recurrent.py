@@ -112,7 +112,7 @@ def test_commit_reads_no_weights_of_linear_layers(name):
         for layer in linear_layers(mixer.module):
             layer.weight.fill_(torch.nan)
     cache.commit([path])
-    for ours, fresh in zip(cache.states.now, again.states.now, strict=True):
+    for ours, fresh in zip(cache.states[0], again.states[0], strict=True):
         for state, wanted in zip(ours, fresh, strict=True):
             torch.testing.assert_close(state, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 

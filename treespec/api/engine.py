@@ -260,7 +260,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
         return None  # recurrent layers alone: a text's state has one size, whatever its length
 
     # 2. Bytes of the texts' recurrent states.
-    beside = texts * cache.states.bytes_of_a_text if cache.states else 0
+    beside = texts * cache.state_bytes
 
     # 3. Free bytes, where the output layer lies.
     device = target.output_device

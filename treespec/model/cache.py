@@ -68,26 +68,27 @@ class TreeLayer(CacheLayerMixin):
         while capacity < columns:
             capacity *= 2
         if capacity > self.capacity:
-            rows = len(self.storage[0]) if self.is_initialized else 0
-            self.fill([(self, rows)], capacity)
+            rows = range(len(self.storage[0])) if self.is_initialized else ()
+            self.gather([(self, rows)], capacity)
 
-    def fill(self, parts: Sequence[tuple["TreeLayer", int]], capacity: int) -> None:
-        """Join layers into this one, all at the end: an interrupt leaves this layer as it was.
+    def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
+        """Become rows of layers, in this order, all at the end: an interrupt leaves the layer as it was.
 
-        parts: (layer, number of its batch rows). Rows of a layer without storage are zeros.
+        parts: (layer, its batch rows). Rows of a layer without storage are zeros.
         """
-        storages = [layer.storage for layer, _ in parts if layer.is_initialized]
-        if not storages:
+        held = [layer.storage for layer, _ in parts if layer.is_initialized]
+        if not held:
             self.capacity = capacity
             return
-        rows = sum(rows for _, rows in parts)
-        storage = [x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in storages[0]]
-        first = 0
+        total, first = sum(len(rows) for _, rows in parts), 0
+        storage = [x.new_zeros(total, x.shape[1], capacity, x.shape[3]) for x in held[0]]
         for layer, rows in parts:
             if layer.is_initialized:
+                index, end = torch.tensor(rows, device=layer.device), min(layer.length, capacity)
                 for states, old in zip(storage, layer.storage, strict=True):
-                    states[first : first + rows, :, : layer.length] = old[:, :, : layer.length]
-            first += rows
+                    copied = old[:, :, :end].index_select(0, index)
+                    states[first : first + len(rows), :, :end] = copied
+            first += len(rows)
         self._hold(*storage)
 
     def put(self, row: int, other: "TreeLayer") -> None:
@@ -96,17 +97,6 @@ class TreeLayer(CacheLayerMixin):
             self.reserve(other.length)
             for states, new in zip(self.storage, other.storage, strict=True):
                 states[row, :, : other.length] = new[0, :, : other.length]
-
-    def take(self, other: "TreeLayer", row: int, length: int) -> None:
-        """Become a copy of the first `length` columns of a batch row of another layer."""
-        if other.is_initialized:
-            self._hold(*(states[row : row + 1, :, :length].clone() for states in other.storage))
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these batch rows, in this order. An interrupt leaves the layer as it was."""
-        if self.is_initialized:
-            index = torch.tensor(rows, device=self.device)
-            self._hold(*(states.index_select(0, index) for states in self.storage))
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
         """Make these the storage, [B, KV heads, capacity, D] each."""
@@ -144,31 +134,25 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
 
-class States(Protocol):
-    """The states of recurrent layers after each text's committed tokens (`recurrent_states`)."""
-
-    @property
-    def bytes_of_a_text(self) -> int: ...
-    def commit(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> None: ...
-    def mark(self) -> None: ...
-    def rewind(self, lengths: Sequence[int]) -> list[int]: ...
-    def select(self, rows: Sequence[int]) -> None: ...
-    def put(self, row: int, other: Any) -> None: ...
-    def join(self, others: Sequence[Any]) -> None: ...
+State = Tensor | None
+States = list[list[State]]  # of each recurrent layer, [1, ...] each; empty before the first token
+MARKS = 2  # earlier states of a text that are kept
 
 
 class Recurrent(Protocol):
     """The recurrent layers of a model (`recurrent`)."""
 
     def layers(self, capacity: int) -> list[TreeLayer]: ...
-    def new_states(self) -> States: ...
+    def committed(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> list[States]: ...
 
 
 @final
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
-    lengths: committed positions of each text. states: those of recurrent layers, if it has any.
+    lengths: committed positions of each text. states: of recurrent layers after each text's committed
+    tokens; marks: earlier lengths and their states. forwarded: what the last forward left of each
+    recurrent layer.
 
     `select`, `put` and `join` empty the lengths while they move batch rows. So a cache without
     lengths is one whose change was interrupted, and `Decoder` makes a new one. All other changes
@@ -182,9 +166,17 @@ class TreeCache(Cache):
         plain = [TreeLayer(capacity) for _ in range(layers)]
         self.tree_layers = recurrent.layers(capacity) if recurrent else plain
         self.recurrent = recurrent
-        self.states = recurrent.new_states() if recurrent else None
         self.lengths = [0]
+        self.states: list[States] = [[]]
+        self.marks: list[list[tuple[int, States]]] = [[]]
+        self.forwarded: dict[int, Any] = {}
         super().__init__(layers=list(self.tree_layers))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a text's recurrent states: before and after a forward, and to go back to."""
+        held = [state for states in self.states[0] for state in states if state is not None]
+        return (2 + MARKS) * sum(state.nbytes for state in held)
 
     @property
     def end(self) -> int:
@@ -223,8 +215,8 @@ class TreeCache(Cache):
                     entries.index_copy_(0, places, entries.index_select(0, sources))
 
         # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
-        if self.states:
-            self.states.commit(self, nodes)
+        if self.recurrent and any(nodes):
+            self.states = self.recurrent.committed(self, nodes)
         self._end_at([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -233,12 +225,19 @@ class TreeCache(Cache):
         A recurrent layer keeps its states after a few lengths only. A text with such layers is cut
         to the nearest of those lengths, at most the one asked for: read `self.lengths` afterwards.
         """
-        self._end_at(self.states.rewind(lengths) if self.states else lengths)
+        reached = list(lengths)
+        for row, length in enumerate(lengths if self.recurrent else ()):
+            reached[row] = self.lengths[row]
+            if length < reached[row]:
+                marks = self.marks[row] = [mark for mark in self.marks[row] if mark[0] <= length]
+                reached[row], self.states[row] = marks[-1] if marks else (0, [])
+        self._end_at(reached)
 
     def mark(self) -> None:
         """Keep the recurrent states of the present lengths, for `rewind`."""
-        if self.states:
-            self.states.mark()
+        for row, mark in enumerate(zip(self.lengths, self.states, strict=True)):
+            if all(mark[0] != length for length, _ in self.marks[row]):
+                self.marks[row] = [*self.marks[row], mark][-MARKS:]
 
     def _end_at(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -261,9 +260,10 @@ class TreeCache(Cache):
         """Keep these texts, in this order."""
         kept, self.lengths = [self.lengths[row] for row in rows], []
         for layer in self.tree_layers:
-            layer.select(rows)
-        if self.states:
-            self.states.select(rows)
+            if layer.is_initialized:
+                layer.gather([(layer, rows)], layer.capacity)
+        self.states = [self.states[row] for row in rows]
+        self.marks = [self.marks[row] for row in rows]
         self._end_at(kept)
 
     def put(self, row: int, other: "TreeCache") -> None:
@@ -271,9 +271,11 @@ class TreeCache(Cache):
         lengths, self.lengths = list(self.lengths), []
         for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
             layer.put(row, new)
-        if self.states and other.states:
-            self.states.put(row, other.states)
-        lengths[row] = other.lengths[0]
+        lengths[row], self.states[row], self.marks[row] = (
+            other.lengths[0],
+            other.states[0],
+            other.marks[0],
+        )
         self._end_at(lengths)
 
     def join(self, others: Sequence["TreeCache"]) -> None:
@@ -281,20 +283,18 @@ class TreeCache(Cache):
         caches = [self, *others]
         texts, self.lengths = [cache.lengths for cache in caches], []
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
-            capacity = max(layer.capacity for layer in layers)
-            rows = [(layer, len(one)) for layer, one in zip(layers, texts, strict=True)]
-            layers[0].fill(rows, capacity)
-        if self.states:
-            self.states.join([other.states for other in others if other.states])
+            rows = [(layer, range(len(one))) for layer, one in zip(layers, texts, strict=True)]
+            layers[0].gather(rows, max(layer.capacity for layer in layers))
+        self.states = [states for cache in caches for states in cache.states]
+        self.marks = [marks for cache in caches for marks in cache.marks]
         self._end_at([length for lengths in texts for length in lengths])
 
     def alone(self, row: int) -> "TreeCache":
         """A copy of one text, in a cache of its own."""
         copy = TreeCache(len(self.tree_layers), recurrent=self.recurrent)
         for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
-            own.take(layer, row, max(1, self.lengths[row]))
-        if copy.states and self.states:
-            copy.states.join([self.states])
-            copy.states.select([row + 1])
+            if layer.is_initialized:
+                own.gather([(layer, [row])], max(1, self.lengths[row]))
+        copy.states, copy.marks = [self.states[row]], [self.marks[row]]
         copy._end_at([self.lengths[row]])
         return copy

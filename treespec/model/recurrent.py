@@ -1,13 +1,20 @@
 """Targets with layers that carry a state from token to token: Mamba, delta nets, short convolutions.
 
 Attention layers of such a model take trees by their masks, as in any model. A recurrent layer takes a
-tree as a batch of its paths (`recurrent_rows`), each behind the state of its text
-(`recurrent_states`). The layer's own code computes both.
+tree as a batch of its paths (`recurrent_rows`), each behind the state of its text. The layer's own code
+computes both. A forward leaves the states alone and keeps the layers' inputs at each uncommitted
+column. `commit` runs each layer once more over the inputs of the accepted nodes, unless the forward
+has left the state after the last of them. Five drafted nodes, of which the path 0 2 is accepted:
+
+    states after     forward: inputs of      commit([[0, 2]])
+    a b c            0 1 2 3 4               layers over 0 2: states after a b c 0 2
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -16,18 +23,42 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from treespec.errors import InputError, first_line
-from treespec.model.cache import TreeCache, TreeLayer
+from treespec.model.cache import State, States, TreeCache, TreeLayer
 from treespec.model.masks import Masks
-from treespec.model.recurrent_mixers import (
+from treespec.model.recurrent_rows import (
+    Known,
+    PathRows,
+    entries,
+    once_a_node,
+    path_rows,
+    read_back,
+    replaced,
+)
+from treespec.model.recurrent_run import (
     TRIAL,
+    Arguments,
     Mixer,
     StateLayer,
     arguments_of,
-    find_mixers,
+    split,
+    tried,
 )
-from treespec.model.recurrent_rows import PathRows, once_a_node, path_rows, replaced
-from treespec.model.recurrent_run import Call, answered, split, tried
-from treespec.model.recurrent_states import Forwarded, RecurrentStates, chosen
+
+
+@final
+@dataclass(frozen=True)
+class Forwarded:
+    """What the last forward left of a mixer.
+
+    steps: its inputs at the U uncommitted columns, [B, U, ...] by argument. constant: its other
+    arguments. known: outputs of its linear layers. trail: states [R, ...] of each row after a step.
+    """
+
+    rows: PathRows
+    constant: Arguments
+    steps: dict[str, Tensor]
+    known: Known
+    trail: dict[int, list[State]]
 
 
 @final
@@ -71,29 +102,23 @@ class Recurrent:
         for mixer in mixers:
             kind = type(mixer.module)
             if kind not in kinds:
-                kinds[kind] = tried(mixer, cache, calls[mixer.module], TRIAL)
+                kinds[kind] = tried(mixer, cache, calls[mixer.module])
             able = kinds[kind]
             self.mixers.append(replace(mixer, continues=able.continues, chunks=able.chunks))
         self.continues = all(mixer.continues for mixer in self.mixers)
 
-    def new_states(self) -> RecurrentStates:
-        """The states of one empty text."""
-        return RecurrentStates(self.mixers)
-
     def layers(self, capacity: int) -> list[TreeLayer]:
         """The layers of a cache."""
-        return [
-            StateLayer(capacity, number) if number else TreeLayer(capacity)
-            for number in self.state_counts
-        ]
+        counts = self.state_counts
+        return [StateLayer(capacity, n) if n else TreeLayer(capacity) for n in counts]
 
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
+        names: dict[str, Any] = {"linear_attention": None, "conv": None}
         if self.indexed:
-            return {"linear_attention": None, "conv": None, "indexed_attention": masks}
+            return names | {"indexed_attention": masks}
         if not isinstance(masks, dict):
             return masks
-        names: dict[str, Any] = {"linear_attention": None, "conv": None}
         for kind, name in (("hybrid", "full_attention"), ("hybrid_sliding", "sliding_attention")):
             if kind in masks:
                 names[name] = masks[kind]
@@ -118,27 +143,132 @@ class Recurrent:
     ) -> Any:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
-        mixer, states = self.mixers[number], cache.states
-        assert isinstance(states, RecurrentStates)
-        b, n = rows.outputs.shape
+        mixer, (b, n) = self.mixers[number], rows.outputs.shape
         constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
-        earlier = rows.width - n
-        if earlier:
-            held = states.forwarded[number].steps
-            steps = {
-                name: torch.cat([held[name][:, :earlier], new], 1) for name, new in steps.items()
-            }
+        if earlier := rows.width - n:
+            held = cache.forwarded[number].steps
+            for name, new in steps.items():
+                steps[name] = torch.cat([held[name][:, :earlier], new], 1)
 
         # 2. Its own code over the paths.
-        texts = rows.texts.tolist()
-        lent = chosen(states.of(number), texts)
+        states = self._lent(cache, number, rows.texts.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
-            ran = Call(mixer, code, cache, constant, by_path).run(lent)
+            ran = mixer.run(code, cache, constant, by_path, states)
 
         # 3. Keep what `commit` needs; each node's own output.
-        after = ran.states if rows.whole else []
-        outputs = rows.outputs if ran.trail and not earlier else None
-        states.forwarded[number] = Forwarded(constant, steps, after, known, ran.trail, outputs)
+        cache.forwarded[number] = Forwarded(rows, constant, steps, known, ran.trail)
         own = {place: rows.gathered(output) for place, output in ran.outputs.items()}
-        return answered(ran.returned, own)
+        if not isinstance(ran.returned, tuple):
+            return own[0]
+        return tuple(own.get(i, part) for i, part in enumerate(ran.returned))
+
+    def _lent(self, cache: TreeCache, number: int, texts: Sequence[int]) -> list[State]:
+        """Copies of a mixer's states of some texts, [texts, ...]; zeros before the first token."""
+        held = [cache.states[text][number] if cache.states[text] else None for text in texts]
+        known = next((states for states in held if states), self.mixers[number].fresh())
+        lent: list[State] = []
+        for i, like in enumerate(known):
+            if like is None:
+                lent.append(None)
+                continue
+            rows = [states[i] if states else torch.zeros_like(like) for states in held]
+            lent.append(torch.cat(rows))  # type: ignore[arg-type]
+        return lent
+
+    @torch.no_grad()
+    def committed(self, cache: TreeCache, nodes: Sequence[Sequence[int]]) -> list[States]:
+        """The states of each text after its accepted nodes of the last forward."""
+        # 1. The row and step of each text's last accepted node; it may be of an earlier forward.
+        rows = cache.forwarded[0].rows
+        earlier, outputs = rows.width - rows.outputs.shape[1], rows.outputs.tolist()
+        ends = {text: (0, -1) for text, kept in enumerate(nodes) if kept}
+        for text in ends:
+            if (node := nodes[text][-1] - earlier) >= 0:
+                ends[text] = divmod(outputs[text][node], rows.columns.shape[1])
+
+        # 2. Its states: those that the forward left, else by the mixer over the accepted nodes.
+        new: dict[int, States] = {text: [] for text in ends}
+        for number, mixer in enumerate(self.mixers):
+            forwarded = cache.forwarded[number]
+            again: defaultdict[int, list[int]] = defaultdict(list)  # texts by number of nodes
+            after: dict[int, list[State]] = {}
+            for text, (row, step) in ends.items():
+                if step in forwarded.trail:
+                    after[text] = row_of(forwarded.trail[step], row)
+                else:
+                    again[len(nodes[text])].append(text)
+            for length, texts in again.items():
+                kept = torch.tensor(texts), torch.tensor([list(nodes[text]) for text in texts])
+                steps = {name: entries(values, *kept) for name, values in forwarded.steps.items()}
+                lent, code = self._lent(cache, number, texts), mixer.module.forward
+                with read_back(forwarded.known, *kept):
+                    ran = mixer.run(code, cache, forwarded.constant, steps, lent)
+                for row, text in enumerate(texts):
+                    after[text] = row_of(ran.trail[length - 1], row)
+            for text, states in after.items():
+                new[text].append(states)
+        return [new.get(text, states) for text, states in enumerate(cache.states)]
+
+
+def row_of(states: Sequence[State], row: int) -> list[State]:
+    """The states [1, ...] of a row, which do not keep those of the others."""
+    one: list[State] = []
+    for state in states:
+        alone = state is None or len(state) == 1
+        one.append(state if alone else state[row : row + 1].clone())  # type: ignore[index]
+    return one
+
+
+def find_mixers(
+    decoder: nn.Module, tokens: Tensor, cache: TreeCache
+) -> tuple[list[Mixer], dict[nn.Module, Arguments]]:
+    """The modules of a decoder that carry a state, and all modules' arguments in a trial forward.
+
+    tokens: [1, T] int64, of the trial. cache: an empty one, which the trial fills.
+    Raises InputError for a module that keeps states in several layers of the cache.
+    """
+    stack: list[nn.Module] = []  # the modules at work
+    calls: dict[nn.Module, Arguments] = {}
+    touched: defaultdict[nn.Module, set[tuple[int, int]]] = defaultdict(set)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+        stack.append(module)
+        calls[module] = arguments_of(module, args, kwargs)
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        stack.pop()
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            touched[stack[-1]].add((given["layer_idx"], given.get("state_idx", 0)))
+            return original(*args, **kwargs)
+
+        return call
+
+    # 1. A forward: who is at work when the cache gives or takes a state?
+    with ExitStack() as listening:
+        for module in decoder.modules():
+            listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            listening.enter_context(module.register_forward_hook(end, always_call=True))
+        for action in ("get_conv", "get_recurrent", "update_conv", "update_recurrent"):
+            name = f"{action}_state"
+            setattr(cache, name, noted(getattr(cache, name)))
+            listening.callback(delattr, cache, name)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        options = {"past_key_values": cache, "cache_params": cache, "position_ids": positions}
+        takes = inspect.signature(type(decoder).forward).parameters
+        taken = {name: value for name, value in options.items() if name in takes}
+        decoder(input_ids=tokens, use_cache=True, **taken)
+
+    # 2. In which layer does each keep its states?
+    mixers: list[Mixer] = []
+    for module, places in touched.items():
+        if len({layer for layer, _ in places}) > 1:
+            raise InputError(f"{type(module).__name__} carries the states of several layers")
+        layer, numbers = min(places)[0], sorted(number for _, number in places)
+        mixers.append(Mixer(module, layer, tuple(numbers)))
+    return mixers, calls

@@ -17,8 +17,8 @@ computes each node once in a forward, and `commit` reads that back instead of th
     commit    0 2 4              what they gave for 0 2 4
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -51,9 +51,7 @@ class PathRows:
 
     def spread(self, nodes: Tensor) -> Tensor:
         """[R, L, ...] from [B, U, ...]: what each step's node has."""
-        if self.whole:
-            return nodes
-        return nodes[self.texts[:, None].to(nodes.device), self.columns.to(nodes.device)]
+        return nodes if self.whole else entries(nodes, self.texts, self.columns)
 
     def gathered(self, steps: Tensor) -> Tensor:
         """[B, N, ...] from [R, L, ...]: each new node's own step."""
@@ -62,6 +60,11 @@ class PathRows:
         places = self.outputs.flatten().to(steps.device)
         flat = steps.flatten(0, 1).index_select(0, places)
         return flat.unflatten(0, self.outputs.shape)
+
+
+def entries(values: Tensor, texts: Tensor, columns: Tensor) -> Tensor:
+    """[G, K, ...] from [B, U, ...]: some columns [G, K] of some texts [G]."""
+    return values[texts[:, None].to(values.device), columns.to(values.device)]
 
 
 def path_rows(seen: Tensor, places: Tensor) -> PathRows:
@@ -101,28 +104,30 @@ def path_rows(seen: Tensor, places: Tensor) -> PathRows:
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
     """Inside, these modules have other forwards."""
-    before = {module: vars(module).get("forward") for module in forwards}
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
     try:
         for module, forward in forwards.items():
             vars(module)["forward"] = forward
         yield
     finally:
-        for module, own in before.items():
-            if own is None:
-                vars(module).pop("forward", None)
+        for own, earlier in before:
+            if earlier is None:
+                own.pop("forward", None)
             else:
-                vars(module)["forward"] = own
+                own["forward"] = earlier
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
     """The linear layers of a module, plain, packed or quantised: they say their widths."""
-    return [
-        part
-        for part in module.modules()
-        if hasattr(part, "in_features")
-        and hasattr(part, "out_features")
-        and not any(part.children())
-    ]
+    sized = (part for part in module.modules() if hasattr(part, "in_features"))
+    return [part for part in sized if hasattr(part, "out_features") and not any(part.children())]
+
+
+def computed(
+    layers: Iterable[nn.Module], compute: Callable[[nn.Module, Linear, Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Inside, `compute` gets the layer, its own forward and the input, and gives the output."""
+    return replaced({layer: partial(compute, layer, layer.forward) for layer in layers})
 
 
 @contextmanager
@@ -143,8 +148,7 @@ def once_a_node(module: nn.Module, rows: PathRows) -> Iterator[Known]:
         known[layer] = code(rows.gathered(x))
         return rows.spread(known[layer])
 
-    layers = linear_layers(module)
-    with replaced({layer: partial(dense, layer, layer.forward) for layer in layers}):
+    with computed(linear_layers(module), dense):
         yield known
     for layer in twice:  # `commit` could not tell its outputs apart
         del known[layer]
@@ -160,10 +164,9 @@ def read_back(known: Known, texts: Tensor, columns: Tensor) -> Iterator[None]:
     def dense(layer: nn.Module, code: Linear, x: Tensor) -> Tensor:
         if x.ndim != 3 or x.shape[:2] != columns.shape:
             return code(x)
-        outputs = known[layer]
-        return outputs[texts[:, None].to(outputs.device), columns.to(outputs.device)]
+        return entries(known[layer], texts, columns)
 
-    with replaced({layer: partial(dense, layer, layer.forward) for layer in known}):
+    with computed(known, dense):
         yield
 
 
@@ -184,6 +187,5 @@ def input_once(module: nn.Module, whole: Tensor) -> Iterator[list[tuple[Tensor, 
             done[layer] = code(whole)
         return done[layer][:, number : number + 1]
 
-    layers = linear_layers(module)
-    with replaced({layer: partial(dense, layer, layer.forward) for layer in layers}):
+    with computed(linear_layers(module), dense):
         yield current

@@ -1,27 +1,68 @@
-"""One mixer over rows of tokens: its own code, with a state of each row lent to it.
+"""Layers that carry a state from token to token, here called mixers: one over rows of tokens.
 
-What that code can do is found by trial (`tried`): nothing in a model says it.
+The model's own code computes it, with a state of each row lent to it. What that code can do is found
+by trial (`tried`): nothing in a model says it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 
-from treespec.model.cache import TreeCache
-from treespec.model.recurrent_mixers import Arguments, Mixer, State
+from treespec.model.cache import State, TreeCache, TreeLayer
 from treespec.model.recurrent_rows import input_once
 
-ALLOWED = 0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
+TRIAL = 6  # tokens of the forward in which mixers are found
 LENGTH = 3  # tokens of a trial
+ALLOWED = 0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
 EFFECT = 0.25  # of a state's effect on the outputs; code that does not read the state misses all
 CHUNK = 64  # tokens: the usual chunk of a delta rule
 DEEPEST = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
-Code = Callable[..., Any]
-Outputs = dict[int, Tensor]  # by place in the tuple that the code returned; 0 without a tuple
+Arguments = dict[str, Any]
+
+
+@final
+class StateLayer(TreeLayer, LinearAttentionLayer):
+    """Keys and values of a `TreeLayer`, if the model's layer has any, and states of one call.
+
+    The states of the texts lie in `TreeCache.states`; here they are only while the model's own code
+    reads and writes them.
+    """
+
+    device: Any  # of both bases
+    dtype: Any
+
+    def __init__(self, capacity: int, number_of_states: int) -> None:
+        TreeLayer.__init__(self, capacity)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """transformers gives keys and values by place, states by name."""
+        base = TreeLayer if args else LinearAttentionLayer
+        base.lazy_initialization(self, *args, **kwargs)
+
+    def lend(self, numbers: Sequence[int], states: Sequence[State]) -> None:
+        """Hold these states. states: a conv state and a recurrent state for each of `numbers`."""
+        for i, number in enumerate(numbers):
+            conv, recurrent = states[2 * i : 2 * i + 2]
+            self.conv_states[number], self.recurrent_states[number] = conv, recurrent
+            self.is_conv_states_initialized[number] = conv is not None
+            self.is_recurrent_states_initialized[number] = recurrent is not None
+            self.has_previous_state[number] = conv is not None or recurrent is not None
+            if conv is not None:
+                self.conv_kernel_size[number] = conv.shape[-1]
+
+    def take_back(self, numbers: Sequence[int]) -> list[State]:
+        """The states that the model left, which go."""
+        states: list[State] = []
+        for number in numbers:
+            states += [self.conv_states[number], self.recurrent_states[number]]
+        self.lend(numbers, [None] * len(states))
+        return states
 
 
 @final
@@ -29,94 +70,111 @@ Outputs = dict[int, Tensor]  # by place in the tuple that the code returned; 0 w
 class Ran:
     """What a mixer gave for R rows of L tokens.
 
-    outputs: [R, L, ...]. returned: what its code returned last. states: [R, ...] after the last
-    token. trail: states after each token, where the code took them one by one.
+    outputs: [R, L, ...] by place in the tuple that the code returned; 0 without a tuple.
+    returned: what its code returned last. trail: states [R, ...] after each step: after the last one,
+    and after all where the code took the tokens one by one.
     """
 
-    outputs: Outputs
+    outputs: dict[int, Tensor]
     returned: Any
-    states: list[State]
-    trail: list[list[State]] = field(default_factory=list)
+    trail: dict[int, list[State]]
 
 
 @final
 @dataclass(frozen=True)
-class Call:
-    """A mixer over R rows of L tokens.
+class Mixer:
+    """A module that carries a state: a conv state and a recurrent state for each of `numbers`.
 
-    code: the module's own forward. constant: arguments that do not differ by token.
-    steps: arguments [R, L, ...] that do; the first is the layer's input.
+    layer: of the cache, where its code finds them.
+    continues: whether its code takes several tokens behind an earlier state. Mamba's reads one in
+    forwards of one token only.
+    chunks: whether it takes the argument `chunk_size`. It pads rows to whole chunks, and those of a
+    tree are short.
     """
 
-    mixer: Mixer
-    code: Code
-    cache: TreeCache
-    constant: Arguments
-    steps: dict[str, Tensor]
+    module: nn.Module
+    layer: int
+    numbers: tuple[int, ...]
+    continues: bool = True
+    chunks: bool = False
 
-    @property
-    def input(self) -> Tensor:
-        return next(iter(self.steps.values()))
+    def fresh(self) -> list[State]:
+        """The state before the first token."""
+        return [None, None] * len(self.numbers)
 
-    def run(self, states: Sequence[State]) -> Ran:
-        """states: of each row, to be changed; None before a text."""
-        length = self.input.shape[1]
-        is_fresh = all(state is None for state in states)
-        if self.mixer.continues or length == 1 or is_fresh:
-            return self._at_once(states)
-        return self._token_by_token(states)
+    def run(
+        self,
+        code: Callable[..., Any],
+        cache: TreeCache,
+        constant: Arguments,
+        steps: dict[str, Tensor],
+        states: list[State],
+    ) -> Ran:
+        """The mixer over R rows of L tokens.
 
-    def _at_once(self, states: Sequence[State]) -> Ran:
-        (rows, length), device = self.input.shape[:2], self.input.device
-        arguments: Arguments = self.constant | self.steps
-        if self.mixer.chunks and 1 < length < CHUNK:
-            arguments["chunk_size"] = chunk_for(length, device)
-        layer = self.mixer.state_layer(self.cache)
-        layer.lend(self.mixer.numbers, states)
-        try:
-            with short_chunks(self.mixer.module, length, device):
-                returned = self.code(**arguments)
-        finally:
-            left = layer.take_back(self.mixer.numbers)
-        parts = returned if isinstance(returned, tuple) else (returned,)
-        outputs = {i: part for i, part in enumerate(parts) if is_by_token(part, rows, length)}
-        return Ran(outputs, returned, left)
+        code: the module's own forward. constant: arguments that do not differ by token.
+        steps: arguments [R, L, ...] that do; the first is the layer's input.
+        states: of each row, which the code may change; None before a text.
+        """
+        # 1. All tokens at once.
+        inputs = next(iter(steps.values()))
+        rows, length = inputs.shape[:2]
+        if self.continues or length == 1 or all(state is None for state in states):
+            returned, after = self._call(code, cache, constant | steps, states, inputs)
+            parts = returned if isinstance(returned, tuple) else (returned,)
+            outputs = {i: part for i, part in enumerate(parts) if is_by_token(part, rows, length)}
+            return Ran(outputs, returned, {length - 1: after})
 
-    def _token_by_token(self, states: Sequence[State]) -> Ran:
-        """Linear layers over the input take all tokens at once all the same."""
-        outputs: list[Outputs] = []
-        trail: list[list[State]] = []
-        length = self.input.shape[1]
-        with input_once(self.mixer.module, self.input) as current:
+        # 2. One by one; linear layers over the input take all at once all the same.
+        tokens: list[Ran] = []
+        trail: dict[int, list[State]] = {}
+        with input_once(self.module, inputs) as current:
             for i in range(length):
-                step = {name: values[:, i : i + 1] for name, values in self.steps.items()}
-                one = replace(self, steps=step)
-                current[:] = [(one.input, i)]
-                ran = one._at_once([state if state is None else state.clone() for state in states])
-                outputs.append(ran.outputs)
-                states = ran.states
-                if length <= DEEPEST:
-                    trail.append(ran.states)
-        joined = {place: torch.cat([one[place] for one in outputs], dim=1) for place in outputs[0]}
-        return Ran(joined, ran.returned, list(states), trail)
+                step = {name: values[:, i : i + 1] for name, values in steps.items()}
+                current[:] = [(next(iter(step.values())), i)]
+                copies = [state if state is None else state.clone() for state in states]
+                tokens.append(self.run(code, cache, constant, step, copies))
+                trail[i] = states = tokens[-1].trail[0]
+                if length > DEEPEST:
+                    trail.pop(i - 1, None)
+        joined = {i: torch.cat([ran.outputs[i] for ran in tokens], 1) for i in tokens[0].outputs}
+        return Ran(joined, tokens[-1].returned, trail)
+
+    def _call(
+        self,
+        code: Callable[..., Any],
+        cache: TreeCache,
+        arguments: Arguments,
+        states: list[State],
+        inputs: Tensor,
+    ) -> tuple[Any, list[State]]:
+        """What the code returns and the states that it leaves; short rows go in short chunks."""
+        length, own = inputs.shape[1], vars(self.module)
+        # A power of two, at least 16 where a GPU wants it.
+        chunk = max(2 if inputs.device.type == "cpu" else 16, 1 << (length - 1).bit_length())
+        if self.chunks and 1 < length < CHUNK:
+            arguments = arguments | {"chunk_size": chunk}
+        layer, before = (
+            cache.tree_layers[self.layer],
+            own.get("chunk_size"),
+        )  # Mamba-2 holds its own
+        assert isinstance(layer, StateLayer)
+        layer.lend(self.numbers, states)
+        try:
+            if isinstance(before, int):
+                own["chunk_size"] = min(before, chunk)
+            returned = code(**arguments)
+        finally:
+            if isinstance(before, int):
+                own["chunk_size"] = before
+            after = layer.take_back(self.numbers)
+        return returned, after
 
 
-def chunk_for(length: int, device: torch.device) -> int:
-    """The chunk for rows of `length` tokens: a power of two, at least 16 where a GPU wants it."""
-    return max(2 if device.type == "cpu" else 16, 1 << (length - 1).bit_length())
-
-
-@contextmanager
-def short_chunks(module: nn.Module, length: int, device: torch.device) -> Iterator[None]:
-    """Inside, a module with an attribute `chunk_size` (Mamba-2) pads rows to no more than needed."""
-    before = vars(module).get("chunk_size")
-    try:
-        if isinstance(before, int):
-            vars(module)["chunk_size"] = min(before, chunk_for(length, device))
-        yield
-    finally:
-        if isinstance(before, int):
-            vars(module)["chunk_size"] = before
+def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    """The arguments of a call of a module's forward, by name."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def is_by_token(value: object, texts: int, tokens: int) -> bool:
@@ -129,87 +187,60 @@ def split(arguments: Arguments, texts: int, tokens: int) -> tuple[Arguments, dic
 
     The first argument is the layer's input. Masks are left out: paths need none.
     """
-    constant: Arguments = {}
-    steps: dict[str, Tensor] = {}
-    for name, value in arguments.items():
-        if "mask" in name:
-            constant[name] = None
-        elif is_by_token(value, texts, tokens) and value.ndim < 4:
-            steps[name] = value
-        else:
-            constant[name] = value
+    constant = {name: None if "mask" in name else value for name, value in arguments.items()}
+    by_token = (name for name in constant if is_by_token(constant[name], texts, tokens))
+    steps = {name: arguments[name] for name in by_token if arguments[name].ndim < 4}
+    for name in steps:
+        del constant[name]
     return constant, steps
 
 
-def answered(returned: Any, outputs: Outputs) -> Any:
-    """What the code returned, with these outputs instead of its own."""
-    if not isinstance(returned, tuple):
-        return outputs[0]
-    return tuple(outputs.get(i, part) for i, part in enumerate(returned))
-
-
 @torch.no_grad()
-def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments, tokens: int) -> Mixer:
-    """The mixer with what its code can do.
+def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
+    """The mixer with what its code can do: three tokens of one text, at once and one by one.
 
-    arguments: of a call with that number of tokens of one text.
+    arguments: of a call with TRIAL tokens of one text.
     """
-    trial = Trial(mixer, cache, arguments, tokens)
-    single, at_once = replace(mixer, continues=False), replace(mixer, continues=True)
-    continues = trial.same(at_once, single) and trial.same_effects(at_once, single)
-    chunks = continues and trial.same(replace(at_once, chunks=True), single)
-    return replace(mixer, continues=continues, chunks=chunks)
-
-
-@final
-class Trial:
-    """A mixer over three tokens of one text behind a made-up state, larger than a real one."""
-
-    def __init__(self, mixer: Mixer, cache: TreeCache, arguments: Arguments, tokens: int) -> None:
-        self.mixer, self.cache, self.code = mixer, cache, mixer.module.forward
-        self.constant, self.steps = split(arguments, 1, tokens)
-        real = Call(mixer, self.code, cache, self.constant, self.steps).run(mixer.fresh()).states
-        self.steps = {name: values[:, :LENGTH] for name, values in self.steps.items()}
-        generator = torch.Generator().manual_seed(0)
-        self.states: list[State] = []
-        for state in real:
-            if state is None or not state.is_floating_point():
-                self.states.append(state)
-                continue
+    # 1. A made-up state, larger than a real one; the same with one part of it left out.
+    constant, steps = split(arguments, 1, TRIAL)
+    code, generator = mixer.module.forward, torch.Generator().manual_seed(0)
+    real = mixer.run(code, cache, constant, steps, mixer.fresh()).trail[TRIAL - 1]
+    steps = {name: values[:, :LENGTH] for name, values in steps.items()}
+    states: list[State] = []
+    for state in real:
+        if state is not None and state.is_floating_point():
             noise = 0.5 + torch.rand(state.shape, generator=generator)
-            self.states.append(10 * state.abs().mean() * noise.to(state))
+            state = 10 * state.abs().mean() * noise.to(state)
+        states.append(state)
+    cases = [states]
+    for i, state in enumerate(states):
+        if state is not None:
+            cases.append([*states[:i], torch.zeros_like(state), *states[i + 1 :]])
 
-    def outputs(self, way: Mixer, states: Sequence[State]) -> Tensor | None:
-        """All outputs [X]; None if the code raises."""
+    # 2. The outputs of each way.
+    def outputs(way: Mixer, states: list[State]) -> Tensor:
+        """All outputs [X]; NaN, which nothing equals, if the code raises."""
         own = [state if state is None else state.clone() for state in states]
         try:
-            outputs = Call(way, self.code, self.cache, self.constant, self.steps).run(own).outputs
-            return torch.cat([output.float().flatten() for output in outputs.values()])
+            found = way.run(code, cache, constant, steps, own).outputs.values()
+            return torch.cat([output.float().flatten() for output in found])
         except Exception:  # a model's own code may raise anything
-            return None
+            return torch.full((1,), torch.nan)
 
-    def same(self, one: Mixer, other: Mixer) -> bool:
-        """Whether two ways have the same outputs."""
-        a, b = self.outputs(one, self.states), self.outputs(other, self.states)
-        if a is None or b is None or len(a) != len(b):
-            return False
-        return bool((a - b).abs().mean() <= ALLOWED * b.std())
+    def same(found: Tensor) -> bool:
+        equal = found.shape == expected[0].shape
+        return equal and bool((found - expected[0]).abs().mean() <= ALLOWED * expected[0].std())
 
-    def same_effects(self, one: Mixer, other: Mixer) -> bool:
-        """Whether each state has the same effect on the outputs in two ways."""
-        for number, state in enumerate(self.states):
-            if state is None:
-                continue
-            without = list(self.states)
-            without[number] = torch.zeros_like(state)
-            effects: list[Tensor] = []
-            for way in (one, other):
-                a = self.outputs(way, self.states)
-                b = self.outputs(way, without)
-                if a is None or b is None:
-                    return False
-                effects.append(a - b)
-            difference = (effects[0] - effects[1]).abs().mean()
-            if not difference <= EFFECT * effects[1].abs().mean():
-                return False
-        return True
+    at_once = replace(mixer, continues=True)
+    expected = [outputs(replace(mixer, continues=False), case) for case in cases]
+    found = [outputs(at_once, case) for case in cases]
+
+    # 3. They are the same, and so is the effect of each state.
+    continues = same(found[0])
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        effect = expected[0] - other
+        continues = continues and bool(
+            (found[0] - one - effect).abs().mean() <= EFFECT * effect.abs().mean()
+        )
+    chunks = continues and same(outputs(replace(at_once, chunks=True), states))
+    return replace(mixer, continues=continues, chunks=chunks)

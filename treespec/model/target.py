@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.cache import TreeCache
-from treespec.model.chunks import causal_chunks
 from treespec.model.compressed import unpack_compressed
 from treespec.model.ends import NoLayers
 from treespec.model.inspect import (
@@ -33,7 +32,7 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.model.masks import additive_masks, batched, unpadded
+from treespec.model.masks import additive_masks, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import rows_of_output, scaled, tree_outputs
 from treespec.model.placement import AS_IT_IS, Placement

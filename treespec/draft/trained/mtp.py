@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from treespec.draft.models.branch import Levels
 from treespec.draft.trained.pairs import DeepeningProposer
 from treespec.heads.mtp import Mtp
-from treespec.model.chunks import Chunk
-from treespec.model.masks import additive_masks, rows_of
+from treespec.model.masks import Chunk, additive_masks, rows_of
 from treespec.model.target import Target
 from treespec.trees.mask import committed, positions
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
-from treespec.model.chunks import Chunk, causal_chunks
-from treespec.model.masks import together, unpadded
+from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
 
 MOST_WAITING = 96  # pairs that a sequence may collect while it rests: each cycle copies them

@@ -19,8 +19,7 @@ from treespec.heads.block import BlockHead, Pairs
 from treespec.heads.features import FeatureHead
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
-from treespec.model.chunks import Chunk
-from treespec.model.masks import rows_of
+from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed, positions
 
 

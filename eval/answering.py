@@ -1,7 +1,11 @@
-"""The contestants of treespec itself: their models, and how each completes prompts."""
+"""How contestants complete questions, turn by turn; treespec's own, and what the ledger keeps of all."""
 
+import json
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -9,13 +13,102 @@ from treespec.api.loading import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
 from treespec.decoding.sequence import LEAD
 from treespec.decoding.stats import Stats
-from treespec.eval.asking import Answerer, Ask
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
+from treespec.eval.questions import Question
 from treespec.requests.options import Keywords, Seed
 
+
+class Ask(NamedTuple):
+    """A prompt, as messages and as the target's tokens, and how to complete it.
+
+    seed: of its draws. most: new tokens, which the target's context has room for.
+    """
+
+    messages: list[dict[str, str]]
+    ids: list[int]
+    seed: int
+    most: int
+
+
+Answerer = Callable[[Sequence[Ask]], list[Output]]  # several prompts are completed together
 Fresh = Callable[[Contestant], Spec]
+
+
+def ask(
+    answer: Answerer, group: list[Question], one: Contestant, spec: Spec, config: EvalConfig
+) -> list[Completion]:
+    """A contestant's completions of all turns of some questions, which it completes together.
+
+    Each turn follows its own completions of the turns before. spec: encodes the prompts.
+    """
+    messages: list[list[dict[str, str]]] = [[] for _ in group]
+    turns: list[list[tuple[Output, float, int]]] = [[] for _ in group]  # completion, seconds, seed
+    room, name = spec.target.context_length, one.name.removesuffix(f"-b{one.batch}")
+    for number in range(max(len(question.turns) for question in group)):
+        # 1. The conversations that have this turn; a prompt may fill the context.
+        outputs: dict[int, Output] = {}
+        asks: dict[int, Ask] = {}
+        for i, question in enumerate(group):
+            if number < len(question.turns):
+                messages[i].append({"role": "user", "content": question.turns[number]})
+                prompt = spec.encode(messages[i])
+                seed = seed_of(config.seed, question.question_id, number, name)
+                most = min(config.max_new_tokens, room - len(prompt))
+                asks[i] = Ask(messages[i], prompt, seed, most)
+                outputs[i] = Output("", [], Stats(prompt_tokens=len(prompt), truncated=True))
+
+        # 2. Their completions, on the clock.
+        fits = {i: asks[i] for i in asks if asks[i].most > 0}
+        started = time.perf_counter()
+        if fits:
+            outputs |= zip(fits, answer(list(fits.values())), strict=True)
+        wall = time.perf_counter() - started
+
+        # 3. Divide the time among the conversations in proportion to their own seconds.
+        counted = sum(output.stats.seconds["total"] for output in outputs.values())
+        for i, output in outputs.items():
+            share = output.stats.seconds["total"] / counted if counted else 1 / len(outputs)
+            turns[i].append((output, wall * share, asks[i].seed))
+            # fschat's templates take an empty completion for the place of the next one
+            messages[i].append({"role": "assistant", "content": output.text or " "})
+    pairs = zip(group, turns, strict=True)
+    return [completed(*pair, one.name, config.max_new_tokens) for pair in pairs]
+
+
+def completed(
+    question: Question, turns: list[tuple[Output, float, int]], name: str, most: int
+) -> Completion:
+    """The entry of one question. turns: completion, seconds and seed of each. most: new tokens."""
+    total, stats = Stats(), [output.stats for output, _, _ in turns]
+    for one in stats:
+        total.add(one)
+    cut = ["max_new_tokens" if one.new_tokens >= most else "context" for one in stats]
+    return {
+        "contestant": name,
+        "question_id": question.question_id,
+        "category": question.category,
+        "turns": [output.text for output, _, _ in turns],
+        "token_ids": [output.token_ids for output, _, _ in turns],
+        "prompt_tokens": [one.prompt_tokens for one in stats],
+        "new_tokens": [one.new_tokens for one in stats],
+        "cycles": [one.cycles for one in stats],
+        "wall": [seconds for _, seconds, _ in turns],
+        "ended": [end if one.truncated else "model" for one, end in zip(stats, cut, strict=True)],
+        "seeds": [seed for _, _, seed in turns],
+        "seconds": dict(total.seconds),
+        "accept_lengths": [accepted + 1 for accepted in total.accepted],
+        "drafted": total.drafted,
+        "accepted": total.accepted_by_depth,
+        "undrafted": total.undrafted,
+        "time": time.time(),
+    }
+
+
+def seed_of(seed: int, question_id: int | str, turn: int, name: str) -> int:
+    """The seed of one completion: the same on every machine and after every resumption."""
+    return zlib.crc32(json.dumps([seed, question_id, turn, name]).encode())
 
 
 def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fresh]:
@@ -24,16 +117,12 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
     The second makes a `Spec` of a contestant with nothing cached. So all contestants start alike,
     in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
     """
-    # 1. The models.
-    target, sources = load_sources(
-        config.target,
-        [drafter for drafter, _ in drafters_of(config)],
-        replace(config.placement, dtype=dtype, device_map=device_map),
-    )
+    how = replace(config.placement, dtype=dtype, device_map=device_map)
+    names = [drafter.written for drafter in drafters_of(config)]
+    target, sources = load_sources(config.target, names, how)
     calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
-    # 2. A contestant of them.
     def fresh(one: Contestant) -> Spec:
         if one.drafter is None:
             return plain.baseline()
@@ -52,7 +141,9 @@ def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
         if config.memory != "none":
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
         options: Keywords = {
-            **sampling(one, config),
+            "temperature": one.temperature,
+            "top_k": config.top_k,
+            "top_p": config.top_p,
             "max_new_tokens": max(ask.most for ask in asks),
             "memory": memory_of(one, config),
             "remember": config.memory == "run",
@@ -75,47 +166,36 @@ def memory_of(one: Contestant, config: EvalConfig) -> str | None:
     """The name of the completions that a drafter with a suffix cache may draft from.
 
     By default from none but the question's own turns, which are in its prompt: then no completion
-    depends on the order of the questions, on a resumption, or on what others answered.
+    depends on the order of the questions, on a resumption, or on what others completed.
     """
     return {"none": None, "run": f"eval {one.name}", "kept": ""}[config.memory]
 
 
-def recall(
-    spec: Spec,
-    one: Contestant,
-    config: EvalConfig,
-    told: Sequence[tuple[Sequence[str], Completion]],
-) -> None:
+def recall(spec: Spec, memory: str, before: Sequence[tuple[Sequence[str], Completion]]) -> None:
     """Remember the completions of an earlier run, as that run did, before this one goes on.
 
-    told: each with the turns of its question.
+    before: each with the turns of its question.
     """
-    memory, drafter = memory_of(one, config), spec.decoder.drafter
-    if config.memory != "run" or memory is None or drafter is None:
-        return
-    for turns, before in told:
+    for questions, completion in before:
         messages: list[dict[str, str]] = []
-        for turn, text, tokens in zip(turns, before["turns"], before["token_ids"], strict=True):
-            messages.append({"role": "user", "content": turn})
-            if tokens:  # none where the prompt filled the context
-                drafter.remember(memory, [*spec.encode(messages)[-LEAD:], *tokens])
+        turns = zip(questions, completion["turns"], completion["token_ids"], strict=True)
+        for question, text, tokens in turns:
+            messages.append({"role": "user", "content": question})
+            if tokens and spec.decoder.drafter:  # none where the prompt filled the context
+                context = spec.encode(messages)[-LEAD:]
+                spec.decoder.drafter.remember(memory, [*context, *tokens])
             messages.append({"role": "assistant", "content": text or " "})
-
-
-def wait(device: torch.device) -> None:
-    """Wait until a GPU has done its queued work. On a CPU nothing is queued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass
 class WaitingStats(Stats):
-    """Stats whose clock waits for the device, so that a stage includes the work it queued."""
+    """Stats whose clock waits for the GPU, so that a stage includes the work it queued."""
 
     device: torch.device = field(default=torch.device("cpu"))
 
     def now(self) -> float:
-        wait(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return super().now()
 
 
@@ -129,7 +209,3 @@ def waited_stages(spec: Spec, ask: Ask, options: Keywords) -> dict[str, float]:
     for _ in spec.decoder.run([text]):
         pass
     return dict(text.stats.seconds)
-
-
-def sampling(one: Contestant, config: EvalConfig) -> Keywords:
-    return {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}

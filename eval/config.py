@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from treespec.api.options import (
     DRAFTER,
@@ -105,10 +104,9 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
-        peers = peers_of(self)
-        if self.assistant and TRANSFORMERS not in peers:
+        if self.assistant and TRANSFORMERS not in peers_of(self):
             raise InputError("--assistant is transformers' alone: add --peers transformers")
-        kept = any(cache_folder(drafter) for drafter, _ in drafters_of(self))
+        kept = any(drafter.cache_folder for drafter in drafters_of(self))
         if self.memory == "run" and kept:
             raise InputError(
                 "--memory run begins with no answers and keeps none: leave out the folder of suffix, or "
@@ -123,9 +121,8 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
 
 def peers_of(config: EvalConfig) -> list[str]:
     """`transformers`, and servers as `URL` or `URL,model`. Raises InputError for anything else."""
-    if config.peers is None:
-        return []
-    parts = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", config.peers.strip())
+    peers = (config.peers or "").strip()
+    parts = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", peers) if peers else []
     if bad := [part for part in parts if not PEER.fullmatch(part)]:
         raise InputError(
             f"--peers {bad[0]!r} is not understood: give transformers, or a server's address with "
@@ -136,32 +133,11 @@ def peers_of(config: EvalConfig) -> list[str]:
 
 def numbers_of(name: str, values: str | None) -> list[int]:
     """The distinct whole numbers of an option's list, ascending."""
-    return sorted({int(part) for part in listed(name, values)}) if values else []
+    return sorted(map(int, listed(name, values)))
 
 
-def categories_of(config: EvalConfig) -> list[str]:
-    """The categories to ask, none for all. Raises InputError for an empty part."""
-    return [] if config.categories is None else listed("categories", config.categories)
-
-
-def drafters_of(config: EvalConfig) -> list[tuple[str, str | None]]:
-    """`--head` or the list of `--drafter`: (`kind:value`, the tree that it names or None).
-
-    Raises InputError for an empty part.
-    """
+def drafters_of(config: EvalConfig) -> list[DrafterSpec]:
+    """`--head` or the list of `--drafter`. Raises InputError for an empty part."""
     if config.drafter is None:
-        return [(f"head:{config.head}", None)]
-    return [(spec.written, spec.tree) for spec in DrafterSpec.parse_all(config.drafter)]
-
-
-def check_kept(config: EvalConfig) -> None:
-    """Raises InputError where `--memory kept` names a folder that is not there."""
-    names = [drafter for drafter, _ in drafters_of(config)] if config.memory == "kept" else []
-    for folder in filter(None, map(cache_folder, names)):
-        if not Path(folder).expanduser().is_dir():
-            raise InputError(f"--memory kept: there is no folder {folder}")
-
-
-def cache_folder(drafter: str) -> str:
-    """The folder of a drafter's suffix cache; "" without one."""
-    return DrafterSpec.parse(drafter).cache_folder
+        return [DrafterSpec.parse(f"head:{config.head}")]
+    return DrafterSpec.parse_all(config.drafter)

@@ -4,18 +4,17 @@ It loads no torch, so that names that do not fit each other are refused at once.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import PurePath
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.pairing import check_named, check_one_hot, check_pair
+from treespec.draft.pairing import check_named
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of
 from treespec.trees.policy import policy
-from treespec.verify.facts import SCHEMES, known_verifier, stands_for
+from treespec.verify.facts import known_verifier
 
 BASELINE = "baseline"
 GENERATE, ASSISTED = "generate", "assisted generation"
@@ -37,7 +36,9 @@ class Contestant:
     `METHODS`, or a server's model. drafter: `kind:value`; None for the baseline and for peers. tree:
     None is the default of verifier or drafter. batch: completions at a time. peer: `transformers` or
     a server's address; None: treespec answers. again: the baseline a second time (A/A), whose speed
-    over the first shows the clock's noise. name: in the ledger, and of its file of completions.
+    over the first shows the clock's noise. labels: drafter, method, tree, temperature and batch, as
+    tables have them; "" where all contestants have one. name: in the ledger, and of its file of
+    completions.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Contestant:
     batch: int = 1
     peer: str | None = None
     again: bool = False
+    labels: tuple[str, ...] = ()
     name: str = ""
 
     @property
@@ -73,9 +75,10 @@ def contestants(config: EvalConfig) -> list[Contestant]:
             rows.append(Contestant(model or SERVED, peer=address))
 
     # 2. Their names.
-    every = product(map(float, listed("temperature", config.temperature)), batches_of(config), rows)
+    batches = numbers_of("batch", config.batch)
+    every = product(map(float, listed("temperature", config.temperature)), batches, rows)
     found = [
-        _named(replace(row, temperature=temperature, batch=batch), config)
+        named(replace(row, temperature=temperature, batch=batch), config, len(batches) > 1)
         for temperature, batch, row in every
         if row.peer != TRANSFORMERS or batch == 1
     ]
@@ -85,77 +88,63 @@ def contestants(config: EvalConfig) -> list[Contestant]:
             f"two configurations would both be called {twice[0]}: rename a tree file or a "
             "drafter's folder"
         )
-    return list(dict.fromkeys(found))
+    return found
 
 
-def batches_of(config: EvalConfig) -> list[int]:
-    return numbers_of("batch", config.batch)
-
-
-def _named(one: Contestant, config: EvalConfig) -> Contestant:
-    """With target, drafter, method, tree, temperature and batch in a name that can be a file's."""
-    several = len(drafters_of(config)) > 1
+def named(one: Contestant, config: EvalConfig, batches: bool) -> Contestant:
+    """With labels, and a name that can be a file's. batches: whether there are several sizes."""
+    several = one.drafter and len(drafters_of(config)) > 1
     drafter = DrafterSpec.parse(one.drafter).short if one.drafter and several else ""
+    tree = PurePath(one.tree).name if one.tree else ""
+    again, batch = " again" if one.again else "", str(one.batch) if batches else ""
+    mark = ("" if one.lossless else " (lossy)") + (f", {one.peer}" if one.peer else "")
     parts = (
         PurePath(config.target).name,
         one.peer.rpartition("//")[2] if one.peer and one.peer != TRANSFORMERS else "",
         drafter,
         one.method,
-        (one.tree or "").removesuffix(".json").rpartition("/")[2],
-        f"t{one.temperature:g}",
-        "again" if one.again else "",
-        f"b{one.batch}" if len(batches_of(config)) > 1 else "",
+        tree.removesuffix(".json"),
+        f"t{one.temperature:g}{again}",
+        batch and f"b{batch}",
     )
-    return replace(one, name=re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part)))
+    labels = drafter, one.method + again + mark, tree, f"{one.temperature:g}", batch
+    name = re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))
+    return replace(one, labels=labels, name=name)
 
 
-def pairs(config: EvalConfig, files: bool = False) -> tuple[list[Contestant], list[str]]:
+def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
     """(every drafter with every verifier and tree that it fits, why others were left out).
 
-    files: read a head's small files too, which tell what it can draft.
     A drafter's tree wins over a verifier's, a verifier's over `--tree`. Next to other drafters, one
-    that hands over given tokens takes no tree, and takes `topk` if it fits no verifier named.
+    of one-hot tokens takes no tree, and takes `topk` if it fits no verifier named.
     Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
     """
     drafters, verifiers = drafters_of(config), listed("verifier", config.verifier)
-    trees: Sequence[str | None] = [None] if config.tree is None else listed("tree", config.tree)
+    trees: list[str | None] = [*listed("tree", config.tree)] or [None]
     fitting: list[Contestant] = []
     reasons: list[str] = []
-    for drafter, drafters_tree in drafters:
+    for drafter in drafters:
         # 1. The verifiers and trees that this drafter fits.
-        given = DrafterSpec.parse(drafter).kind.one_hot and len(drafters) > 1
+        one_hot, name = drafter.kind.one_hot and len(drafters) > 1, drafter.written
         rows: list[Contestant] = []
         for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
-            named = drafters_tree or verifiers_tree
-            for tree in [named] if named else trees:
-                pair = Contestant(verifier, drafter, None if given else tree)
+            own = drafter.tree or verifiers_tree
+            for tree in [own] if own else trees:
+                tree = None if one_hot else tree
                 try:
-                    check_paired(pair, config.allow_lossy, files)
+                    known = known_verifier(verifier, config.allow_lossy)
+                    check_named(drafter, known, policy(tree) if tree else None)
                 except InputError as error:
-                    reasons.append(f"{drafter} with {verifier}: {error}")
+                    reasons.append(f"{name} with {verifier}: {error}")
                     if len(drafters) == 1:
                         raise InputError(reasons[-1]) from None
                 else:
-                    rows.append(pair)
+                    rows.append(Contestant(verifier, name, tree))
 
-        # 2. Given tokens have no draft distribution, which `topk` does without.
-        fitting += [Contestant("topk", drafter)] if given and not rows else rows
+        # 2. One-hot tokens have no draft distribution, which `topk` does without.
+        fitting += rows or [Contestant("topk", name)] * one_hot
 
     # 3. Each pair and reason once.
     if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
-
-
-def check_paired(pair: Contestant, allow_lossy: bool, files: bool) -> None:
-    """Raises InputError for unknown names, and if they do not fit each other or the drafter."""
-    known, tree = known_verifier(pair.method, allow_lossy), pair.tree and policy(pair.tree)
-    assert pair.drafter
-    spec = DrafterSpec.parse(pair.drafter)
-    if files:
-        check_named(spec, known, tree or None)
-    elif spec.kind.one_hot:
-        check_one_hot(spec.kind.name, known, pair.tree)
-    elif tree:
-        name = stands_for(known.paced, False, tree)
-        check_pair(tree, SCHEMES[name] if name else known.scheme)

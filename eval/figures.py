@@ -2,8 +2,8 @@
 
 options, environment, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
-intervals. failed: why a peer has no figures, by its name. costs: of cycles, by context. again: of the
-baseline's second time (A/A), by temperature and batch: its questions, and its speedup over the first.
+intervals. failed: why a peer has no figures, by its name. costs: of cycles, by context. again:
+contestants that were asked a second time (A/A), with the `figures` of that over the first.
 
 A row has the fields of its `Contestant`, and:
 
@@ -26,18 +26,27 @@ from typing import Any
 import numpy as np
 
 from treespec.errors import InputError
-from treespec.eval.common import STAGES
 from treespec.eval.config import EvalConfig
-from treespec.eval.contestants import BASELINE, GENERATE, Contestant, contestants
+from treespec.eval.contestants import BASELINE, GENERATE, Contestant
 from treespec.eval.intervals import Array, interval, paired_difference, resample, share_of
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.questions import task_of
 
 RESAMPLES = 1000
 FEW = 10  # with fewer questions a percentile interval is markedly too narrow
+STAGES = {  # of a cycle, in the order of tables, and their names there
+    "head": "draft model",
+    "rest_of_drafting": "rest of drafting",
+    "target": "target",
+    "verify": "verify",
+    "commit": "commit",
+    "rest": "rest",
+}
 
 Id = int | str  # of a question
-Completions = Mapping[Id, Completion]
+Completions = Mapping[
+    Id, Any
+]  # a contestant's, each with `right`, the verdict of its check or None
 Row = dict[str, Any]
 Summary = dict[str, Any]
 
@@ -53,11 +62,15 @@ def summarise(ledger: Ledger) -> Summary:
     if head is None:
         raise InputError(f"{ledger.file} holds no evaluation")
     config, timed = EvalConfig(**head["options"]), head["processes"] == 1
-    asked = [one for one in contestants(config) if one.name not in head["unfit"]]
-    every: dict[str, dict[Id, Completion]] = {one.name: {} for one in asked}
-    for entry in (entry for entry in ledger.of("completion") if sum(entry["new_tokens"])):
-        wall = [seconds if timed else math.nan for seconds in entry["wall"]]
-        every[entry["contestant"]][entry["question_id"]] = entry | {"wall": wall}
+    asked = [Contestant(**fields) for fields in head["contestants"]]
+    checked = {(e["contestant"], e["question_id"]): e["right"] for e in ledger.of("checked")}
+    every: dict[str, dict[Id, Row]] = {one.name: {} for one in asked}
+    for entry in ledger.of("completion"):
+        name, i = entry["contestant"], entry["question_id"]
+        if sum(entry["new_tokens"]):
+            every[name][i] = entry | {"right": checked.get((name, i))}
+            if not timed:
+                every[name][i]["wall"] = [math.nan]
 
     # 2. The questions that count, and their groups.
     failed = {entry["contestant"]: entry["why"] for entry in ledger.of("failed")}
@@ -73,20 +86,15 @@ def summarise(ledger: Ledger) -> Summary:
     failed = {name: why for name, why in failed.items() if not every[name].keys() >= {*questions}}
 
     # 3. A row for each contestant, and one for the baseline's second time.
-    checks = {(e["contestant"], e["question_id"]): e["right"] for e in ledger.of("checked")}
     plain = [o for o in asked if o.method == BASELINE and not o.again]
     bases = {(o.temperature, o.batch): every[o.name] for o in plain}
     rows, again = [], []
     for one in (one for one in asked if one.name not in failed):
         base, mine = bases.get((one.temperature, one.batch)), every[one.name]
         if not one.again:
-            beside = None if base is mine else base
-            row = row_of(one, mine, beside, groups, config.seed)
-            rows.append(row | {"right": right_of(checks, mine, beside, questions)})
+            rows.append(row_of(one, mine, None if base is mine else base, groups, config.seed))
         elif base and (both := [i for i in mine if i in base]):
-            speedup = figures_of(mine, base, both, config.seed)["speedup"]
-            at = {"temperature": one.temperature, "batch": one.batch}
-            again.append(at | {"questions": len(both), "speedup": speedup})
+            again.append(asdict(one) | figures_of(mine, base, both, config.seed))
     compare(rows, {row["name"]: [every[row["name"]][i] for i in questions] for row in rows})
     return {
         **{name: head[name] for name in ("options", "environment", "left_out")},
@@ -107,19 +115,20 @@ def row_of(
     groups: Mapping[str, Sequence[Id]],
     seed: int,
 ) -> Row:
-    """A contestant's row, but for its comparison with others."""
-    questions, same = groups["overall"], None
-    ends = [end for i in questions for end in mine[i]["ended"]]
+    """A contestant's row, but for its comparison with others. base: the baseline's completions."""
+    # 1. Figures by group, and what ended the turns.
+    by_group = {name: figures_of(mine, base, chosen, seed) for name, chosen in groups.items()}
+    pairs = [(mine[i], (base or mine)[i]) for i in groups["overall"]]
+    ends = [end for ours, _ in pairs for end in ours["ended"]]
+
+    # 2. Beside the baseline: the same turns, and right answers.
+    same = None
     if one.temperature == 0 and base is not None:
-        by_tokens = any(mine[questions[0]]["token_ids"])  # a server tells none
-        pairs = [
-            (mine[i]["token_ids"], base[i]["token_ids"])
-            if by_tokens
-            else (mine[i]["turns"], base[i]["turns"])
-            for i in questions
-        ]
-        same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
-    by_group = {name: figures_of(mine, base, some, seed) for name, some in groups.items()}
+        said = "token_ids" if any(pairs[0][0]["token_ids"]) else "turns"  # a server tells no ids
+        same = sum(x == y for a, b in pairs for x, y in zip(a[said], b[said], strict=True))
+    verdicts = [(ours["right"], theirs["right"]) for ours, theirs in pairs]
+    right = [both for both in verdicts if None not in both]
+    theirs = None if base is None else [verdict for _, verdict in right]
     return asdict(one) | {
         "lossless": one.lossless,
         "overall": by_group.pop("overall"),
@@ -127,25 +136,24 @@ def row_of(
         "same": same,
         "turns": len(ends),
         "ended": {end: ends.count(end) for end in ("model", "max_new_tokens", "context")},
+        "right": right_figures([verdict for verdict, _ in right], theirs) if right else None,
     }
 
 
-def compare(rows: Sequence[Row], mine: Mapping[str, Sequence[Completion]]) -> None:
+def compare(rows: Sequence[Row], mine: Mapping[str, Sequence[Any]]) -> None:
     """Fill in each row's tokens/s over those of others. mine: completions by the row's name."""
     draws = resample(len(next(iter(mine.values()))), RESAMPLES, seed=0)
     speeds = {name: speed_of(totals(completions, draws)) for name, completions in mine.items()}
     for row in rows:
         at = row["temperature"], row["batch"]
         here = [other for other in rows if (other["temperature"], other["batch"]) == at]
+        generate = [other for other in here if other["method"] == GENERATE]
         pairs = [other for other in here if other["drafter"] and other["lossless"]]
-        found = {
-            "by_generate": [other for other in here if other["method"] == GENERATE],
-            "of_fastest": sorted(pairs, key=lambda other: -speeds[other["name"]][0]),
-        }
+        fastest = sorted(pairs, key=lambda other: -speeds[other["name"]][0])
+        found = {"by_generate": generate, "of_fastest": fastest if row["drafter"] else []}
         for name, others in found.items():
-            itself = not others or others[0] is row or (name == "of_fastest" and not row["drafter"])
             row[name] = None
-            if not itself:
+            if others and others[0] is not row:
                 row[name] = interval(speeds[row["name"]] / speeds[others[0]["name"]])
 
 
@@ -172,42 +180,43 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
     the first token: of treespec the prefill and a cycle, of a server as its client sees it, of
     transformers None.
     """
+    own = totals(mine, draws)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # 1. Ratios of totals in each resample. A depth that no cycle reached has no rate.
-        own = totals(mine, draws)
-        by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
-        accepted = draws @ np.array(list(by_depth), dtype=float).reshape(-1, len(mine)).T
-        reached = np.column_stack([own["cycles"], accepted])[:, :-1]  # [1 + R, D]
-        compared: Row = dict.fromkeys(("speedup", "decoding_speedup", "bound"))
+        # 1. Ratios of totals in each resample.
+        ratios = {"acceptance_length": own["new_tokens"] / own["cycles"]}
+        ratios["tokens_per_second"] = speed_of(own)
         if base is not None:
             plain = totals(base, draws)
-            decoding = (plain["wall"] - plain["prefill"]) / plain["new_tokens"]
+            one_token = (plain["wall"] - plain["prefill"]) / plain["new_tokens"]
             forwards = (own["target"] + own["head"]) / own["new_tokens"]
-            compared = {
-                "speedup": interval(speed_of(own) / speed_of(plain)),
-                "decoding_speedup": interval(
-                    own["new_tokens"] / (own["wall"] - own["prefill"]) * decoding
-                ),
-                "bound": interval(plain["target"] / plain["cycles"] / forwards),
-            }
+            ratios["speedup"] = speed_of(own) / speed_of(plain)
+            ratios["decoding_speedup"] = (
+                own["new_tokens"] / (own["wall"] - own["prefill"]) * one_token
+            )
+            ratios["bound"] = plain["target"] / plain["cycles"] / forwards
 
-        # 2. Numbers.
+        # 2. Rates by depth. A depth that no cycle reached has none.
+        by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
+        accepted = [draws @ np.array(counts, dtype=float) for counts in by_depth]
+        rates = [b / a for a, b in zip([own["cycles"], *accepted], accepted, strict=False)]
+
+        # 3. Numbers.
         value = {name: float(samples[0]) for name, samples in own.items()}
         cycles, turns = np.float64(value["cycles"]), sum(len(one["turns"]) for one in mine)
         cycle = {stage: float(1000 * value[stage] / cycles) for stage in STAGES}
         waits = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
         if cycles:
             waits = value["prefill"] / turns + sum(cycle.values()) / 1000
-        return compared | {
+        return {
+            **dict.fromkeys(("speedup", "decoding_speedup", "bound")),
+            **{name: interval(samples) for name, samples in ratios.items()},
+            "acceptance_rate_by_depth": [interval(rate) for rate in rates],
             "questions": len(mine),
             "tokens": int(value["new_tokens"]),
             "cycles": int(cycles),
             "seconds": value["wall"],
-            "acceptance_length": interval(own["new_tokens"] / own["cycles"]),
-            "acceptance_rate_by_depth": [interval(rate) for rate in (accepted / reached).T],
             "nodes": float(1 + value["drafted"] / cycles),
             "undrafted": float(value["undrafted"] / cycles),
-            "tokens_per_second": interval(speed_of(own)),
             "prefill_seconds": value["prefill"],
             "cycle_ms": cycle,
             "first_token": waits or None,
@@ -215,57 +224,36 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
 
 
 def totals(completions: Sequence[Completion], draws: Array) -> dict[str, Array]:
-    """[1 + R] totals in each resample: of tokens, cycles and seconds, in all and by stage.
+    """[1 + R] totals of `counted` in each resample. draws: [1 + R, Q]."""
+    rows = [counted(one) for one in completions]
+    return {name: draws @ np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
 
-    Times of a generation that waited for its device at the ends of every stage go before others.
-    Without them (`--contexts`) the stages and the prefill add up to `wall`. draws: [1 + R, Q].
+
+def counted(one: Completion) -> dict[str, float]:
+    """Tokens, cycles and seconds of one completion, in all and by stage.
+
+    Seconds of a generation that waited for its device at the ends of every stage go before others.
+    Without them (`--contexts`) the stages and the prefill add up to `wall`.
     """
-
-    def total(values: Sequence[float]) -> Array:
-        return draws @ np.array(values, dtype=float)
-
-    def spent(stage: str) -> Array:
-        of_all = (one["seconds"] for one in completions)
-        return total([of.get(f"waited {stage}", of.get(stage, 0.0)) for of in of_all])
-
-    wall = [sum(one["wall"]) for one in completions]
-    whole = [
-        one["seconds"].get("waited total", s) for one, s in zip(completions, wall, strict=True)
-    ]
-    seconds = {name: spent(name) for name in ("prefill", "head", "target", "verify", "commit")}
-    seconds["rest_of_drafting"] = spent("draft") - seconds["head"]
-    return seconds | {
-        "rest": total(whole) - sum(seconds.values()),
-        "wall": total(wall),
-        "new_tokens": total([sum(one["new_tokens"]) for one in completions]),
-        "cycles": total([sum(one["cycles"]) for one in completions]),
-        "drafted": total([sum(one["drafted"]) for one in completions]),
-        "undrafted": total([one["undrafted"] for one in completions]),
+    wall, seconds = sum(one["wall"]), one["seconds"]
+    waited = [name for name in seconds if name.startswith("waited ")]
+    spent = {name.removeprefix("waited "): seconds[name] for name in waited} or seconds
+    stages = ("prefill", "head", "target", "verify", "commit")
+    by_stage = {stage: spent.get(stage, 0.0) for stage in stages}
+    by_stage["rest_of_drafting"] = spent.get("draft", 0.0) - by_stage["head"]
+    return by_stage | {
+        "rest": (spent["total"] if waited else wall) - sum(by_stage.values()),
+        "wall": wall,
+        "new_tokens": sum(one["new_tokens"]),
+        "cycles": sum(one["cycles"]),
+        "drafted": sum(one["drafted"]),
+        "undrafted": one["undrafted"],
     }
 
 
 def speed_of(total: Mapping[str, Array]) -> Array:
     """[1 + R] tokens/s."""
     return total["new_tokens"] / total["wall"]
-
-
-def right_of(
-    checks: Mapping[tuple[str, Id], bool],
-    mine: Completions,
-    base: Completions | None,
-    questions: Sequence[Id],
-) -> Row | None:
-    """The `right_figures` of one contestant over questions that were checked on both sides.
-
-    checks: by contestant and question.
-    """
-    ours, theirs = (
-        {i: checks.get((by_id[i]["contestant"], i)) for i in questions}
-        for by_id in (mine, base or mine)
-    )
-    both = [i for i in questions if ours[i] is not None and theirs[i] is not None]
-    others = None if base is None else [bool(theirs[i]) for i in both]
-    return right_figures([bool(ours[i]) for i in both], others) if both else None
 
 
 def right_figures(mine: Sequence[bool], base: Sequence[bool] | None) -> Row:

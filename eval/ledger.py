@@ -3,7 +3,7 @@
 It is only appended to. A report is a function of its entries, so a finished evaluation shows its
 figures without any model, and a killed one goes on where it stopped. Kinds of entries:
 
-    head        what is measured: format, options, digests of questions and models, machine
+    head        what is measured: format, options, digests of questions and models, contestants, machine
     completion  what a contestant answered to a question (`Completion`)
     checked     whether one of these is right
     failed      why a peer gave up
@@ -12,15 +12,22 @@ figures without any model, and a killed one goes on where it stopped. Kinds of e
 Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
 from typing import Any, TypedDict, final
 
 from treespec.errors import InputError
+from treespec.eval.config import EvalConfig, drafters_of
+from treespec.eval.questions import Question
 from treespec.files.lines import Lines, parsed
+from treespec.model.identity import identity_of, target_identity
 
 FILE = "ledger.jsonl"
 FORMAT = 1
+CHANGE_NO_COMPLETION = ("out", "allow_lossy", "run_code")  # options
 BEGINNING = b'{"kind": "head"'
 
 Entry = dict[str, Any]  # with its `kind`
@@ -116,3 +123,37 @@ def read(file: Path) -> tuple[list[Entry], int]:
                 "another --out"
             )
     return entries, length
+
+
+def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -> Entry:
+    """The head before the models are loaded.
+
+    Its field `same` has what must not change. Contestants are named after the last part of the
+    target's path; target and drafters are compared by content, so they may be moved.
+    """
+    lines = json.dumps([(q.question_id, q.category, q.turns) for q in questions])
+    options = asdict(config)
+    free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
+    same = {name: x for name, x in options.items() if name not in free}
+    same |= {
+        "target": PurePath(config.target).name,
+        "processes": processes,
+        "the questions": hashlib.sha256(lines.encode()).hexdigest(),
+    }
+    return {"format": FORMAT, "options": options, "processes": processes, "same": same}
+
+
+def models_of(config: EvalConfig) -> dict[str, str]:
+    """The identities of the target and of each drafter's models, datastore or skip set.
+
+    That of a suffix cache is not its completions', which may grow.
+    """
+    found = {"the target's files": target_identity(config.target, config.placement)}
+    for number, drafter in enumerate(drafters_of(config), 1):
+        own = []
+        for spec in drafter.members:
+            there = spec.kind.name != "suffix" and spec.place and Path(spec.place).exists()
+            if spec.kind.is_head or spec.kind.several or there:
+                own += [identity_of(name) for name in spec.models]
+        found[f"the files of drafter {number}"] = " ".join(own)
+    return found

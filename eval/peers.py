@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from treespec.api.spec import Output
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
-from treespec.eval.asking import Answerer, Ask
+from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
 from treespec.eval.contestants import ASSISTED, METHODS, SERVED, Contestant
 from treespec.model.placement import Placement

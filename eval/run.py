@@ -11,20 +11,19 @@ from typing import final
 
 import torch
 
+from treespec.decoding.stats import figures
 from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, load_own, recall
-from treespec.eval.asking import ask, said
-from treespec.eval.common import Step, in_order
-from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of, numbers_of
+from treespec.eval.answering import answerer, ask, load_own, memory_of, recall
+from treespec.eval.common import Step, differences, listed
+from treespec.eval.config import EvalConfig, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, contestants, pairs
-from treespec.eval.environment import describe
 from treespec.eval.figures import FEW, Summary
-from treespec.eval.ledger import Completion, Entry, Ledger, place_of
-from treespec.eval.outputs import write_report
+from treespec.eval.ledger import Completion, Entry, Ledger, head_of, models_of, place_of
 from treespec.eval.peers import peer_answerers
 from treespec.eval.questions import Question, first_of_each, load_questions
-from treespec.eval.record import check_same, head_of, models_of
+from treespec.eval.tables import write_report
+from treespec.eval.texts import describe
 from treespec.files.atomic import locked
 from treespec.trees.static import TreeError
 
@@ -48,7 +47,7 @@ def evaluate(
     # 1. Who is asked what.
     rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     chosen, reasons = contestants(config), pairs(config)[1]
-    every, left_out = load_questions(config.questions, categories_of(config))
+    every, left_out = load_questions(config.questions, listed("categories", config.categories))
     some = first_of_each(config.questions, every, config.per_category)[: config.limit]
     questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
     head = head_of(config, questions, processes) | {"left_out": left_out + reasons}
@@ -60,8 +59,10 @@ def evaluate(
     with locked(place_of(out, rank)):
         ledger = Ledger(out, rank)
         Run(config, ledger, head, questions[rank::processes], report).measure(chosen)
-        if processes > 1:
-            wait_for_all()
+        if processes > 1:  # wait for the others
+            if not torch.distributed.is_initialized():
+                torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
+            torch.distributed.barrier()
         if rank:
             return None
 
@@ -69,13 +70,6 @@ def evaluate(
         ledger = Ledger(out)
         judge(ledger, every, config.run_code, report)
         return write_report(ledger, out)
-
-
-def wait_for_all() -> None:
-    """Wait until every process of this launch has come here."""
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
-    torch.distributed.barrier()
 
 
 @final
@@ -91,7 +85,7 @@ class Run:
         report: Callable[[Step], None],
     ) -> None:
         self.config, self.ledger, self.head, self.questions = config, ledger, head, questions
-        self.out, self.before, self.tell = Path(config.out), ledger.head, report
+        self.before, self.tell = ledger.head, report
         self.done = self.total = 0  # completions
         self.failed: set[Contestant] = set()  # peers that raised
 
@@ -108,8 +102,9 @@ class Run:
         contexts = numbers_of("contexts", config.contexts)
         if self.ledger.of("cost") or self.head["processes"] > 1:
             contexts = []
-        options, paths = before and before["options"], (config.target, config.head)
-        moved = options and (options["target"], options["head"]) != paths
+        moved = before and any(
+            before["options"][x] != getattr(config, x) for x in ("target", "head")
+        )
         if plan or contexts or moved:
             self.check(models_of(config))
         if not (plan or contexts):
@@ -132,10 +127,13 @@ class Run:
         self.ask_all(plan)
 
     def check(self, same: Mapping[str, object]) -> None:
-        """Note what must not change. Raises InputError where it has."""
+        """Note what must not change. Raises InputError, with what differs, where it has."""
         self.head["same"] |= same
-        if self.before is not None:
-            check_same(self.before, same, self.out)
+        if self.before and (changes := differences(self.before["same"], same)):
+            raise InputError(
+                f"{self.config.out} holds another evaluation ({changes}): choose another --out, "
+                "or repeat its options to go on with it"
+            )
 
     def load(self, chosen: Sequence[Contestant], contexts: Sequence[int]) -> list[Contestant]:
         """Load all models and complete the head. Returns the contestants whose trees they can draft.
@@ -144,8 +142,11 @@ class Run:
         """
         # 1. treespec's own.
         config, dtype, place = self.config, self.config.dtype, self.config.device_map
-        check_kept(config)
-        if dtype == "auto" and self.before is not None:
+        for drafter in drafters_of(config):
+            folder = drafter.cache_folder
+            if config.memory == "kept" and folder and not Path(folder).expanduser().is_dir():
+                raise InputError(f"--memory kept: there is no folder {folder}")
+        if dtype == "auto" and self.before:
             dtype = str(self.before["environment"]["dtype"])
         if place == "auto" and self.head["processes"] > 1 and torch.cuda.is_available():
             place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -157,22 +158,25 @@ class Run:
                 f"--contexts {contexts[-1]}: the target's context holds {room + NODES[-1]} tokens, "
                 f"{NODES[-1]} nodes included; give at most {room}"
             )
-        reasons = {}
+        fit, reasons = [], []
         for one in chosen:
             try:
                 self.fresh(one)
+                fit.append(one)
             except (InputError, TreeError) as error:
-                reasons[one.name] = f"{one.drafter} with {one.method}: {error}"
-        fit = [one for one in chosen if one.name not in reasons]
+                reasons.append(f"{one.drafter} with {one.method}: {error}")
         if reasons and (len(drafters_of(config)) == 1 or not any(one.drafter for one in fit)):
-            raise InputError(next(iter(reasons.values())))
+            raise InputError(reasons[0])
 
         # 2. The peers, then the head: times of several machines are not mixed.
         self.peers = peer_answerers(fit, config, self.plain.target)
         environment = describe(self.plain.target)
         self.check(environment)
-        self.head["left_out"] += reasons.values()
-        self.head |= {"unfit": list(reasons), "environment": environment}
+        self.head["left_out"] += reasons
+        self.head |= {
+            "contestants": [asdict(one) | {"labels": [*one.labels]} for one in fit],
+            "environment": environment,
+        }
         if self.before != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
         return fit
@@ -188,30 +192,34 @@ class Run:
             for _ in range(config.warm_up):
                 self.asked(group, one, short)
 
-        # 2. What earlier completions told a suffix cache.
+        # 2. Suffix caches remember earlier completions.
         turns = {question.question_id: question.turns for question in self.questions}
         for one in first if config.memory == "run" else ():
-            before = [e for e in self.ledger.of("completion") if e["contestant"] == one.name]
-            told = [(turns[completion["question_id"]], completion) for completion in before]
-            recall(self.fresh(one), one, config, told)
+            own = [e for e in self.ledger.of("completion") if e["contestant"] == one.name]
+            memory = str(memory_of(one, config))
+            recall(self.fresh(one), memory, [(turns[e["question_id"]], e) for e in own])
 
         # 3. Ask.
-        at_start = self.done
+        explained = False
         for group, one in plan:
-            for completion in self.asked(group, one, config):
-                self.ledger.append("completion", completion)
+            for new in self.asked(group, one, config):
+                self.ledger.append("completion", new)
                 self.done += 1
-                self.report(said(completion, explain=self.done == at_start + 1))
+                counts = (sum(new["new_tokens"]), sum(new["cycles"]), sum(new["wall"]))
+                spent = figures(*counts, explain=not explained)
+                self.report(f"question {new['question_id']}, {one.name}: {spent}")
+                explained = True
 
     def asked(self, group: list[Question], one: Contestant, config: EvalConfig) -> list[Completion]:
         """The completions of a contestant with nothing cached; none of a peer that has raised."""
-        if not one.peer:
-            return ask(answerer(self.fresh(one), one, config), group, one, self.plain, config)
         if one in self.failed:
             return []
+        answer = self.peers.get(one) or answerer(self.fresh(one), one, config)
         try:
-            return ask(self.peers[one], group, one, self.plain, config)
-        except Exception as error:  # of any class; the peer's row then shows it
+            return ask(answer, group, one, self.plain, config)
+        except Exception as error:
+            if not one.peer:
+                raise
             line = (str(error).strip().splitlines() or [""])[0]
             why = line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
             self.ledger.append("failed", {"contestant": one.name, "why": why})
@@ -227,23 +235,40 @@ def planned(
     Contestants take turns, so that none of them has the machine at a better time. there: (contestant,
     question) of completions.
     """
-    by_batch: dict[int, list[Contestant]] = {}
-    for one in chosen:
-        by_batch.setdefault(one.batch, []).append(one)
-    sizes = {batch: batch if batch == 1 else WAVES * batch for batch in by_batch}
+    sizes = {one.batch: one.batch if one.batch == 1 else WAVES * one.batch for one in chosen}
     largest = max(sizes.values())
-    again = {batch: asked_again(-(-len(questions) // size)) for batch, size in sizes.items()}
     plan: Plan = []
     for start in range(0, len(questions), largest):
-        for batch, own in by_batch.items():
-            size = sizes[batch]
-            for first in range(start, min(start + largest, len(questions)), size):
+        end = start + largest
+        for batch, size in sizes.items():
+            own = [one for one in chosen if one.batch == batch]
+            again = asked_again(-(-len(questions) // size))
+            for first in range(start, min(end, len(questions)), size):
                 for one in in_order(own, first // size):
-                    group = questions[first : min(first + size, start + largest)]
+                    group = questions[first : min(first + size, end)]
                     left = [q for q in group if (one.name, q.question_id) not in there]
-                    if left and (not one.again or first // size in again[batch]):
+                    if left and (not one.again or first // size in again):
                         plan.append((left, one))
     return plan
+
+
+def in_order(chosen: Sequence[Contestant], number: int) -> list[Contestant]:
+    """The order of the contestants for question `number`: one row of a Williams square.
+
+    Over n questions for n contestants (2 n where n is odd), each runs equally often in every
+    position and directly after every other (Williams 1949). For n = 4:
+
+        question 0   0 1 3 2
+        question 1   1 2 0 3
+        question 2   2 3 1 0
+        question 3   3 0 2 1
+    """
+    # 1. Zigzag away from `number`: number, number + 1, number - 1, number + 2, …
+    n = len(chosen)
+    row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
+
+    # 2. For an odd n, the second n questions take the rows in reverse.
+    return [chosen[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
 
 
 def asked_again(groups: int) -> set[int]:
@@ -263,20 +288,20 @@ def judge(
     run what the target wrote. The same words to the same question are checked once.
     """
     checks = {q.question_id: q.check for q in questions if q.check}
-    done = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
-    asked: list[Completion] = ledger.of("completion")
+    before = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
+    completions: list[Completion] = ledger.of("completion")
     by_words: dict[tuple[int | str, str], bool] = {}
-    for number, completion in enumerate(asked):
-        i, name = completion["question_id"], completion["contestant"]
+    for number, completion in enumerate(completions):
+        i, name, text = completion["question_id"], completion["contestant"], completion["turns"][-1]
         if i not in checks or (checks[i].runs_code and not run_code):
             continue
         digest = hashlib.sha256(repr(checks[i]).encode()).hexdigest()
-        words, before = (i, completion["turns"][-1]), done.get((name, i), {})
-        if before.get("check") == digest:
-            by_words[words] = before["right"]
+        known = before.get((name, i), {})
+        if known.get("check") == digest:
+            by_words[i, text] = known["right"]
             continue
-        if words not in by_words:
-            report(Step(number, len(asked), f"checking the answer to {i}"))
-            by_words[words] = checks[i].right(completion["turns"][-1])
+        if (i, text) not in by_words:
+            report(Step(number, len(completions), f"checking the answer to {i}"))
+            by_words[i, text] = checks[i].right(text)
         fields = {"contestant": name, "question_id": i, "check": digest}
-        ledger.append("checked", fields | {"right": by_words[words]})
+        ledger.append("checked", fields | {"right": by_words[i, text]})

@@ -1,75 +1,108 @@
-"""An evaluation as people read it: what OUT/report.md, OUT/report.html and the terminal show."""
+"""An evaluation as people read it: OUT/report.md and .html, the terminal, and OUT/answers."""
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
-from treespec.eval.common import STAGE_NAMES, drafted_by
 from treespec.eval.config import EvalConfig
-from treespec.eval.contestants import batches_of
-from treespec.eval.figures import FEW, Row, Summary
-from treespec.eval.report import Cell, Report, Table, filled_in, percent, shown
-from treespec.eval.verdict import batch_of, noise_of, several, short, tree_name, verdict
+from treespec.eval.figures import FEW, STAGES, Row, Summary, summarise
+from treespec.eval.ledger import Completion, Ledger
+from treespec.eval.report import Cell, Report, Table, filled_in, markdown, page, percent, shown
+from treespec.eval.verdict import noise_of, verdict
+from treespec.files.atomic import write_json, write_text
+from treespec.options import command_line
 
-LABELS = ("Drafter", "Method", "Tree", "T", "Batch")
+LABELS = ("Drafter", "Method", "Tree", "T", "Batch")  # of a contestant
 
-Cells = Callable[[Row], dict[str, Cell]]  # of a row, by column
+Cells = dict[str, Cell]  # of a row, by column
+
+
+def write_report(ledger: Ledger, out: Path) -> Summary:
+    """Write OUT/report.json, .md and .html, and OUT/answers/<contestant>.jsonl; return the figures."""
+    # 1. The figures, the report, and the page with what the figures depend on.
+    said = json.dumps(summarise(ledger))
+    summary = json.loads(said, parse_constant=lambda _: None)  # no times where none were measured
+    report, config = report_of(summary), EvalConfig(**summary["options"])
+    setup = {"command": command_line("eval", EvalConfig, summary["options"])}
+    setup |= {what: str(value) for what, value in summary["environment"].items()}
+    title = f"{PurePath(config.target).name}: acceptance and speed"
+    subtitle = f"{config.source}, {summary['questions']} of the questions {config.questions}"
+    write_json(out / "report.json", summary)
+    write_text(out / "report.md", markdown(report))
+    write_text(out / "report.html", page(report, title, subtitle, [*setup.items()]))
+
+    # 2. The completions.
+    lines: dict[str, list[str]] = {}
+    for completion in ledger.of("completion"):
+        lines.setdefault(completion["contestant"], []).append(json.dumps(answer_of(completion)))
+    for name, own in lines.items():
+        write_text(out / "answers" / f"{name}.jsonl", "\n".join([*own, ""]))
+    return summary
+
+
+def answer_of(completion: Completion) -> dict[str, object]:
+    """A line for the readers of FastChat (llm_judge) and Spec-Bench (evaluation/eval.py).
+
+    The fields that Spec-Bench adds have one item a turn; accept_lengths is one list for all turns.
+    """
+    choice = {
+        "index": 0,
+        "turns": completion["turns"],
+        "decoding_steps": completion["cycles"],
+        "new_tokens": completion["new_tokens"],
+        "wall_time": completion["wall"],
+        "accept_lengths": completion["accept_lengths"],
+    }
+    return {
+        "question_id": completion["question_id"],
+        "category": completion["category"],
+        "answer_id": f"{completion['contestant']}-{completion['question_id']}",
+        "model_id": completion["contestant"],
+        "choices": [choice],
+        "tstamp": completion["time"],
+    }
 
 
 def report_of(summary: Summary) -> Report:
     """Tables, notes and verdict."""
-    # 1. Speed, of all questions and by category.
-    rows, timed = summary["rows"], summary["timed"]
+    rows, noises = summary["rows"], [(a, noise_of(a["speedup"])) for a in summary["again"]]
     own = [row for row in rows if not row["peer"]]
-    pairs = [row for row in own if row["drafter"] and row["overall"]["bound"]]
-    again = [
-        [
-            "",
-            "baseline again",
-            "",
-            f"{a['temperature']:g}",
-            batch_of(a, rows),
-            {"speedup": a["speedup"]},
-        ]
-        for a in summary["again"]
-    ]
-    failed = [["", name, "", "", "", {"tokens/s": "failed"}] for name in summary["failed"]]
-    title = "Acceptance length τ (tokens per target forward) and speed"
-
-    # 2. Right answers, what a cycle accepts and where its time goes, the bound of the speedup.
+    timed = own if summary["timed"] else []
+    pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
+    more: list[Cells] = [named(a) | {"speedup": a["speedup"]} for a in summary["again"]]
+    more += [{"Method": name, "tokens/s": "failed"} for name in summary["failed"]]
     tables = [
-        table(title, rows, speeds, [*again, *failed]),
+        table("Acceptance length τ (tokens per target forward) and speed", rows, speeds, more),
         table("By category: τ (speedup)", own, by_category),
         table("Right answers", [row for row in rows if row["right"]], right),
         table("Acceptance rate α by depth", own, rates),
-        table("A cycle's time in ms (share)", own if timed else [], cycle),
-        table("Speedup without prompts, and its bound", pairs if timed else [], bound),
-        cost_table(summary["costs"]),
+        table("A cycle's time in ms (share)", timed, cycle),
+        table("Speedup without prompts, and its bound", pairs, bound),
+        Table(
+            "A cycle's cost in ms, by nodes of its tree",
+            ["Context"],
+            [*map(cost_of, summary["costs"])],
+        ),
     ]
-    return Report(tables, notes(summary), verdict(summary))
+    config = EvalConfig(**summary["options"])
+    text = filled_in("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
+    notes = [" ".join(note.split()) for note in text.split("\n\n") if note.strip()]
+    return Report(tables, notes, verdict(summary))
 
 
 def table(
-    title: str, rows: Sequence[Row], cells: Cells, more: Sequence[Sequence[Any]] = ()
+    title: str, rows: Sequence[Row], cells: Callable[[Row], Cells], more: Sequence[Cells] = ()
 ) -> Table:
-    """A row for each contestant, labelled by what tells it from the others.
-
-    more: further rows, their labels and then their cells by column.
-    """
-    lines: list[Any] = [[*labels_of(row, rows), cells(row)] for row in rows] + [*more]
-    columns = list(dict.fromkeys(name for *_, own in lines for name in own))
-    found = [[*labels, *map(own.get, columns)] for *labels, own in lines]
-    return Table(title, LABELS, columns, found, reference=1.0)
+    """A row for each contestant, labelled by what tells it from the others. more: further rows."""
+    return Table(title, LABELS, [*(cells(row) | named(row) for row in rows), *more], reference=1.0)
 
 
-def labels_of(row: Row, rows: Sequence[Row]) -> list[str]:
-    method = row["method"] + ("" if row["lossless"] else " (lossy)")
-    method += f", {row['peer']}" if row["peer"] else ""
-    drafter = short(row["drafter"]) if several(rows) else ""
-    heat = f"{row['temperature']:g}"
-    return [drafter, method, tree_name(row["tree"]), heat, batch_of(row, rows)]
+def named(row: Row) -> Cells:
+    return dict(zip(LABELS, row["labels"], strict=True))
 
 
-def speeds(row: Row) -> dict[str, Cell]:
+def speeds(row: Row) -> Cells:
     overall = row["overall"]
     alone = row["peer"] or row["batch"] == 1  # a batch shares its seconds out
     first = f"{overall['first_token']:.3f}" if alone and overall["first_token"] else ""
@@ -83,17 +116,18 @@ def speeds(row: Row) -> dict[str, Cell]:
     }
 
 
-def by_category(row: Row) -> dict[str, Cell]:
+def by_category(row: Row) -> Cells:
     """A cell for each category, then one for all questions."""
-    cells: dict[str, Cell] = {}
+    cells: Cells = {}
     for name, figures in {**row["categories"], "overall": row["overall"]}.items():
-        both = (shown(figures[which]).split() for which in ("acceptance_length", "speedup"))
-        tau, speedup = ((values or [""])[0] for values in both)
+        tau, speedup = (
+            shown(figures[which]).partition(" ")[0] for which in ("acceptance_length", "speedup")
+        )
         cells[name] = f"{tau} ({speedup})" if speedup else tau
     return cells
 
 
-def right(row: Row) -> dict[str, Cell]:
+def right(row: Row) -> Cells:
     right, same = row["right"], row["right"]["same"]
     return {
         "right": f"{right['right']} of {right['answers']}",
@@ -103,23 +137,23 @@ def right(row: Row) -> dict[str, Cell]:
     }
 
 
-def rates(row: Row) -> dict[str, Cell]:
+def rates(row: Row) -> Cells:
     by_depth = enumerate(row["overall"]["acceptance_rate_by_depth"], 1)
     return {"nodes": f"{row['overall']['nodes']:.0f}"} | {str(d): rate for d, rate in by_depth}
 
 
-def cycle(row: Row) -> dict[str, Cell]:
+def cycle(row: Row) -> Cells:
     ms = row["overall"]["cycle_ms"]
     whole = sum(ms.values())
     return {
         "cycle": f"{whole:.2f}",
-        **{name: f"{ms[s]:.2f} ({ms[s] / whole:.0%})" for s, name in STAGE_NAMES.items()},
+        **{name: f"{ms[s]:.2f} ({ms[s] / whole:.0%})" for s, name in STAGES.items()},
         "overhead": f"{1 - (ms['target'] + ms['head']) / whole:.0%}",
         "prefill": f"{row['overall']['prefill_seconds']:.2f} s",
     }
 
 
-def bound(row: Row) -> dict[str, Cell]:
+def bound(row: Row) -> Cells:
     overall = row["overall"]
     speedup, most = overall["decoding_speedup"], overall["bound"]
     return {
@@ -130,37 +164,8 @@ def bound(row: Row) -> dict[str, Cell]:
     }
 
 
-def cost_of(cost: dict[str, Any]) -> dict[str, str]:
-    """A cost model (`treespec.draft.cost.model.Cost`) in ms, as a row by column."""
+def cost_of(cost: dict[str, Any]) -> Cells:
+    """A cost model (`treespec.draft.cost.model.Cost`) in ms."""
     seconds = {str(n): s for n, s in zip(cost["nodes"], cost["forward"], strict=True)}
     seconds |= {"first draft level": cost["begin"] + cost["level"], "each further": cost["level"]}
-    return {"Context": str(cost["context"])} | {n: f"{1000 * s:.2f}" for n, s in seconds.items()}
-
-
-def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
-    """What a cycle costs, a row a context; without rows if there is no `--contexts`."""
-    rows = [cost_of(cost) for cost in costs]
-    label, *columns = dict.fromkeys(name for row in rows for name in row) or [""]
-    cells = [[row.get(name, "") for name in (label, *columns)] for row in rows]
-    return Table("A cycle's cost in ms, by nodes of its tree", [label], columns, cells)
-
-
-def notes(summary: Summary) -> list[str]:
-    """What one must know to read the figures."""
-    rows, config = summary["rows"], EvalConfig(**summary["options"])
-    ends = {"max_new_tokens": "max_new_tokens", "context": "the target's context"}
-    text = filled_in(
-        "notes.txt",
-        summary=summary,
-        config=config,
-        drafted_by=drafted_by(summary["options"]),
-        few=FEW,
-        bounded=any(row["overall"]["bound"] for row in rows),
-        peers=any(row["peer"] for row in rows),
-        checked=any(row["right"] for row in rows),
-        batches=[batch for batch in batches_of(config) if batches_of(config)[-1] > 1],
-        noises=[(again, noise_of(again["speedup"])) for again in summary["again"]],
-        ended={cause: sum(row["ended"][end] for row in rows) for end, cause in ends.items()},
-        turns=sum(row["turns"] for row in rows),
-    )
-    return [" ".join(note.split()) for note in text.split("\n\n") if note.strip()]
+    return {"Context": str(cost["context"]), **{n: f"{1000 * s:.2f}" for n, s in seconds.items()}}

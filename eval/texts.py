@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.questions import Question
 from treespec.files.atomic import check_writable
+from treespec.model.processor import processor
+from treespec.model.target import Target
 from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
 
@@ -109,3 +112,20 @@ def _answers(
             messages.append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
             yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+
+
+def describe(target: Target) -> dict[str, object]:
+    """The machine and the libraries that figures are measured on, as result files keep them."""
+    devices = {p.device for p in target.model.parameters() if p.device.type != "meta"}
+    names = [
+        f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else processor()
+        for device in devices
+    ]
+    return {
+        "device": ", ".join(sorted(names)),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "treespec": version("treespec"),
+    }

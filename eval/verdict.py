@@ -6,10 +6,7 @@ slower only where its whole interval lies beyond 1 by more than that.
 """
 
 from collections.abc import Sequence
-from pathlib import PurePath
-from typing import Any
 
-from treespec.draft.drafters import DrafterSpec
 from treespec.eval.figures import FEW, Row, Summary
 from treespec.eval.intervals import Figure
 from treespec.eval.report import percent, shown
@@ -20,7 +17,7 @@ PAUSED = 0.1  # share of the cycles without drafts from which the verdict mentio
 
 def verdict(summary: Summary) -> list[str]:
     """By batch size and temperature: what is fastest and what does not pay, peers, right answers."""
-    rows = [row | {"name": name_of(row, summary["rows"])} for row in summary["rows"]]
+    rows = [row | {"name": name_of(row)} for row in summary["rows"]]
     noises = {(a["batch"], a["temperature"]): noise_of(a["speedup"]) for a in summary["again"]}
     lines: list[str] = []
     for at in sorted({(row["batch"], row["temperature"]) for row in rows}):
@@ -29,38 +26,21 @@ def verdict(summary: Summary) -> list[str]:
         pairs = [row for row in timed if row["drafter"]]
         lines += sentences(pairs, summary["questions"], noises.get(at))
         if peers := [row for row in timed if row["peer"] and row["overall"]["speedup"]]:
-            told = f"peers have this many times plain decoding's tokens/s: {listed(peers)}"
-            lines.append(f"At temperature {at[1]:g} {told}.")
+            times = f"peers have this many times plain decoding's tokens/s: {listed(peers)}"
+            lines.append(f"At temperature {at[1]:g} {times}.")
         lines += right_sentences(here)
     return list(dict.fromkeys(lines))
 
 
-def name_of(row: Row, rows: Sequence[Row]) -> str:
+def name_of(row: Row) -> str:
     """A row as `--verifier` names it, with drafter and batch where there are several."""
-    name = row["method"] + (f"@{tree_name(row['tree'])}" if row["tree"] else "")
-    if row["drafter"] and several(rows):
-        name = f"{short(row['drafter'])} with {name}"
-    batch = batch_of(row, rows)
-    return f"{name} in batches of {batch}" if batch else name
-
-
-def batch_of(row: Any, rows: Sequence[Row]) -> str:
-    return str(row["batch"]) if len({other["batch"] for other in rows}) > 1 else ""
-
-
-def several(rows: Sequence[Row]) -> bool:
-    """Whether there are several drafters."""
-    return len({row["drafter"] for row in rows} - {None}) > 1
-
-
-def short(drafter: str | None) -> str:
-    """The kind of a drafter, and the last part of its path."""
-    return DrafterSpec.parse(drafter).short if drafter else ""
-
-
-def tree_name(tree: str | None) -> str:
-    """A tree as `--tree` names it; a file without its folder."""
-    return PurePath(tree).name if tree and tree.endswith(".json") else tree or ""
+    drafter, _, tree, _, batch = row["labels"]
+    name = row["method"] + (f"@{tree}" if tree else "")
+    return (
+        (f"{drafter} with " if drafter else "")
+        + name
+        + (f" in batches of {batch}" if batch else "")
+    )
 
 
 def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
@@ -92,54 +72,61 @@ def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list
 
 def compared(pairs: Sequence[Row], noise: float) -> list[str]:
     """Pairs beside plain decoding and beside the fastest lossless one."""
-    # 1. The fastest lossless pair and its equals.
-    side = {row["name"]: side_of(row, noise) for row in pairs}
-    lossless = [row for row in pairs if row["lossless"]]
-    faster = [row for row in lossless if side[row["name"]] == 1]
-    best = max(lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None)
-    lines = []
-    if best and best in faster:
-        near = [row["name"] for row in lossless if beyond(row["of_fastest"], noise) == 0]
-        equals = f" As fast within interval and noise: {', '.join(near)}." if near else ""
-        lines.append(f"the fastest is {times(best)}{equals}")
+    # 1. By the side of 1 that their speedups are on.
+    of_side: dict[int, list[Row]] = {-1: [], 0: [], 1: []}
+    unsure = []
+    for row in pairs:
+        side, why = side_of(row, noise)
+        of_side[side].append(row)
+        if not side:
+            unsure.append(f"{listed([row])}, {why}")
+
+    # 2. The fastest lossless pair and its equals.
+    lossless, lines = [row for row in pairs if row["lossless"]], []
+    faster = [row for row in of_side[1] if row["lossless"]]
+    best = max(lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default={})
+    times = f"{listed([best], ': ')} times plain decoding." if best else ""
+    if best in faster:
+        near = [row for row in lossless if row is not best and not beyond(row["of_fastest"], noise)]
+        names = ", ".join(row["name"] for row in near)
+        equals = f" As fast within interval and noise: {names}." if near else ""
+        lines.append(f"the fastest is {times}{equals}")
     elif faster:
         lines.append(f"these are faster than plain decoding: {listed(faster)}.")
-    elif best and all(side[row["name"]] == -1 for row in lossless):
-        lines.append(f"plain decoding is the fastest. The best pair is {times(best)}")
+    elif lossless and all(row in of_side[-1] for row in lossless):
+        lines.append(f"plain decoding is the fastest. The best pair is {times}")
 
-    # 2. Lossy pairs that are faster, pairs that do not pay, and those of which nothing can be said.
-    lossy = [
-        row
-        for row in pairs
-        if not row["lossless"] and side[row["name"]] == beyond(row["of_fastest"], noise) == 1
-    ]
-    if lossy:
-        change = "these are faster, but change the distribution of the completion"
-        lines.append(f"{change}: {listed(lossy)}.")
-    if slower := [row for row in pairs if side[row["name"]] == -1]:
-        lines.append(f"these are slower than plain decoding: {listed(slower)}.")
-    unsure = [f"{listed([row])}, {why(row, noise)}" for row in pairs if side[row["name"]] == 0]
+    # 3. Lossy pairs that are faster, pairs that do not pay, and those of which nothing can be said.
+    lossy = [row for row in of_side[1] if not row["lossless"]]
+    lossy = [row for row in lossy if beyond(row["of_fastest"], noise) == 1]
+    for which, what in (
+        (lossy, "these are faster, but change the distribution of the completion"),
+        (of_side[-1], "these are slower than plain decoding"),
+    ):
+        if which:
+            lines.append(f"{what}: {listed(which)}.")
     if unsure:
         lines.append(f"these are neither faster nor slower for certain: {'; '.join(unsure)}.")
     return lines
 
 
-def tau_of(row: Row) -> float:
-    return row["overall"]["acceptance_length"]["value"] or 1.0
+def side_of(row: Row, noise: float) -> tuple[int, str]:
+    """`beyond` of the speedup, and why nothing can be said where it is 0."""
+    speedup, tau = row["overall"]["speedup"], row["overall"]["acceptance_length"]["value"] or 1.0
+    if tau < LEAST_TAU:
+        return 0, f"as drafts brought nothing (τ {tau:.3f})"
+    if not beyond(speedup, 0.0):
+        return 0, "whose interval holds 1"
+    return beyond(speedup, noise), f"inside the clock's noise of ±{100 * noise:.1f} %"
 
 
-def side_of(row: Row, noise: float) -> int | None:
-    """`beyond` of the speedup; 0 where drafts brought nothing."""
-    return 0 if tau_of(row) < LEAST_TAU else beyond(row["overall"]["speedup"], noise)
-
-
-def beyond(ratio: Figure | None, noise: float) -> int | None:
-    """-1: below 1 by more than the noise; 1: above; 0: neither; None: no ratio.
+def beyond(ratio: Figure | None, noise: float) -> int:
+    """-1: below 1 by more than the noise; 1: above; 0: neither.
 
     The whole interval counts; without an interval the value.
     """
     if ratio is None:
-        return None
+        return 0
     ends = [ratio["value"] if end is None else end for end in (ratio["low"], ratio["high"])]
     low, high = (end or 0.0 for end in ends)
     return 1 if low > 1 + noise else -1 if high * (1 + noise) < 1 else 0
@@ -155,21 +142,9 @@ def noise_of(again: Figure | None) -> float | None:
     return max(again["high"], 1 / again["low"]) - 1
 
 
-def why(row: Row, noise: float) -> str:
-    """Why a pair is called neither faster nor slower."""
-    if tau_of(row) < LEAST_TAU:
-        return f"as drafts brought nothing (τ {tau_of(row):.3f})"
-    if beyond(row["overall"]["speedup"], 0.0) == 0:
-        return "whose interval holds 1"
-    return f"inside the clock's noise of ±{100 * noise:.1f} %"
-
-
-def times(row: Row) -> str:
-    return f"{row['name']}: {shown(row['overall']['speedup'])} times plain decoding."
-
-
-def listed(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{row['name']} {shown(row['overall']['speedup'])}".strip() for row in rows)
+def listed(rows: Sequence[Row], sign: str = " ") -> str:
+    """Names and speedups."""
+    return ", ".join(f"{row['name']}{sign}{shown(row['overall']['speedup'])}" for row in rows)
 
 
 def right_sentences(rows: Sequence[Row]) -> list[str]:
@@ -180,21 +155,20 @@ def right_sentences(rows: Sequence[Row]) -> list[str]:
     pairs = [row for row in rows if row["lossless"] and row["right"] and row["right"]["difference"]]
     if not pairs:
         return []
-    rights = [row["right"] for row in pairs]
-    apart = [
-        f"{row['name']} {shown(percent(right['difference']))}"
-        for row, right in zip(pairs, rights, strict=True)
-        if right["difference"]["low"] > 0 or right["difference"]["high"] < 0
-    ]
-    told = "every pair's share of right answers is the baseline's within the 95% interval."
-    if all(right["same"] == right["answers"] for right in rights):
-        told = (
+    apart, first = [], pairs[0]["right"]
+    for row in pairs:
+        difference = row["right"]["difference"]
+        if difference["low"] > 0 or difference["high"] < 0:
+            apart.append(f"{row['name']} {shown(percent(difference))}")
+    line = "every pair's share of right answers is the baseline's within the 95% interval."
+    if all(row["right"]["same"] == row["right"]["answers"] for row in pairs):
+        line = (
             "every pair answers the very questions rightly that the baseline does: "
-            f"{rights[0]['right']} of {rights[0]['answers']}."
+            f"{first['right']} of {first['answers']}."
         )
     elif apart:
-        told = (
+        line = (
             f"the share of right answers is not the baseline's: {', '.join(apart)}. Chance does that "
             "to one lossless pair in twenty; `treespec certify` tells."
         )
-    return [f"At temperature {pairs[0]['temperature']:g} {told}"]
+    return [f"At temperature {pairs[0]['temperature']:g} {line}"]

@@ -60,7 +60,7 @@ def test_the_toy_example(figure_2):
 
 
 def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2):
-    table = table_of(figure_2, "rate").filled
+    table = table_of(figure_2, "rate")
     assert len(table.rows) == 2 * 13 + 1
     assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
 

@@ -26,7 +26,7 @@ from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.decoding.stats import TAU
-from treespec.eval.common import seed_of
+from treespec.eval.answering import seed_of
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate

@@ -45,7 +45,7 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     figure = {"value": 2.0, "low": 1.5, "high": 2.5}
-    report = Report([Table(text, [text], [text, "b"], [[text, text, figure]], 1.0)], [text], [text])
+    report = Report([Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0)], [text], [text])
     more = {"setup": [("command", text), (text, text)], "subtitle": text}
     return page(report, text, **more)
 

@@ -17,8 +17,7 @@ from treespec.draft.cost.measure import measure
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.eval import contestants
-from treespec.eval.answering import waited_stages
-from treespec.eval.asking import Ask
+from treespec.eval.answering import Ask, waited_stages
 from treespec.eval.contestants import GENERATE, Contestant
 from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock

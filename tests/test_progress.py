@@ -37,7 +37,7 @@ def test_on_a_terminal_a_step_is_shown_as_it_is_and_does_nothing_else():
 
 
 def test_a_pipe_gets_the_markdown_and_nothing_else(capsys):
-    report = Report([Table("Speed", ["Verifier"], ["τ"], [["topk", "3.10"]])], ["a note"], ["topk is fast."])
+    report = Report([Table("Speed", ["Verifier"], [{"Verifier": "topk", "τ": "3.10"}])], ["a note"], ["topk is fast."])
     show_result(report)
     remark("Answers are in /there")
     printed = capsys.readouterr()

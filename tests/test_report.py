@@ -16,6 +16,7 @@ from treespec.eval.verdict import noise_of, sentences
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
 FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
 VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "layer:greedy", "typical (lossy)")
+LABELS = ["Verifier", "Tree", "T"]
 NAMES = ("τ", "tokens/s", "speedup", "by question", "identical", "rest of drafting", "humanities", "推理")
 
 
@@ -24,12 +25,12 @@ def random_table(rng, brackets):
         value = f"{rng.uniform(0, 300):.2f}"
         return value + (f" ({rng.uniform(0, 300):.2f}–{rng.uniform(0, 300):.1f})" if brackets else "")
 
-    columns = [str(rng.choice(NAMES)) for _ in range(rng.integers(1, 12))]
+    columns = [str(name) for name in rng.permutation(NAMES)[: rng.integers(1, len(NAMES) + 1)]]
     rows = []
     for _ in range(rng.integers(1, 8)):
         labels = [str(rng.choice(names)) for names in (VERIFIERS, TREES, ("0", "0.6", "1"))]
-        rows.append([*labels, *(figure() for _ in columns)])
-    return Table("Speed", ["Verifier", "Tree", "T"], columns, rows)
+        rows.append(dict(zip(LABELS, labels, strict=True)) | {name: figure() for name in columns})
+    return Table("Speed", LABELS, rows)
 
 
 def terminal_lines(table, width):
@@ -46,14 +47,14 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_broken(width, seed)
     lines = terminal_lines(table, width)
     assert max(map(cell_len, lines)) <= width
     for row in table.rows:
-        for figure in row[3:]:
+        for figure in [*row.values()][3:]:
             assert any(figure in line for line in lines)
     shown = {word for line in lines for word in line.split()}
     assert {word for name in table.columns for word in name.split()} <= shown
 
 
 def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels():
-    table = Table("-", ["Verifier"], ["first", "second", "third"], [["topk", "11.11", "22.22", "33.33"]])
+    table = Table("-", ["Verifier"], [{"Verifier": "topk", "first": "11.11", "second": "22.22", "third": "33.33"}])
     lines = [line.split() for line in terminal_lines(table, 27)]
     assert lines[0] == ["Verifier", "first", "second"]
     assert lines[2] == ["topk", "11.11", "22.22"]
@@ -62,7 +63,7 @@ def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels():
 
 
 def test_a_long_name_is_wrapped_and_not_the_figures():
-    table = Table("-", ["Tree"], ["τ"], [["x" * 200, "3.14"]])
+    table = Table("-", ["Tree"], [{"Tree": "x" * 200, "τ": "3.14"}])
     lines = terminal_lines(table, 40)
     assert sum(line.count("x") for line in lines) == 200
     assert "3.14" in lines[2]
@@ -70,7 +71,8 @@ def test_a_long_name_is_wrapped_and_not_the_figures():
 
 
 def test_a_column_without_a_figure_is_left_out():
-    table = Table("-", ["Verifier", "Tree"], ["τ", "speedup"], [["topk", "", "3.14", ""], ["rrs", "", "2.10", ""]])
+    rows = [{"Verifier": "topk", "Tree": "", "τ": "3.14", "speedup": ""}, {"Verifier": "rrs", "τ": "2.10"}]
+    table = Table("-", ["Verifier", "Tree"], rows)
     assert terminal_lines(table, 80)[0].split() == ["Verifier", "τ"]
     assert markdown_lines(table)[0] == "| Verifier |    τ |"
 
@@ -81,14 +83,13 @@ def test_markdown_reads_well_as_text_and_back(seed):
     lines = markdown_lines(table)
     assert len({cell_len(line) for line in lines}) == 1
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    empty = [all(not row[i] for row in table.rows) for i in range(3)] + [False] * len(table.columns)
-    kept = [i for i, unused in enumerate(empty) if not unused]
-    assert cells[0] == [[*table.labels, *table.columns][i] for i in kept]
-    assert cells[2:] == [[row[i] for i in kept] for row in table.rows]
+    kept = [name for name in table.rows[0] if any(row[name] for row in table.rows)]
+    assert cells[0] == kept
+    assert cells[2:] == [[row[name] for name in kept] for row in table.rows]
 
 
 def test_what_names_hold_cannot_change_the_terminal_or_the_table():
-    table = Table("a\x1b]0;title\x07", ["Name"], ["|"], [["evil\x1b[2J\u202e name", "a|b\nc"]])
+    table = Table("a\x1b]0;title\x07", ["Name"], [{"Name": "evil\x1b[2J\u202e name", "|": "a|b\nc"}])
     report = Report([table], ["note\x1b[31m", "a [bold]mark[/bold] and :smile:"], ["fast\x9b2J"])
     file = io.StringIO()
     show(report, Console(file=file, width=80, force_terminal=True, color_system=None))

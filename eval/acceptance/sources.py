@@ -15,9 +15,8 @@ from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step, differences
-from treespec.eval.environment import describe
 from treespec.eval.questions import Question, load_questions
-from treespec.eval.texts import Passage, load_models, passages_of
+from treespec.eval.texts import Passage, describe, load_models, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
 from treespec.text.conversations import content_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from treespec.eval.acceptance.rates import Mean, Row
 from treespec.eval.intervals import Figure, Z
-from treespec.eval.report import Report, Table, percent
+from treespec.eval.report import Cell, Report, Table, percent
 
 KINDS = {  # of figures in a row, by what their tables are called
     "rate": "Acceptance rate α in %",
@@ -31,20 +31,18 @@ def report_of(result: dict[str, Any]) -> Report:
 def table_of(rows: Sequence[Row], kind: str) -> Table:
     """One kind of figures of a sweep."""
     by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
-    cells: dict[tuple[str, str], Mean] = {}
+    lines: dict[str, dict[str, Cell]] = {}
     for row in in_order(rows):
         method = f"α* {row['method']}" if row["optimum"] else row["method"]
-        place = method, place_of(row)
+        line, column = (place_of(row), method) if by_law else (method, place_of(row))
         if row[kind] is not None:
-            cells[place[::-1] if by_law else place] = row[kind]
-    lines, columns = (list(dict.fromkeys(place[part] for place in cells)) for part in (0, 1))
-    body = [[line, *(figure(cells.get((line, name))) for name in columns)] for line in lines]
-    return Table(KINDS[kind], [""], columns, body)
+            lines.setdefault(line, {"": line})[column] = figure(row[kind])
+    return Table(KINDS[kind], [""], [*lines.values()])
 
 
-def figure(mean: Mean | None) -> Figure | None:
+def figure(mean: Mean) -> Figure | None:
     """A mean in percent with its 95 % interval."""
-    if mean is None or mean["value"] is None:
+    if mean["value"] is None:
         return None
     value, error = mean["value"], mean["error"]
     low, high = (None, None) if error is None else (value - Z * error, value + Z * error)

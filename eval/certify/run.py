@@ -31,8 +31,8 @@ from treespec.eval.certify.places import places, questions
 from treespec.eval.certify.statistics import POWER
 from treespec.eval.certify.texts import Sample, greedy_answer, own_settings, own_texts, plain_texts
 from treespec.eval.common import Step
-from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
+from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
 from treespec.model.plain import has_equal_bits
 from treespec.options import chosen

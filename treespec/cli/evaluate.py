@@ -6,7 +6,8 @@ from pathlib import Path
 from treespec.cli.early import begin, check_questions, check_there
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of
+from treespec.eval.common import listed
+from treespec.eval.config import EvalConfig, drafters_of
 from treespec.files.atomic import check_folder
 
 
@@ -19,13 +20,12 @@ def evaluate(config: EvalConfig) -> None:
 def measure(config: EvalConfig) -> None:
     """Evaluate, then show tables and verdict; of several processes the first one shows them."""
     # 1. What can be refused before torch loads.
-    from treespec.eval.contestants import contestants, pairs
+    from treespec.eval.contestants import contestants
     from treespec.eval.ledger import FILE
 
     check_folder(config.out)
-    check_kept(config)
     contestants(config)
-    check_questions(config.questions, categories_of(config))
+    check_questions(config.questions, listed("categories", config.categories))
     if config.run_code:
         print(
             "--run-code runs what the target writes on this machine, in a process with limits on "
@@ -35,11 +35,9 @@ def measure(config: EvalConfig) -> None:
     if (Path(config.out) / FILE).exists():  # a finished evaluation needs no models
         notice(f"reading {config.out} …")
     else:
-        begin(config, [drafter for drafter, _ in drafters_of(config)], chats=True)
+        begin(config, [drafter.written for drafter in drafters_of(config)], chats=True)
         if config.assistant is not None:
             check_there(config.assistant, "assistant directory")
-        if len(drafters_of(config)) == 1:  # unfit ones of several are left out later
-            pairs(config, files=True)
 
     # 2. Measure and show.
     from treespec.cli.terminal import remark, show_result, with_progress

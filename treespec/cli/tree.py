@@ -23,12 +23,13 @@ def tree(config: TreeConfig) -> None:
     made, table, length = with_progress(lambda report: make_tree(config, report))
 
     # 3. Show the accuracies and the tree's expected τ.
-    ranks = [str(rank) for rank in range(1, table.shape[1] + 1)]
     rows = []
     for depth, row in enumerate(table.tolist(), start=1):
-        rows.append([str(depth), *(f"{share:.1%}" for share in row)])
+        rows.append(
+            {"Depth": str(depth)} | {str(r): f"{share:.1%}" for r, share in enumerate(row, 1)}
+        )
     title = "How often the head's guess of each rank is right, by depth"
     expected = f"expected τ {length:.2f} ({TAU})"
     promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
-    show_result(Report([Table(title, ["Depth"], ranks, rows)], [promise]))
+    show_result(Report([Table(title, ["Depth"], rows)], [promise]))
     remark(f"It is in {config.out}: --tree {config.out}")

@@ -1,18 +1,22 @@
-"""Who answers the questions of an evaluation: one-token decoding, drafters, and peers.
+"""Who answers the questions of an evaluation, and when: one-token decoding, drafters, and peers.
 
 It loads no torch, so that names that do not fit each other are refused at once.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import PurePath
+from random import Random
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import check_named
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of
+from treespec.eval.intervals import FEW
+from treespec.eval.questions import Question
 from treespec.trees.policy import policy
 from treespec.verify.facts import known_verifier
 
@@ -26,6 +30,9 @@ METHODS: dict[str, dict[str, int]] = {
     "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
     ASSISTED: {},
 }
+
+
+WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ class Contestant:
     def lossless(self) -> bool:
         """Whether its completions have the target's distribution; peers are taken to have it."""
         return self.drafter is None or known_verifier(self.method, True).scheme.lossless
+
+
+Plan = list[tuple[list[Question], Contestant]]  # questions asked together, and whom
 
 
 def contestants(config: EvalConfig) -> list[Contestant]:
@@ -148,3 +158,55 @@ def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
     if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
+
+
+def planned(
+    questions: list[Question], chosen: Sequence[Contestant], there: set[tuple[str, int | str]]
+) -> Plan:
+    """The questions that each contestant has not completed yet, in the order to ask them.
+
+    Contestants take turns, so that none of them has the machine at a better time. there: (contestant,
+    question) of completions.
+    """
+    sizes = {one.batch: one.batch if one.batch == 1 else WAVES * one.batch for one in chosen}
+    largest = max(sizes.values())
+    plan: Plan = []
+    for start in range(0, len(questions), largest):
+        end = start + largest
+        for batch, size in sizes.items():
+            own = [one for one in chosen if one.batch == batch]
+            again = asked_again(-(-len(questions) // size))
+            for first in range(start, min(end, len(questions)), size):
+                for one in in_order(own, first // size):
+                    group = questions[first : min(first + size, end)]
+                    left = [q for q in group if (one.name, q.question_id) not in there]
+                    if left and (not one.again or first // size in again):
+                        plan.append((left, one))
+    return plan
+
+
+def in_order(chosen: Sequence[Contestant], number: int) -> list[Contestant]:
+    """The order of the contestants for question `number`: one row of a Williams square.
+
+    Over n questions for n contestants (2 n where n is odd), each runs equally often in every
+    position and directly after every other (Williams 1949). For n = 4:
+
+        question 0   0 1 3 2
+        question 1   1 2 0 3
+        question 2   2 3 1 0
+        question 3   3 0 2 1
+    """
+    # 1. Zigzag away from `number`: number, number + 1, number - 1, number + 2, …
+    n = len(chosen)
+    row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
+
+    # 2. For an odd n, the second n questions take the rows in reverse.
+    return [chosen[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
+
+
+def asked_again(groups: int) -> set[int]:
+    """The groups of questions that the baseline is asked a second time: a quarter, at least FEW.
+
+    They are drawn at random: evenly spaced ones could all have the same order of contestants.
+    """
+    return set(Random(0).sample(range(groups), min(groups, max(FEW, groups // 4))))

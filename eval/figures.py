@@ -28,12 +28,11 @@ import numpy as np
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
 from treespec.eval.contestants import BASELINE, GENERATE, Contestant
-from treespec.eval.intervals import Array, interval, paired_difference, resample, share_of
+from treespec.eval.intervals import FEW, Array, interval, paired_difference, resample, share_of
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.questions import task_of
 
 RESAMPLES = 1000
-FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 STAGES = {  # of a cycle, in the order of tables, and their names there
     "head": "draft model",
     "rest_of_drafting": "rest of drafting",

@@ -10,6 +10,7 @@ from scipy.stats import binomtest
 
 Array = NDArray[np.float64]
 
+FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 Z = 1.959964  # standard errors to either end of a 95 % interval
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from random import Random
 from typing import final
 
 import torch
@@ -17,8 +16,9 @@ from treespec.errors import InputError
 from treespec.eval.answering import answerer, ask, load_own, memory_of, recall
 from treespec.eval.common import Step, differences, listed
 from treespec.eval.config import EvalConfig, drafters_of, numbers_of
-from treespec.eval.contestants import Contestant, contestants, pairs
-from treespec.eval.figures import FEW, Summary
+from treespec.eval.contestants import Contestant, Plan, contestants, pairs, planned
+from treespec.eval.figures import Summary
+from treespec.eval.intervals import FEW
 from treespec.eval.ledger import Completion, Entry, Ledger, head_of, models_of, place_of
 from treespec.eval.peers import peer_answerers
 from treespec.eval.questions import Question, first_of_each, load_questions
@@ -28,9 +28,6 @@ from treespec.files.atomic import locked
 from treespec.trees.static import TreeError
 
 WARM_UP_TOKENS = 16
-WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
-
-Plan = list[tuple[list[Question], Contestant]]  # questions asked together, and whom
 
 
 def evaluate(
@@ -225,58 +222,6 @@ class Run:
             self.ledger.append("failed", {"contestant": one.name, "why": why})
             self.failed.add(one)
             return []
-
-
-def planned(
-    questions: list[Question], chosen: Sequence[Contestant], there: set[tuple[str, int | str]]
-) -> Plan:
-    """The questions that each contestant has not completed yet, in the order to ask them.
-
-    Contestants take turns, so that none of them has the machine at a better time. there: (contestant,
-    question) of completions.
-    """
-    sizes = {one.batch: one.batch if one.batch == 1 else WAVES * one.batch for one in chosen}
-    largest = max(sizes.values())
-    plan: Plan = []
-    for start in range(0, len(questions), largest):
-        end = start + largest
-        for batch, size in sizes.items():
-            own = [one for one in chosen if one.batch == batch]
-            again = asked_again(-(-len(questions) // size))
-            for first in range(start, min(end, len(questions)), size):
-                for one in in_order(own, first // size):
-                    group = questions[first : min(first + size, end)]
-                    left = [q for q in group if (one.name, q.question_id) not in there]
-                    if left and (not one.again or first // size in again):
-                        plan.append((left, one))
-    return plan
-
-
-def in_order(chosen: Sequence[Contestant], number: int) -> list[Contestant]:
-    """The order of the contestants for question `number`: one row of a Williams square.
-
-    Over n questions for n contestants (2 n where n is odd), each runs equally often in every
-    position and directly after every other (Williams 1949). For n = 4:
-
-        question 0   0 1 3 2
-        question 1   1 2 0 3
-        question 2   2 3 1 0
-        question 3   3 0 2 1
-    """
-    # 1. Zigzag away from `number`: number, number + 1, number - 1, number + 2, …
-    n = len(chosen)
-    row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
-
-    # 2. For an odd n, the second n questions take the rows in reverse.
-    return [chosen[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
-
-
-def asked_again(groups: int) -> set[int]:
-    """The groups of questions that the baseline is asked a second time: a quarter, at least FEW.
-
-    They are drawn at random: evenly spaced ones could all have the same order of contestants.
-    """
-    return set(Random(0).sample(range(groups), min(groups, max(FEW, groups // 4))))
 
 
 def judge(

@@ -6,7 +6,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from treespec.eval.config import EvalConfig
-from treespec.eval.figures import FEW, STAGES, Row, Summary, summarise
+from treespec.eval.figures import STAGES, Row, Summary, summarise
+from treespec.eval.intervals import FEW
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.report import Cell, Report, Table, filled_in, markdown, page, percent, shown
 from treespec.eval.verdict import noise_of, verdict

@@ -7,8 +7,8 @@ slower only where its whole interval lies beyond 1 by more than that.
 
 from collections.abc import Sequence
 
-from treespec.eval.figures import FEW, Row, Summary
-from treespec.eval.intervals import Figure
+from treespec.eval.figures import Row, Summary
+from treespec.eval.intervals import FEW, Figure
 from treespec.eval.report import percent, shown
 
 LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from evaluating import pair
 
-from treespec.eval.contestants import Contestant
+from treespec.eval.contestants import Contestant, asked_again, in_order, planned
 from treespec.eval.figures import figures
 from treespec.eval.intervals import interval, resample
 from treespec.eval.questions import Question
-from treespec.eval.run import asked_again, in_order, planned
 from treespec.eval.verdict import noise_of, sentences
 
 

@@ -9,7 +9,7 @@ from evaluating import pair
 from rich.cells import cell_len
 from rich.console import Console
 
-from treespec.eval.figures import FEW
+from treespec.eval.intervals import FEW
 from treespec.eval.report import Report, Table, markdown, markdown_lines, show
 from treespec.eval.verdict import noise_of, sentences
 

@@ -18,7 +18,7 @@ from treespec.draft.cost.measure import (
 from treespec.draft.cost.model import best_size, measured_batch
 from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
-from treespec.draft.model_free.matches import Place, union
+from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
 from treespec.draft.model_free.one_hot import OneHotDrafter, part, rests
 from treespec.draft.pairing import check_pair
@@ -192,18 +192,18 @@ def test_an_engine_measures_each_number_of_texts_before_the_first_request():
 
 def given_tree():
     """Two continuations of four tokens each."""
-    return union([Place(1, [first, 2, 3, 4], 0) for first in (1, 5)], 8, 4).tree(7)
+    return tree_of([Place(1, [first, 2, 3, 4], 0) for first in (1, 5)], 8, 4)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(given_tree(), CostModel(times(1e-6)))[0].tokens) == 9
-    assert part(given_tree(), CostModel(times(0.05)))[0].tokens.tolist() == [7]
+    assert len(part(given_tree(), CostModel(times(1e-6))).tokens) == 8
+    assert part(given_tree(), CostModel(times(0.05))).tokens == []
 
 
 def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
         whole, pace = given_tree(), CostModel(times(node))
-        kept, _ = part(whole, pace)
+        kept = part(whole, pace).tree(torch.tensor([7]))
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i
@@ -235,7 +235,7 @@ def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
 @pytest.mark.parametrize("node", [1e-6, 2e-3, 0.1])
 def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
     model = target("llama")
-    source = OneHotDrafter(source_of(drafter, model).drafting.drafters[0], drafter)
+    source = OneHotDrafter(source_of(drafter, model).drafting.drafters[0])
     spec = Spec(model, source, times=times(node))
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     assert (

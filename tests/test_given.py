@@ -15,7 +15,7 @@ from treespec.cli.commands import run
 from treespec.cli.config import ChatConfig
 from treespec.cli.conversation import Conversation
 from treespec.draft.model_free.lookup import Lookup, matches
-from treespec.draft.model_free.matches import Place, union
+from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.options import LookupOptions
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
@@ -48,11 +48,12 @@ def paths_of(tree):
     return [tuple(tree.tokens[tree.ancestors[node]].tolist()) for node in range(len(tree.tokens))]
 
 
-def tree_of(root, continuations, nodes):
-    return union([Place(1, tokens, 0) for tokens in continuations], nodes - 1, 9).tree(root)
+def merged(root, continuations, nodes):
+    guess = tree_of([Place(1, tokens, 0) for tokens in continuations], nodes - 1, 9)
+    return guess.tree(torch.tensor([root]))
 
 
-class TestUnion:
+class TestTree:
     @pytest.mark.parametrize("seed", range(8))
     def test_it_keeps_the_heaviest_beginnings_and_their_parents(self, seed):
         """Against a count of all beginnings; ties may go either way."""
@@ -62,7 +63,7 @@ class TestUnion:
         total: Counter = Counter()
         for line in lines:
             total.update(tuple(line[:end]) for end in range(1, len(line) + 1))
-        tree = tree_of(7, [line + [-1] * (4 - len(line)) for line in lines], nodes=12)
+        tree = merged(7, [line + [-1] * (4 - len(line)) for line in lines], nodes=12)
         kept = [path[1:] for path in paths_of(tree)]
         assert len(set(kept)) == 12
         assert sum(total[path] for path in kept) == sum(sorted(total.values())[-11:])
@@ -86,9 +87,9 @@ class TestLookup:
         text = random_text(seed, vocab=6)
         theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
         wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
-        tree = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
-        assert tree.tokens.tolist() == [text[-1], *wanted]
-        assert tree.parents.tolist() == list(range(-1, len(wanted)))
+        guess = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
+        assert guess.tokens == wanted
+        assert guess.parents == list(range(len(wanted)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

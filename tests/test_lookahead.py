@@ -70,7 +70,7 @@ def cycle(drafter, root, *new):
     """A cycle at whose end the target says `new` behind the window's last row."""
     tree = drafter.draft(torch.tensor([root]).numpy(), torch.Generator())
     alone = len(drafter.window) == 1  # the first column's token is the root, a node
-    out = TreeOutput(says(new[0], *[0] * (len(tree.tokens) - 1)), torch.empty(0), says(*new[alone:]))
+    out = TreeOutput(says(new[0], *[0] * (len(tree.tokens))), torch.empty(0), says(*new[alone:]))
     assert len(out.rows) == tree.rows.asked
     drafter.settle(0, out)
     return tree
@@ -86,7 +86,7 @@ def test_the_window_fills_then_moves_on_and_its_columns_are_the_pool():
     assert drafter.window == [[12, 13, 14], [22, 23, 24]]
     assert list(drafter.pool[9]) == [(13, 23), (14, 24)]  # (12, 22) is one too many
     tree = cycle(drafter, 9, 32, 33, 34)
-    assert tree.tokens.tolist() == [9, 14, 13, 24, 23]  # the latest first
+    assert tree.tokens == [14, 13, 24, 23]  # the latest first
     assert drafter.window == [[22, 23, 24], [32, 33, 34]]
     assert {first: list(known) for first, known in drafter.pool.items()} == {
         9: [(14, 24), (22, 32)],

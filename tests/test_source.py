@@ -18,14 +18,9 @@ class NoDrafts(Drafter):
     """A drafter as a user would write one: it counts the texts' positions and drafts nothing."""
 
     per_text = ("counts",)
-    taps = ()
 
     def __init__(self):
         self.counts = [0]
-
-    @property
-    def lengths(self):
-        return self.counts
 
     def draft_trees(self, roots, laws, generators, cache, now=None):
         assert self.counts == cache.lengths
@@ -59,11 +54,10 @@ def test_a_head_its_proposer_and_their_source_draft_the_same():
     assert len({tuple(answer.stats.accepted) for answer in answers}) == 1
 
 
-def test_a_drafter_of_given_tokens_and_none_are_sources_too():
+def test_a_drafter_of_given_tokens_is_a_source_too():
     model = target("llama")
     lookup = source_of("lookup", model)
     assert (lookup.name, lookup.proposer, list(lookup.models)) == ("lookup", None, [])
-    assert source_for(None, model) is None
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

@@ -4,17 +4,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from models import prompt
-from test_given import paths_of, spec_of
+from test_given import GENERATOR, paths_of, spec_of
 
 from treespec.api.engine import Engine
-from treespec.draft.model_free.matches import SuffixIndex, guess, longest_match
-from treespec.draft.model_free.suffix import Suffix
+from treespec.draft.model_free.lookup import Suffix
+from treespec.draft.model_free.matches import SuffixIndex, longest_match, tree_of
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.options import SuffixOptions
 from treespec.errors import InputError
-
-SURE = [1.0]  # rates by which a guess is always right
 
 
 def index_of(*texts):
@@ -62,10 +61,10 @@ class TestGuess:
     def test_the_drawn_example(self):
         a, b, c, d, e = range(1, 6)
         places = longest_match([index_of([9, a, b, c], [9, a, b, c], [9, a, d], [9, e])], [9], 64, 1)
-        tree = guess(places, 9, 0.0, SURE, 9).tree(9)
+        made = tree_of(places, 9, 9, lambda length: 1.0)
+        tree = made.tree(torch.tensor([9]))
         assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
-        made = guess(places, 9, 0.0, SURE, 9)
-        assert dict(zip(paths_of(tree)[1:], made.probabilities, strict=True)) == {
+        assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
             (9, a): 3 / 4,
             (9, e): 1 / 4,
             (9, a, b): 2 / 3,
@@ -76,11 +75,11 @@ class TestGuess:
 
     def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out(self):
         text = np.array([*range(20), 30, *range(8)])
-        drafted = [len(suffix(growth=growth, percent=1).guess(text).tokens) for growth in (1, 2, 3)]
+        drafted = [len(suffix(growth=growth, percent=1).draft(text, GENERATOR).tokens) for growth in (1, 2, 3)]
         assert drafted == [8, 16, 21]  # to the text's end
         thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
-        assert suffix(percent=1, growth=9).guess(thrice).tokens[:2] == [3, 2]
-        assert suffix(percent=10, growth=9).guess(thrice).tokens == [3]
+        assert suffix(percent=1, growth=9).draft(thrice, GENERATOR).tokens[:2] == [3, 2]
+        assert suffix(percent=10, growth=9).draft(thrice, GENERATOR).tokens == [3]
 
 
 class TestAnswers:

@@ -12,7 +12,6 @@ from tracing import cycle_of, own
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
 from treespec.draft.model_free.lookup import Lookup
-from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
 from treespec.model.target import Target
@@ -88,7 +87,7 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
 
 
 def test_drafts_without_a_law_have_no_q():
-    spec = Spec(pair()[0], OneHotDrafter(Lookup(LookupOptions(matches=2)), "lookup"), verifier="topk")
+    spec = Spec(pair()[0], Lookup(LookupOptions(matches=2)), verifier="topk")
     cycles = list(trace(spec, PROMPT * 3, max_new_tokens=12))
     drafted = [cycle for cycle in cycles if len(cycle.tokens) > 1]
     assert drafted

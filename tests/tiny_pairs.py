@@ -17,9 +17,8 @@ from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
 from treespec.draft.model_free.datastore import ORDER, Datastore, suffix_array
-from treespec.draft.model_free.lookup import Rest
+from treespec.draft.model_free.lookup import Rest, Suffix
 from treespec.draft.model_free.one_hot import OneHotDrafter
-from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.draft.models.other_vocabulary import OtherVocabulary, SharedVocabulary
@@ -83,7 +82,7 @@ def half(target):
 def retrieved():
     tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.int32)
     store = Datastore(tokens, suffix_array(tokens, ORDER), VOCAB)
-    return OneHotDrafter(Rest(store, RestOptions(nodes=8, tokens=3)), "rest")
+    return OneHotDrafter(Rest(store, RestOptions(nodes=8, tokens=3)))
 
 
 def other_words(target):
@@ -95,7 +94,7 @@ def other_words(target):
 
 def suffix_cache():
     chosen = SuffixOptions(percent=1, growth=9, nodes=8)
-    return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)), "suffix")
+    return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)))
 
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {

@@ -3,11 +3,10 @@
 import sys
 
 import numpy as np
-import torch
 
 from treespec import Spec, load
-from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
-from treespec.trees.tree import TokenTree
+from treespec.draft.model_free.guess import Guess
+from treespec.draft.model_free.one_hot import TextDrafter
 
 
 class Echo(TextDrafter):
@@ -17,12 +16,9 @@ class Echo(TextDrafter):
     def draft(self, text, generator):  # text: [T] token ids, the last one is the tree's root
         before = np.flatnonzero(text[:-1] == text[-1])
         end = before[-1] + 1 if len(before) else len(text)
-        tokens = torch.tensor([text[-1], *text[end : end + self.length]])  # a chain below the root
-        nodes = torch.arange(len(tokens))
-        ancestors = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        return TokenTree(tokens, parents=nodes - 1, depth=nodes, ancestors=ancestors)
+        return Guess.chain(text[end : end + self.length].tolist())
 
 
 if __name__ == "__main__":
-    spec = Spec(load(sys.argv[1]).target, OneHotDrafter(Echo(8), "echo"), verifier="topk")
+    spec = Spec(load(sys.argv[1]).target, Echo(8), verifier="topk")
     print(spec.generate("Once upon a time", max_new_tokens=32))

@@ -15,9 +15,7 @@ def load_echo(spec, target):
     """spec: what `--drafter echo:tokens=4` names."""
     from echo import Echo  # loads torch
 
-    from treespec.draft.model_free.one_hot import OneHotDrafter
-
-    return OneHotDrafter(Echo(spec.options.tokens), "echo")
+    return Echo(spec.options.tokens)
 
 
 ECHO = DrafterKind(

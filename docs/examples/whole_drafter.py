@@ -12,15 +12,10 @@ from treespec.trees.tree import TokenTree
 
 class Again(Drafter):
     one_hot = True  # its tokens have no draft distribution, so it goes with --verifier topk
-    taps = ()  # it reads no layer of the target
-    per_text = ("observed",)  # lists with one entry a text; texts come and go in them
+    per_text = ("cycles",)  # lists with one entry a text; texts come and go in them
 
     def __init__(self):
-        self.observed = [0]  # positions, by text; one text at first
-
-    @property
-    def lengths(self):
-        return self.observed
+        self.cycles = [0]  # of each text; one text at first
 
     def draft_trees(self, roots, distributions, generators, cache, now=time.perf_counter):
         return [self.tree(root) for root in roots]  # roots: [B] the last token of each text
@@ -30,14 +25,14 @@ class Again(Drafter):
         ancestors = torch.ones(2, 2, dtype=torch.bool, device=root.device).tril()
         return TokenTree(root.repeat(2), parents=nodes - 1, depth=nodes, ancestors=ancestors)
 
-    def observe(self, features, tokens):  # of each text n positions, and the token after them
-        self.observed = [n + len(new) - 1 for n, new in zip(self.observed, tokens, strict=True)]
+    def settle(self, paths, outs):  # after each cycle: the accepted nodes, the target's output
+        self.cycles = [n + 1 for n in self.cycles]
 
-    def settle(self, paths, outs):
-        """Called after each cycle with the accepted nodes. This drafter does not learn."""
+    def observe(self, features, tokens):
+        """Each text grew by n positions: their features, and n + 1 tokens. It reads neither."""
 
     def rewind(self, lengths):
-        self.observed = list(lengths)
+        """Each text keeps its first `lengths` positions."""
 
 
 spec = Spec(load(sys.argv[1]).target, Again(), verifier="topk")

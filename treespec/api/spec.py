@@ -52,7 +52,7 @@ class Spec:
         times: Cost | CostBy | None = None,
     ) -> None:
         self.target, self.template, self.calibration = target, template, calibration
-        self.source = origin = source_for(source, target)
+        self.source = origin = None if source is None else source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
         self.verifier = verifier_for(named, origin is not None and origin.q_per_draw, wanted)

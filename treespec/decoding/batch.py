@@ -195,7 +195,7 @@ class Batch:
         best, most = None, 0
         for kept in [] if text.samples else self.kept:
             common = common_prefix(text.prompt[:-1], kept.tokens)
-            reused = min(common, kept.drafter.lengths[0] if kept.drafter else common) - 1
+            reused = common - 1
             worth_it = self.keep == 1 or 2 * reused >= kept.prompt  # else another may need it
             if reused > most and worth_it and kept.memory == text.memory:
                 best, most = kept, reused

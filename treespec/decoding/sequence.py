@@ -80,12 +80,12 @@ def copied(
     cache: TreeCache, drafter: Drafter | None, row: int = 0
 ) -> tuple[TreeCache, Drafter | None]:
     """A row's cache and drafter, as copies of their own."""
-    own = drafter.new() if drafter else None
+    alone, own = cache.alone(row), drafter.new() if drafter else None
     if own and drafter:
         own.join([drafter])
         own.select([row + 1])  # behind the row of a new one
-        own.rewind(own.lengths)  # what it learns of its trees is its own, too
-    return cache.alone(row), own
+        own.rewind(alone.lengths)  # what it learns of its trees is its own, too
+    return alone, own
 
 
 LEAD = 8  # tokens of the prompt that an answer is remembered with

@@ -68,29 +68,24 @@ class Observer(Renewed, PerText, ABC):
     """Observes B sequences, one at first, and drafts for them."""
 
     @property
-    @abstractmethod
     def taps(self) -> tuple[int, ...]:
         """Target layers whose inputs it observes as features; () is the last hidden state."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """Observed positions, by sequence."""
+        return ()
 
     @property
     def models(self) -> Sequence[nn.Module]:
         """The draft models that it computes with besides the target."""
         return ()
 
-    @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         """Each sequence grew by n positions: their features [n, H], and their tokens and one more,
         [n + 1].
         """
+        return
 
-    @abstractmethod
     def rewind(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths` observed positions of each; other sequences may follow them."""
+        return
 
 
 @dataclass(frozen=True)
@@ -216,14 +211,14 @@ class Drafter(Observer):
     def draft_trees(
         self,
         roots: Tensor,
-        laws: Sequence[Distribution],
+        distributions: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         """The tree below the last committed token of each sequence.
 
-        roots: [B] int64. laws: of each sequence. cache: the target's. A drafter may write after the
+        roots: [B] int64. distributions: of each sequence. cache: the target's. A drafter may write after the
         committed sequences, and leaves the cache as it found it. now: the clock in seconds that
         times forwards.
         """

@@ -123,7 +123,7 @@ ROWS = (
     DrafterKind(
         "suffix",
         ("suffix", "suffix:DIR", "suffix+eagle:HEAD"),
-        f"{FREE}.suffix:load_suffix",
+        f"{FREE}.lookup:load_suffix",
         "what followed them in the text and in earlier answers, by counts; alone or beside a draft "
         "model",
         "SuffixDecoding, Oliaro et al. 2024",

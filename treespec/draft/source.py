@@ -11,7 +11,7 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Drafter, Proposer
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
 from treespec.draft.pairing import check_one_hot, default_tree
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
@@ -82,13 +82,15 @@ class Source:
         return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
 
 
-Drafting: TypeAlias = Source | Head | Proposer | Drafter
+Drafting: TypeAlias = Source | Head | Proposer | Drafter | TextDrafter
 
 
-def source_for(drafting: Drafting | None, target: Target) -> Source | None:
-    """Turn anything that drafts into a source. None stays None: one token at a time."""
-    if drafting is None or isinstance(drafting, Source):
+def source_for(drafting: Drafting, target: Target) -> Source:
+    """Turn anything that drafts into a source."""
+    if isinstance(drafting, Source):
         return drafting
+    if isinstance(drafting, TextDrafter):
+        return Source(OneHotDrafter(drafting))
     if isinstance(drafting, Proposer | Drafter):
         return Source(drafting)
     return Source(KINDS[drafting.kind].proposer(drafting, target))
@@ -96,5 +98,7 @@ def source_for(drafting: Drafting | None, target: Target) -> Source | None:
 
 def load_source(spec: DrafterSpec, target: Target) -> Source:
     """Load what `--drafter` names. Raises InputError, and whatever loading raises."""
-    cache, own = spec.cache, resolve_name(spec.kind.loads)(spec, target)
-    return Source(own, resolve_name(cache.kind.loads)(cache, target) if cache else None)
+    own = resolve_name(spec.kind.loads)(spec, target)
+    if spec.cache:
+        return Source(own, OneHotDrafter(resolve_name(spec.cache.kind.loads)(spec.cache, target)))
+    return source_for(own, target)

@@ -26,7 +26,7 @@ from treespec.draft.grow.shaped import (
     in_drafts,
     shape_drafts,
 )
-from treespec.draft.model_free.one_hot import OneHotDrafter, moved, reached
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
@@ -121,12 +121,12 @@ class TreeDrafter(ForcedDrafter):
         """The cache's tree, if it is preferred to the draft model's. root: [1]."""
         if not self.cache or law.over:
             return None
-        pace, last = self.cache.pace(row, law), [*root.tolist(), *self.chains[row]]
-        tree, probabilities = self.cache.tree(row, last, torch.Generator(), pace)
-        assert probabilities is not None
-        score, nodes = reached(tree.parents.numpy(), probabilities)[1:].sum(), len(tree.tokens)
-        preferred = nodes > 1 and self.choices[row].prefers_memory(float(score), nodes, pace)
-        return moved(tree, root.device) if preferred else None
+        model, last = self.cache.cost_model(row, law), [*root.tolist(), *self.chains[row]]
+        guess = self.cache.guess(row, last, torch.Generator(), model)
+        preferred = guess.tokens and self.choices[row].prefers_cache(
+            guess.score, 1 + len(guess.tokens), model
+        )
+        return guess.tree(self.end(row, root)) if preferred else None
 
     def _growth(
         self, row: int, root: Tensor, logits: Tensor, law: Distribution, generator: torch.Generator
@@ -174,10 +174,6 @@ class TreeDrafter(ForcedDrafter):
     @property
     def timed(self) -> bool:
         return self.policy.timed
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.proposer.lengths
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.proposer.observe(features, tokens)

@@ -213,7 +213,7 @@ WINDOW = 0.9  # weight of the cycles before in `Choice`, a cycle
 
 @final
 class Choice:
-    """Whose drafts a cycle takes: a memory's or the draft model's, whichever predict more.
+    """Whose drafts a cycle takes: a suffix cache's or the draft model's, whichever predict more.
 
     It keeps what the draft model brought to one sequence so far: tokens, and modelled seconds. So it
     depends on the sequence's past alone, and no verifier's distribution changes by it.
@@ -222,8 +222,8 @@ class Choice:
     def __init__(self) -> None:
         self.cycles, self.tokens, self.seconds = float(CYCLES), CYCLES * (1 + EXPECTED), 0.0
 
-    def prefers_memory(self, score: float, nodes: int, model: CostModel | None) -> bool:
-        """Whether to take the memory's drafts.
+    def prefers_cache(self, score: float, nodes: int, model: CostModel | None) -> bool:
+        """Whether to take the drafts of a suffix cache.
 
         score: accepted tokens that they predict. nodes: of their tree. model: with it tokens per second
         count, else tokens a cycle.

@@ -20,7 +20,7 @@ moves on by one token, however many were accepted, as in the released code. Row 
 next window; the root takes the place of b0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import final
@@ -31,12 +31,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.matches import Place, union
-from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
+from treespec.draft.model_free.guess import Guess
+from treespec.draft.model_free.matches import Place, tree_of
+from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.sampling import sample_each
-from treespec.trees.tree import Rows, TokenTree
+from treespec.trees.tree import Rows
 
 
 @final
@@ -47,9 +48,9 @@ class Jacobi(TextDrafter):
         self.options = options
         self.guesses: list[int] = []
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
-        chain = self.guesses + picks(text, self.options.window - len(self.guesses), generator)
-        return merged(int(text[-1]), [chain])
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+        missing = self.options.window - len(self.guesses)
+        return Guess.chain(self.guesses + picks(text, missing, generator))
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
         """The target's choice after node i is the guess for the position after it.
@@ -75,13 +76,14 @@ class Lookahead(TextDrafter):
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         self.widest = 1 + (options.window + options.guesses) * (options.ngram - 1)
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         root = int(text[-1])
         if not self.window:
             self.window = [picks(text, self.options.window + self.options.ngram - 2, generator)]
         self.window[0][0] = root
-        tree = merged(root, list(reversed(self.pool.get(root, {}))))
-        return replace(tree, rows=beside(len(tree.tokens), self.window))
+        places = [Place(1, tokens, 0) for tokens in reversed(self.pool.get(root, {}))]
+        guess = tree_of(places, self.options.guesses * self.options.ngram, self.options.ngram)
+        return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
         assert out.rows is not None
@@ -106,13 +108,6 @@ def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int
     """`number` random tokens of the text."""
     each = torch.ones(1, len(text), device=generator.device)
     return text[sample_each(each, number, generator)[0].cpu().numpy()].tolist()
-
-
-def merged(root: int, continuations: Sequence[Sequence[int]]) -> TokenTree:
-    """The tree of all continuations of a root."""
-    places = [Place(1, tokens, 0) for tokens in continuations]
-    longest = max(map(len, continuations), default=0)
-    return union(places, sum(map(len, continuations)), longest).tree(root)
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:
@@ -140,9 +135,9 @@ def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
     return (row + column)[kept], (in_first | in_column)[kept][:, kept]
 
 
-def load_lookahead(spec: DrafterSpec, target: Target) -> OneHotDrafter:
-    return OneHotDrafter(Lookahead(spec.options), "lookahead")
+def load_lookahead(spec: DrafterSpec, target: Target) -> TextDrafter:
+    return Lookahead(spec.options)
 
 
-def load_jacobi(spec: DrafterSpec, target: Target) -> OneHotDrafter:
-    return OneHotDrafter(Jacobi(spec.options), "jacobi")
+def load_jacobi(spec: DrafterSpec, target: Target) -> TextDrafter:
+    return Jacobi(spec.options)

@@ -1,37 +1,43 @@
-"""Look the text's last tokens up, and draft what followed them.
+"""Look the sequence's last tokens up, and draft what followed them.
 
-Prompt lookup (Saxena 2023) finds them earlier in the same text; transformers has it as
-`prompt_lookup_num_tokens`, for one text at a time and one match. REST (He et al. 2024, 2311.08252)
-finds them in a datastore.
+Prompt lookup (Saxena 2023) finds them earlier in the same sequence; transformers has it as
+`prompt_lookup_num_tokens`, for one sequence at a time and one match. REST (He et al. 2024, 2311.08252)
+finds them in a datastore. Suffix decoding (Oliaro et al. 2024, 2411.04975) looks in the sequence and
+in all completions so far, for the longest suffix that occurs there; the longer the match, the larger
+the draft.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.datastore import Datastore, open_datastore
-from treespec.draft.model_free.matches import Place, union
-from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
-from treespec.draft.options import LookupOptions, RestOptions
+from treespec.draft.model_free.datastore import Datastore, fingerprint, open_datastore
+from treespec.draft.model_free.guess import Guess
+from treespec.draft.model_free.matches import Place, SuffixIndex, longest_match, tree_of
+from treespec.draft.model_free.one_hot import TextDrafter
+from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
+from treespec.draft.options import LookupOptions, RestOptions, SuffixOptions
 from treespec.model.target import Target
-from treespec.trees.tree import TokenTree
 
 
 @final
 @dataclass(frozen=True)
 class Lookup(TextDrafter):
-    """It takes the earliest matches: the text ends soon after a late one."""
+    """It takes the earliest matches: the sequence ends soon after a late one."""
 
     options: LookupOptions
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         by = self.options
         starts = (matches(text, by.ngram)[: by.matches] + 1).tolist()
         places = [Place(1, text[start : start + by.tokens].tolist(), 0) for start in starts]
-        return union(places, by.matches * by.tokens, by.tokens).tree(int(text[-1]))
+        return tree_of(places, by.matches * by.tokens, by.tokens)
 
 
 def matches(text: np.ndarray, ngram: int) -> np.ndarray:
@@ -43,9 +49,9 @@ def matches(text: np.ndarray, ngram: int) -> np.ndarray:
         text       a b c a b c a b
     """
     found = np.flatnonzero(text[:-1] == text[-1])
-    for back in range(1, ngram):
+    for back in range(1, min(ngram, len(text))):
         longer = found[found >= back]
-        longer = longer[text[longer - back] == text[-1 - back]] if back < len(text) else longer[:0]
+        longer = longer[text[longer - back] == text[-1 - back]]
         if not len(longer):
             break
         found = longer
@@ -55,23 +61,105 @@ def matches(text: np.ndarray, ngram: int) -> np.ndarray:
 @final
 @dataclass(frozen=True)
 class Rest(TextDrafter):
-    """A text of fewer tokens than the shortest suffix gets no drafts."""
+    """A sequence of fewer tokens than the shortest suffix gets no drafts."""
 
     store: Datastore
     options: RestOptions
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         by = self.options
         found = self.store.continuations(text, by.shortest, by.longest, by.matches, by.tokens)
         places = [Place(1, tokens, 0) for tokens in found.tolist()]
-        return union(places, by.nodes - 1, by.tokens).tree(int(text[-1]))
+        return tree_of(places, by.nodes - 1, by.tokens)
 
 
-def load_lookup(spec: DrafterSpec, target: Target) -> OneHotDrafter:
-    return OneHotDrafter(Lookup(spec.options), "lookup")
+# Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
+BANDS, RIGHT = (1, 3, 7, 15, 31), (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
+WEIGHT = 3.0  # guesses that the first rates count for
+FORGET = 0.98  # weight of what was learned before, a guess
+CERTAIN = 0.98  # the highest rate
 
 
-def load_rest(spec: DrafterSpec, target: Target) -> OneHotDrafter:
+@final
+class Suffix(TextDrafter):
+    """Drafts for one sequence. Those of one cache name share its completions, once these have ended.
+
+    It learns how often its guesses are right from the sequence alone, whether or not they were drafted
+    and accepted.
+    promised, kept: [6] guesses by the length of the match, and those that were right.
+    """
+
+    predicts = True
+
+    def __init__(self, options: SuffixOptions, caches: SuffixCaches) -> None:
+        self.options, self.caches = options, caches
+        self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
+        self.index, self.last = SuffixIndex(), Guess()
+        self.promised = [WEIGHT for _ in RIGHT]
+        self.kept = [WEIGHT * rate for rate in RIGHT]
+
+    def enter(self, cache: str | None) -> None:
+        self.cache = None if cache is None else self.caches.named(cache)
+
+    def remember(self, cache: str, completion: Sequence[int]) -> None:
+        self.caches.named(cache).add(completion)
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+        """text: [T], which begins with the text of the call before."""
+        # 1. What is new, and how right the last guess was.
+        seen = len(self.index)
+        if seen > len(text) or (seen and self.index.tokens[-1] != text[seen - 1]):
+            self.index = SuffixIndex()  # forced tokens that did not follow after all
+        self.index.extend(text[len(self.index) :].tolist())
+        self._learn(self.index.tokens[seen:])
+
+        # 2. The guess of the sequence itself, and that of the cache: the more promising one.
+        guesses = [self._guess([self.index])]
+        if self.cache:
+            guesses.append(self._guess(self.cache.indexes))
+        self.last = max(guesses, key=lambda guess: guess.score)
+        return self.last
+
+    def _guess(self, indexes: Sequence[SuffixIndex]) -> Guess:
+        by = self.options
+        places = longest_match(indexes, self.index.tokens, by.longest, by.count)
+        length = max((place.length for place in places), default=0)
+        nodes = min(by.nodes, by.growth * length)
+        return tree_of(places, nodes, by.nodes, self.rate, by.percent / 100)
+
+    def rate(self, length: int) -> float:
+        """Pr(one of the children is right) after a match of `length` tokens."""
+        band = bisect_left(BANDS, length)
+        return min(self.kept[band] / self.promised[band], CERTAIN)
+
+    def _learn(self, new: Sequence[int]) -> None:
+        """Compare the last guess with the new tokens, as far as it goes."""
+        children: dict[int | None, dict[int, tuple[int, float]]] = {}
+        links = zip(self.last.parents, self.last.tokens, self.last.shares, strict=True)
+        for child, (parent, token, share) in enumerate(links, start=1):
+            children.setdefault(parent, {})[token] = child, share
+        node: int | None = 0
+        for depth, token in enumerate(new):
+            if node not in children:
+                return
+            band, below = bisect_left(BANDS, self.last.length + depth), children[node]
+            promised = sum(share for _, share in below.values())
+            self.promised[band] = FORGET * self.promised[band] + promised
+            self.kept[band] = FORGET * self.kept[band] + (token in below)
+            node, _ = below.get(token, (None, 0.0))
+
+
+def load_lookup(spec: DrafterSpec, target: Target) -> TextDrafter:
+    return Lookup(spec.options)
+
+
+def load_rest(spec: DrafterSpec, target: Target) -> TextDrafter:
     """Raises InputError for a damaged datastore, and for another tokenizer."""
-    store = open_datastore(spec.place, target.tokenizer, target.vocab_size)
-    return OneHotDrafter(Rest(store, spec.options), "rest")
+    return Rest(open_datastore(spec.place, target.tokenizer, target.vocab_size), spec.options)
+
+
+def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:
+    """`--drafter suffix` and `suffix:FOLDER,tokens=5000`. Raises InputError."""
+    root = Path(spec.place).expanduser() if spec.place else None
+    of_target = fingerprint(target.tokenizer, target.vocab_size), target.vocab_size
+    return Suffix(spec.options, SuffixCaches(spec.options.tokens, root, *of_target))

@@ -48,10 +48,6 @@ class ModelProposer(Proposer):
     def identity(self) -> object:
         return [self.model.config.to_dict(), str(self.model.dtype)]
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(tokens) for tokens in self.known]
-
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         fresh = self.translated([new[:-1] for new in tokens])
         self.known = [torch.cat(both) for both in zip(self.known, fresh, strict=True)]
@@ -60,12 +56,16 @@ class ModelProposer(Proposer):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
-        self.cache.rewind(
-            [min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)]
-        )
+        self.cut()
+
+    def cut(self) -> None:
+        """Cut the cache to what is known."""
+        lengths = zip(self.cache.lengths, self.known, strict=True)
+        self.cache.rewind([min(length, len(known)) for length, known in lengths])
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
+        # Drop an earlier root that was not observed afterwards.
+        self.cut()
         fresh = self.translated(list(roots.split(1)))
         hidden = self._run([torch.cat(text) for text in zip(self.known, fresh, strict=True)])
         logits = self.fitted(self.model.output_logits(hidden))
@@ -118,10 +118,6 @@ class SeveralModels(Proposer):
 
     def __init__(self, proposers: Sequence[ModelProposer]) -> None:
         self.proposers, self.vocab_size = list(proposers), proposers[0].vocab_size
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.proposers[0].lengths
 
     @property
     def models(self) -> list[nn.Module]:

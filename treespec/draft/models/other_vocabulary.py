@@ -197,10 +197,6 @@ class OtherVocabulary(ModelProposer):
     def identity(self) -> object:
         return [super().identity, len(self.shared)]
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(ends) for ends in self.ends]
-
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         spelled = [self.spelled(row, new[:-1]) for row, new in enumerate(tokens)]
         starts = list(map(len, self.known))
@@ -222,14 +218,13 @@ class OtherVocabulary(ModelProposer):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.ends = [ends[:length] for ends, length in zip(self.ends, lengths, strict=True)]
-        start = len(self.start)
-        self.known = [
-            known[: ends[-1] if ends else start]
-            for known, ends in zip(self.known, self.ends, strict=True)
-        ]
-        done = zip(self.cache.lengths, self.known, self.ends, strict=True)
+        super().rewind([ends[-1] if ends else len(self.start) for ends in self.ends])
+
+    def cut(self) -> None:
+        super().cut()
         # `begin` reads at least one token, and the first root may be one that only the target has.
-        self.cache.rewind([min(length, len(known)) if ends else 0 for length, known, ends in done])
+        lengths = zip(self.cache.lengths, self.ends, strict=True)
+        self.cache.rewind([length if ends else 0 for length, ends in lengths])
 
     def drafted(self, tokens: Tensor) -> Tensor:
         return self.own[tokens]

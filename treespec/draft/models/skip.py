@@ -107,27 +107,14 @@ class SkipProposer(Proposer):
     target: accepted by `refuse_what_cannot_skip`.
     """
 
-    per_text = ("observed",)
     branch: Branch
 
     def __init__(self, target: Target, skipped: SkipSet) -> None:
         self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
-        self.observed = [0]  # positions, by text
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.observed
 
     @property
     def identity(self) -> object:
         return [self.skipped.attention, self.skipped.mlp]
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        pairs = zip(self.observed, tokens, strict=True)
-        self.observed = [length + len(new) - 1 for length, new in pairs]
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.observed = list(lengths)
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self.branch = Branch(self.target, cache, cache.lengths)

@@ -89,10 +89,6 @@ class SparseProposer(Proposer):
     def identity(self) -> object:
         return [self.budget, self.window]
 
-    @property
-    def lengths(self) -> list[int]:
-        return [text.length for text in self.texts]
-
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (text, new) in enumerate(zip(self.texts, tokens, strict=True)):
             prompt = self.window and len(new) - 1 > self.window

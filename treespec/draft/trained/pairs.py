@@ -106,11 +106,6 @@ class PairProposer(Proposer):
         self.waiting = [self.nothing] * len(counts)
         return [torch.stack(rows) for rows in last]
 
-    @property
-    def lengths(self) -> list[int]:
-        texts = zip(self.cache.lengths, self.waiting, strict=True)
-        return [done + len(tokens) for done, (_, tokens) in texts]
-
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
             before, following = self.waiting[row], known[1:].to(new.device)

@@ -1,0 +1,78 @@
+"""What a drafter without a model hands over: draft tokens as a tree, before the root is known."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treespec.trees.tree import Rows, TokenTree
+
+
+@dataclass(frozen=True)
+class Guess:
+    """N - 1 draft tokens below the root, which is node 0. Parents come first.
+
+    tokens, parents: of each node but the root. probabilities: [N] Pr(a node is accepted | its parent
+    is); None: nobody knows. shares: of the places that reach a node's parent, those that reach the
+    node, too. length: tokens of the match that it continues. rows: extra rows of the forward.
+
+        root ─┬─ a ─── c        tokens   a b c
+              └─ b              parents  0 0 1
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    probabilities: np.ndarray | None = None
+    shares: Sequence[float] = ()
+    length: int = 0
+    rows: "Rows | None" = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> "Guess":
+        """Each token follows the one before."""
+        return cls(tokens, range(len(tokens)))
+
+    def reach(self, probabilities: np.ndarray) -> np.ndarray:
+        """[N] Pr(a node is reached), of Pr(it is accepted | its parent is)."""
+        reach = probabilities.copy()
+        for node, parent in enumerate(self.parents, start=1):
+            reach[node] *= reach[parent]
+        return reach
+
+    @property
+    def score(self) -> float:
+        """Expected accepted tokens."""
+        return 0.0 if self.probabilities is None else self.reach(self.probabilities)[1:].sum()
+
+    def part(self, kept: np.ndarray, probabilities: np.ndarray) -> "Guess":
+        """The tree of some nodes. probabilities: [N] of all nodes.
+
+        kept: [M] ascending numbers, first the root's 0; with a node its parent is kept.
+        """
+        number = {node: new for new, node in enumerate(kept.tolist())}
+        parents = [number[self.parents[node - 1]] for node in kept[1:]]
+        tokens = [self.tokens[node - 1] for node in kept[1:]]
+        return Guess(tokens, parents, probabilities[kept], rows=self.rows)
+
+    def tree(self, root: "Tensor") -> "TokenTree":
+        """The tree on the root's device, without draft distributions. root: [1] int64."""
+        from torch import cat, from_numpy  # the checks before loading do without torch
+
+        from treespec.trees.tree import Rows, TokenTree
+
+        ancestors = np.eye(1 + len(self.tokens), dtype=bool)
+        for node, parent in enumerate(self.parents, start=1):
+            ancestors[node] |= ancestors[parent]
+        seen = from_numpy(ancestors).to(root.device)
+        tokens = cat([root, root.new_tensor(self.tokens)])
+        parents, rows = root.new_tensor([-1, *self.parents]), self.rows
+        if rows:
+            tokens_of, depth, mask = (
+                x.to(root.device) for x in (rows.tokens, rows.depth, rows.mask)
+            )
+            rows = Rows(tokens_of, depth, mask, rows.asked)
+        return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)

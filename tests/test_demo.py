@@ -170,7 +170,7 @@ def test_without_hub_and_index_one_line_says_what_to_do(home):
     assert left == [".lock"]
 
 
-@pytest.mark.parametrize("stage", ["treespec.files.packages.download", "treespec.demo.convert.convert"])
+@pytest.mark.parametrize("stage", ["treespec.files.downloads.download", "treespec.demo.convert.convert"])
 def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt

@@ -13,7 +13,6 @@ from treespec.errors import InputError
 from treespec.files.atomic import (
     check_writable,
     locked,
-    new_folder,
     read_json,
     read_tensors,
     remove_leftovers,
@@ -57,7 +56,7 @@ def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path):
         temporary.write_text("half")
         raise RuntimeError
     assert read_json(tmp_path / "a.json", REMEDY) == {"a": 1}
-    with suppress(RuntimeError), new_folder(tmp_path / "folder") as unfinished:
+    with suppress(RuntimeError), writing(tmp_path / "folder", folder=True) as unfinished:
         (unfinished / "x").write_text("half")
         raise RuntimeError
     assert os.listdir(tmp_path) == ["a.json"]
@@ -67,7 +66,7 @@ def test_what_cannot_be_written_is_an_input_error(tmp_path):
     (tmp_path / "file").write_text("")
     with complains("cannot write"):
         write_json(tmp_path / "file" / "a.json", {})
-    with complains("cannot write"), new_folder(tmp_path / "file" / "folder"):
+    with complains("cannot write"), writing(tmp_path / "file" / "folder", folder=True):
         pass
     with complains("cannot write"), locked(tmp_path / "file"):
         pass

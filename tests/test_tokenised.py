@@ -13,7 +13,7 @@ from refusals import complains
 from treespec.text.sources import digest
 from treespec.train.data import tokens as tokenise
 from treespec.train.data.batches import epoch_batches
-from treespec.train.data.tokens import Job, blocks, by_processes, kept, merged, save, tokenised
+from treespec.train.data.tokens import Job, by_processes, kept, load, merged, part_of, save, tokenised
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,26 @@ def job(folder, tmp_path):
     return Job(str(file), str(folder), None, 20, False)
 
 
-def same(one, other):
-    rows = zip(one.examples, other.examples, strict=True)
+def same(ones, others):
+    rows = zip(ones, others, strict=True)
     equal = all(torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_mask, b.loss_mask) for a, b in rows)
-    keys = [example.key for example in one.examples] == [example.key for example in other.examples]
-    return equal and keys and (one.read, one.encoded) == (other.read, other.encoded)
+    return equal and [example.key for example in ones] == [example.key for example in others]
 
 
 def test_several_processes_make_the_tokens_of_one(job, tmp_path):
-    whole = merged(list(blocks(job)))
+    whole = merged([part_of(job)])
     assert whole.read.left_out.total() == 22
     assert whole.encoded.cut
-    assert same(merged(by_processes(replace(job, parts=2))), whole)
-    save(tmp_path / "kept.safetensors", [whole])
-    assert same(kept(tmp_path / "kept.safetensors"), whole)
+    several = merged(by_processes(replace(job, parts=2)))
+    assert same(several.examples, whole.examples)
+    for name in ("used", "cut", "left_out"):
+        assert getattr(several.read, name) == getattr(whole.read, name)
+        assert getattr(several.encoded, name) == getattr(whole.encoded, name)
+    save(tmp_path / "kept.safetensors", whole)
+    again = load(tmp_path / "kept.safetensors")
+    assert same(again.examples, whole.examples)
+    assert (again.read, again.encoded) == (whole.read, whole.encoded)
+    assert kept(tmp_path / "absent.safetensors") is None
     with complains("No such file"):
         by_processes(replace(job, source=str(tmp_path / "absent.jsonl"), parts=1))
 
@@ -73,7 +79,7 @@ def test_tokens_are_made_once_and_again_where_anything_changed(job, tmp_path, mo
     run(target="b")
     with open(job.source, "a") as rows:
         rows.write("\n" + json.dumps({"messages": turns(["u one more", "a yes"])}))
-    assert len(run().examples) == len(first.examples) + 1
+    assert len(run()) == len(first) + 1
     assert len(made) == 5
 
 

@@ -17,7 +17,6 @@ from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
 from treespec.train.data import known as datasets
-from treespec.train.data.known import DATA_SETS
 from treespec.train.loop.steps import draft_steps_at
 from treespec.train.run import stored_dtype, train
 
@@ -30,7 +29,6 @@ def config(config):
 def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatch):
     content = "[" + ", ".join(Path(config.data).read_text().splitlines()) + "]"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(DATA_SETS["sharegpt"], repository="o/n"))
     monkeypatch.setattr(datasets, "fetched", lambda data_set, say: ("from here", content))
     known = trained(beside(config, "known"), data="sharegpt")
     assert same_weights(weights(trained(config)), weights(known))

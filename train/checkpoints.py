@@ -21,7 +21,7 @@ from torch import nn
 
 from treespec.draft.vocabulary import FILE as VOCABULARY
 from treespec.errors import InputError
-from treespec.files.atomic import new_folder, read_json, read_tensors, write_tensors
+from treespec.files.atomic import read_json, read_tensors, write_tensors, writing
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 
@@ -68,7 +68,7 @@ def trained(head: Head) -> dict[str, nn.Parameter]:
 
 def save_as(path: Path, head: Head, out: Path) -> None:
     """Replace the folder `path` by a head in float32, with what `out` holds of its vocabulary."""
-    with new_folder(path) as temporary:
+    with writing(path, folder=True) as temporary:
         fill(temporary, head, out)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -94,7 +94,7 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
         for moment, value in state.items()
     }
     path = folder / f"checkpoint-{place.step:06d}"
-    with new_folder(path) as temporary:
+    with writing(path, folder=True) as temporary:
         fill(temporary, head, folder.parent)
         write_tensors(temporary / OPTIMIZER, moments, {"place": json.dumps(asdict(place))})
         shutil.rmtree(path, ignore_errors=True)

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files.downloads import HubFile, PackagedFile, Place, WebFile, kept
-from treespec.files.packages import cache_folder
+from treespec.files.downloads import (
+    HubFile,
+    PackagedFile,
+    Place,
+    WebFile,
+    cache_folder,
+    kept,
+)
 
 GITHUB = "https://raw.githubusercontent.com"
 MT_BENCH = frozenset(

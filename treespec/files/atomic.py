@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from safetensors import SafetensorError, safe_open
 
 from treespec.errors import InputError
@@ -47,11 +47,6 @@ def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         remove(temporary)
-
-
-def new_folder(path: str | Path) -> AbstractContextManager[Path]:
-    """`writing` of a folder."""
-    return writing(path, folder=True)
 
 
 def remove(path: Path) -> None:
@@ -217,24 +212,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
 
 def remove_leftovers(folder: str | Path) -> None:
     """Delete temporaries of processes that no longer run. A missing folder has none."""
-    if not Path(folder).is_dir():
-        return
-    for path in Path(folder).iterdir():
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         match = TEMPORARY.fullmatch(path.name)
-        if match and not runs(int(match[1])):
+        if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
             remove(path)
-
-
-def runs(process: int) -> bool:
-    """Whether another process with this id is running. On Windows, where to ask is to interrupt it,
-    every one is taken to run.
-    """
-    if process == os.getpid() or sys.platform == "win32":
-        return process != os.getpid()
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

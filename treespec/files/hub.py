@@ -50,18 +50,14 @@ def cached(name: str, revision: str | None = None) -> bool:
 
     It holds a config.json, or no more than a GGUF file, which brings its own.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            return True
-    except ValueError:  # no name that the hub could have
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
         return False
-    repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-    branch = repository / "refs" / (revision or "main")
-    commit = branch.read_text().strip() if branch.is_file() else revision
-    return commit is not None and any((repository / "snapshots" / commit).glob("**/*.gguf"))
+    return (folder / "config.json").is_file() or any(folder.glob("**/*.gguf"))
 
 
 @cache
@@ -84,33 +80,28 @@ def only_cached(name: str, revision: str | None = None) -> bool:
     # 1. Ask the hub with one request, never repeated.
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=SECONDS)
+        return False
 
     # 2. The hub answered, but it gives no such repository.
     except GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in"
         ) from error
-    except RevisionNotFoundError as error:
-        if cached(name, revision):
-            return True
-        raise ValueError(f"{name} has no revision {revision}") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        if cached(name, revision):
-            return True
-        raise ValueError(
+    except RevisionNotFoundError:
+        problem = f"{name} has no revision {revision}"
+    except (RepositoryNotFoundError, HFValidationError):
+        problem = (
             f"{name} is neither a directory nor a repository of the hub (private ones take `hf "
             "auth login`)"
-        ) from error
+        )
     except (EntryNotFoundError, HfHubHTTPError):
         return False  # the loader says better what is missing, or why the hub refuses
 
     # 3. No network: each HTTP client that the hub's library may use raises errors of its own.
-    except Exception as error:
-        if cached(name, revision):
-            return True
+    except Exception:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         state = f"revision {revision} of it" if revision and cached(name) else "it"
-        raise ValueError(
-            f"no directory {name}; as a hub id {state} is not in the cache, and {why}"
-        ) from error
-    return False
+        problem = f"no directory {name}; as a hub id {state} is not in the cache, and {why}"
+    if cached(name, revision):
+        return True
+    raise ValueError(problem)

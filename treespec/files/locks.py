@@ -8,7 +8,7 @@ model take turns, a cycle each.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock, get_ident
+from threading import Condition, Lock, get_ident
 from typing import final
 from weakref import WeakKeyDictionary
 
@@ -20,50 +20,35 @@ class Turns:
     """A re-entrant lock that waiting threads get in the order in which they came.
 
     A thread that computes cycle after cycle releases `threading.RLock` and takes it again before
-    any waiting thread wakes up. This lock goes from hand to hand instead.
+    any waiting thread wakes up. Here it goes to the end of the line.
     """
 
     def __init__(self) -> None:
-        self._guard = Lock()  # of the fields below; held for a few statements
-        self._owner, self._depth = 0, 0  # the thread inside (0: none), and how often it entered
-        self._line: deque[tuple[int, Lock]] = deque()  # waiting threads, and a gate for each
+        self._changed = Condition()  # guards the fields below; held for a few statements
+        self._line: deque[int] = deque()  # threads, the one inside first
+        self._depth = 0  # how often it entered
 
     def __enter__(self) -> None:
-        own, gate = get_ident(), Lock()
-        before, inside = self._owner == own, False
-        try:
-            # 1. Enter if nobody is inside, or this thread is.
-            with self._guard:
-                if before or not self._owner:
-                    self._owner = own
-                    self._depth += 1
-                    inside = True
-                else:
-                    gate.acquire()
-                    self._line.append((own, gate))
-
-            # 2. Else wait until the thread inside opens the gate.
-            if not inside:
-                gate.acquire()
-        except BaseException:  # an interrupt: leave the line, or pass the turn on
-            with self._guard:
-                if (own, gate) in self._line:
-                    self._line.remove((own, gate))
-            if inside or (self._owner == own and not before):
-                self.__exit__()
-            raise
+        own = get_ident()
+        with self._changed:
+            if self._depth and self._line[0] == own:
+                self._depth += 1
+                return
+            self._line.append(own)
+            try:
+                self._changed.wait_for(lambda: self._line[0] == own)
+                self._depth = 1
+            except BaseException:  # an interrupt: leave the line
+                self._line.remove(own)
+                self._changed.notify_all()
+                raise
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
+        with self._changed:
             self._depth -= 1
-            if self._depth:
-                return
-            if self._line:
-                self._owner, gate = self._line.popleft()
-                self._depth = 1
-                gate.release()
-            else:
-                self._owner = 0
+            if not self._depth:
+                self._line.popleft()
+                self._changed.notify_all()
 
 
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from treespec.files.packages import cache_folder
+from treespec.files.downloads import cache_folder
 from treespec.model.processor import processor
 
 log = logging.getLogger(__name__)

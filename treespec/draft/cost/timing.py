@@ -19,7 +19,7 @@ import torch
 from treespec.draft.cost.model import Cost
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, remove_leftovers, write_json
-from treespec.files.packages import cache_folder
+from treespec.files.downloads import cache_folder
 from treespec.model import kernels
 from treespec.model.processor import processor
 

@@ -64,7 +64,7 @@ def soaked(spec, requests, clients, cut=0.1):
     assert grown[1] - grown[0] < ROOM
     engine.close()
     rows = engine.decoder.rows
-    assert (rows.texts, list(rows.entering), rows.prefills) == ([], [], {})
+    assert (rows.texts, list(rows.entering)) == ([], [])
     caches = [weakref.ref(kept.cache) for kept in rows.kept]
     assert len(caches) == 8  # kept for their prefixes
     del engine, rows

@@ -1,9 +1,9 @@
 """The sequences decoded together: one row each in the target's cache and in the drafter."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -19,59 +19,22 @@ ALONE = 128  # where nobody decodes, but somebody may come
 
 
 @final
-class Prefill:
-    """All but the last token of a prompt go into a cache and a drafter of its own.
+@dataclass(eq=False)
+class Own:
+    """A sequence in a cache and a drafter of its own: on its way into the batch, and after it has left.
 
-    Between two stretches both hold `text.committed`, which may begin with a reused prefix.
+    Both hold `text.committed`, which may begin with a reused prefix. begun: whether its prompt has.
     """
 
-    def __init__(
-        self, target: Target, text: Request, cache: TreeCache, drafter: Drafter | None
-    ) -> None:
-        self.target, self.text, self.cache, self.drafter = target, text, cache, drafter
-        samples, stats = text.samples, text.stats
-        text.root = text.prompt[-1]
-        if drafter:
-            drafter.enter(text.recalled)
-        if samples and samples.cache and not text.committed:
-            self.cache, self.drafter = copied(samples.cache, samples.drafter)
-            text.committed = text.prompt[:-1]
-        stats.prompt_tokens, stats.cached_tokens = len(text.prompt), len(text.committed)
-        self.cache.reserve(len(text.prompt))
+    text: Request
+    cache: TreeCache
+    drafter: Drafter | None
+    begun: bool = False
 
     @property
     def left(self) -> int:
-        """Tokens that are not in the cache."""
+        """Tokens of the prompt, without its last, that are not in the cache."""
         return len(self.text.prompt) - 1 - len(self.text.committed)
-
-    def advance(self, most: int) -> int:
-        """The next stretch, of at most `most` tokens. Returns its tokens."""
-        text, samples = self.text, self.text.samples
-        start, drafter = len(text.committed), self.drafter
-        count = min(most, STRETCH, self.left)
-        if count:
-            tokens = torch.tensor(text.prompt[start : start + count + 1])
-            taps = drafter.taps if drafter else ()
-            features = self.target.prefill(self.cache, tokens[None, :-1], taps)
-            if drafter:
-                drafter.observe([features[0]], [tokens.to(features.device)])
-            text.committed = text.prompt[: start + count]
-        if samples and not self.left:
-            samples.begin(self.cache, self.drafter)
-        return count
-
-
-class Kept(NamedTuple):
-    """What a text has left: its committed tokens, and a cache and a drafter that hold them.
-
-    prompt: the tokens of its prompt. memory: its name, which the next text must have.
-    """
-
-    tokens: list[int]
-    prompt: int
-    memory: str | None
-    cache: TreeCache
-    drafter: Drafter | None
 
 
 @final
@@ -97,9 +60,8 @@ class Batch:
         """Forget all texts."""
         self.cache = self.target.new_cache()
         self.texts: list[Request] = []
-        self.entering: deque[Request] = deque()
-        self.prefills: dict[Request, Prefill] = {}  # of those entering texts that have begun
-        self.kept: list[Kept] = []
+        self.entering: deque[Own] = deque()
+        self.kept: list[Own] = []
 
     @property
     def running(self) -> list[Request]:
@@ -112,135 +74,147 @@ class Batch:
         most: prompt tokens that are prefilled now; None: all.
         """
         # 1. What ended texts leave.
-        sound = [row for row, text in enumerate(self.texts) if text.ended and not text.error]
-        going_on = [row for row, text in enumerate(self.texts) if not text.ended]
-        for row in sound[-self.keep :] if self.keep > 1 or not going_on else []:
-            self._keep(self.texts[row], *self._apart(row))
+        stay = [row for row, text in enumerate(self.texts) if not text.ended]
+        ended = [row for row, text in enumerate(self.texts) if text.ended and not text.error]
+        for row in ended[-self.keep :] if self.keep > 1 or not stay else []:
+            alone = self.cache, self.drafter
+            if len(self.texts) > 1:
+                alone = copied(*alone, row)
+            self._keep(Own(self.texts[row], *alone))
 
         # 2. Prompts, in turns. New ones come first, as most are short.
-        self.entering.extendleft(reversed(list(entering)))
+        for text in reversed(list(entering)):
+            drafter = self.drafter.new() if self.drafter else None
+            self.entering.appendleft(Own(text, self.target.new_cache(), drafter))
         self._make_room()
         complete = self._prefilled(most)
 
         # 3. A complete one takes the row of an ended text: no other row of the cache is copied.
-        for row in sound if going_on else []:
-            if complete:
-                self._put(row, complete.popleft())
+        if complete and not stay:
+            first, *complete = complete
+            self.cache, self.drafter, self.texts, stay = (
+                first.cache,
+                first.drafter,
+                [first.text],
+                [0],
+            )
+            ended = []
+        placed = dict(zip(ended, complete, strict=False)) if stay else {}
+        rest, rows = complete[len(placed) :], sorted([*stay, *placed])
+        if not complete and len(rows) == len(self.texts):
+            return
 
         # 4. The other ended texts leave, and the other complete ones get new rows.
-        going_on = [row for row, text in enumerate(self.texts) if not text.ended]
-        if len(going_on) < len(self.texts):
-            self._select(going_on)
-        if complete and not self.texts:
-            first = complete.popleft()
-            self.cache, self.drafter, self.texts = first.cache, first.drafter, [first.text]
-        if complete:
-            self._join(complete)
+        stats = [text.stats for text in (*self.texts, *(own.text for own in complete))]
+        with shared(stats, "total"), shared(stats, "commit"):
+            for row, own in placed.items():
+                self.cache.put(row, own.cache)
+            if rows and len(rows) < len(self.texts):
+                self.cache.select(rows)
+            if rest:
+                self.cache.join([own.cache for own in rest])
+            if rows and self.drafter:
+                joined = {own: len(self.texts) + i for i, own in enumerate(complete)}
+                order = [joined[placed[row]] if row in placed else row for row in rows]
+                order += [joined[own] for own in rest]
+                if joined:
+                    self.drafter.join([own.drafter for own in joined if own.drafter])
+                if order != list(range(len(self.texts) + len(joined))):
+                    self.drafter.select(order)
+            texts = [placed[row].text if row in placed else self.texts[row] for row in rows]
+            self.texts = texts + [own.text for own in rest]
 
-    def _apart(self, row: int) -> tuple[TreeCache, Drafter | None]:
-        """The cache and the drafter of one row alone."""
-        if len(self.texts) == 1:
-            return self.cache, self.drafter
-        return copied(self.cache, self.drafter, row)
-
-    def _keep(self, text: Request, cache: TreeCache, drafter: Drafter | None) -> None:
-        left = Kept(text.committed, len(text.prompt), text.memory, cache, drafter)
-        self.kept = [*self.kept, left][-self.keep :]
+    def _keep(self, own: Own) -> None:
+        self.kept = [*self.kept, own][-self.keep :]
 
     def _make_room(self) -> None:
         """Forget the oldest of what is kept, where the texts may need its memory."""
-        texts = [*self.running, *self.entering]
+        texts = [*self.running, *(own.text for own in self.entering)]
         if self.columns is not None:
             room = self.columns - len(texts) * max((text.columns for text in texts), default=0)
-            while self.kept and sum(len(kept.tokens) for kept in self.kept) > room:
+            while self.kept and sum(len(kept.text.committed) for kept in self.kept) > room:
                 del self.kept[0]
 
-    def _prefilled(self, most: int | None) -> deque[Prefill]:
+    def _prefilled(self, most: int | None) -> list[Own]:
         """Prefill up to `most` tokens, a stretch of each prompt in turn. Returns complete ones."""
-        complete, spent = deque[Prefill](), 0
+        complete, spent = list[Own](), 0
         while self.entering and (most is None or spent < most):
             # 1. The next text. Samples wait for the first one, whose prefill they share.
-            text = self.entering.popleft()
-            prefill = self.prefills.pop(text, None)
-            samples = text.samples if not prefill and not text.ended else None
-            if samples and not samples.cache and any(t.samples is samples for t in self.prefills):
-                self.entering.append(text)
+            own = self.entering.popleft()
+            text, samples = own.text, own.text.samples
+            begun = (other for other in self.entering if other.begun)
+            waits = samples and not (samples.cache or own.begun or text.ended)
+            if waits and any(other.text.samples is samples for other in begun):
+                self.entering.append(own)
                 continue
 
-            # 2. A stretch of its prompt.
-            with prefilling([text]), text.failing():  # such as memory that ran out
+            # 2. A stretch of its prompt. Of an error, such as memory that ran out, it alone ends.
+            with shared([text.stats], "total"), shared([text.stats], "prefill"), text.failing():
                 if not text.ended:
-                    prefill = prefill or self._begun(text)
-                    spent += prefill.advance(STRETCH if most is None else most - spent)
+                    if not own.begun:
+                        self._begin(own)
+                    spent += self._advance(own, STRETCH if most is None else most - spent)
 
-            # 3. It goes on, is complete, or has ended.
-            if text.ended or not prefill:
-                if prefill and not text.error:
-                    self._keep(text, prefill.cache, prefill.drafter)
-            elif prefill.left:
-                self.prefills[text] = prefill
-                self.entering.append(text)
+            # 3. It has ended, goes on, or is complete.
+            if text.ended:
+                if own.begun and not text.error:
+                    self._keep(own)
+            elif own.left:
+                self.entering.append(own)
             else:
-                complete.append(prefill)
+                complete.append(own)
         return complete
 
-    def _begun(self, text: Request) -> Prefill:
-        """Begin a prompt behind the longest prefix that is kept of it.
+    def _begin(self, own: Own) -> None:
+        """Begin a prompt behind the longest prefix that is kept of it, or behind that of its samples.
 
         The last common position is computed again: drafters pair its feature with the token that
         follows it in this text.
         """
         # 1. Kept tokens that it begins with. Of several samples of a prompt the first one computes all
         # features, and the others take them.
+        text, samples = own.text, own.text.samples
         best, most = None, 0
-        for kept in [] if text.samples else self.kept:
-            common = common_prefix(text.prompt[:-1], kept.tokens)
+        for kept in [] if samples else self.kept:
+            common = common_prefix(text.prompt[:-1], kept.text.committed)
             reused = common - 1
-            worth_it = self.keep == 1 or 2 * reused >= kept.prompt  # else another may need it
-            if reused > most and worth_it and kept.memory == text.memory:
+            # A shorter prefix may be worth more to another one.
+            worth_it = self.keep == 1 or 2 * reused >= len(kept.text.prompt)
+            if reused > most and worth_it and kept.text.memory == text.memory:
                 best, most = kept, reused
-        if not best:
-            drafter = self.drafter.new() if self.drafter else None
-            return Prefill(self.target, text, self.target.new_cache(), drafter)
 
-        # 2. Cut them to it.
-        self.kept = [kept for kept in self.kept if kept is not best]
-        best.cache.rewind([most])
-        most = best.cache.lengths[0]  # recurrent layers may have to go back further
-        text.committed = best.tokens[:most]
-        if best.drafter:
-            best.drafter.rewind([most])
-        return Prefill(self.target, text, best.cache, best.drafter)
+        # 2. Cut them to it: recurrent layers may have to go back further.
+        if best:
+            self.kept.remove(best)
+            own.cache, own.drafter = best.cache, best.drafter
+            own.cache.rewind([most])
+            text.committed = best.text.committed[: own.cache.lengths[0]]
+            if own.drafter:
+                own.drafter.rewind(own.cache.lengths)
+        if own.drafter:
+            own.drafter.enter(text.recalled)
+        if samples and samples.cache:
+            own.cache, own.drafter = copied(samples.cache, samples.drafter)
+            text.committed = text.prompt[:-1]
 
-    def _put(self, row: int, prefill: Prefill) -> None:
-        """Replace the text of a row."""
-        with prefilling([prefill.text]):
-            self.cache.put(row, prefill.cache)
-            if self.drafter and prefill.drafter:
-                order = list(range(len(self.texts)))
-                order[row] = len(order)  # the joined one stands behind all
-                self.drafter.join([prefill.drafter])
-                self.drafter.select(order)
-            self.texts[row] = prefill.text
+        # 3. Its counts.
+        text.root, own.begun = text.prompt[-1], True
+        text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
+        own.cache.reserve(len(text.prompt))
 
-    def _join(self, prefills: Sequence[Prefill]) -> None:
-        """Append rows."""
-        joining = [prefill.text for prefill in prefills]
-        with prefilling(joining):
-            self.cache.join([prefill.cache for prefill in prefills])
-            if self.drafter:
-                self.drafter.join([prefill.drafter for prefill in prefills if prefill.drafter])
-            self.texts = self.texts + joining
-
-    def _select(self, rows: list[int]) -> None:
-        """Keep the texts in these rows."""
-        stats = [text.stats for text in self.texts]
-        with shared(stats, "total"), shared(stats, "commit"):
-            if rows:
-                self.cache.select(rows)
-                if self.drafter:
-                    self.drafter.select(rows)
-            self.texts = [self.texts[row] for row in rows]
+    def _advance(self, own: Own, most: int) -> int:
+        """The next stretch of a prompt, of at most `most` tokens. Returns its tokens."""
+        text, drafter, start = own.text, own.drafter, len(own.text.committed)
+        if count := min(most, STRETCH, own.left):
+            tokens = torch.tensor(text.prompt[start : start + count + 1])
+            taps = drafter.taps if drafter else ()
+            features = self.target.prefill(own.cache, tokens[None, :-1], taps)
+            if drafter:
+                drafter.observe([features[0]], [tokens.to(features.device)])
+            text.committed = text.prompt[: start + count]
+        if text.samples and not own.left:
+            text.samples.begin(own.cache, drafter)
+        return count
 
 
 def admitted(
@@ -260,11 +234,3 @@ def admitted(
             break
         entering.append(waiting.popleft())
     return entering
-
-
-@contextmanager
-def prefilling(texts: Iterable[Request]) -> Iterator[None]:
-    """Time the block as the texts' prefill."""
-    stats = [text.stats for text in texts]
-    with shared(stats, "total"), shared(stats, "prefill"):
-        yield

@@ -17,8 +17,8 @@ from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.distribution import Path, node_paths
-from treespec.trees.tree import TokenTree, root_only
+from treespec.shaping.distribution import node_paths
+from treespec.trees.tree import root_only
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
 UNREAD = Verdict([], [0])
@@ -75,13 +75,13 @@ class Decoder:
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.latest = object()
-            for text in (*self.rows.texts, *self.rows.entering):
+            for text in (*self.rows.texts, *(own.text for own in self.rows.entering)):
                 text.cancelled = True
         waiting, running = deque(texts), False
         while waiting or running:
-            self._refuse_superseded(iteration)
             with self.lock, alone_with(self.models):
-                self._refuse_superseded(iteration)
+                if self.latest is not iteration:
+                    raise SupersededError
                 entering = admitted(waiting, self.rows.running, batch)
                 pieces = self.step(entering)
                 running = bool(self.rows.running or self.rows.entering)
@@ -89,10 +89,6 @@ class Decoder:
             for text in (*entering, *self.rows.texts):
                 if text.error:
                     raise text.error
-
-    def _refuse_superseded(self, iteration: object) -> None:
-        if self.latest is not iteration:
-            raise SupersededError
 
     def step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
         """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
@@ -118,110 +114,83 @@ class Decoder:
     def _cycle(self) -> list[tuple[Request, Piece]]:
         """One forward over a tree for each text."""
         device, drafter, texts = self.target.output_device, self.drafter, self.rows.texts
-        stats = [text.stats for text in texts]
-        pieces = []
+        stats, laws = [text.stats for text in texts], [text.distribution for text in texts]
+        generators = [text.generator for text in texts]
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
                 roots = torch.tensor([text.root for text in texts], device=device)
-                trees = self._draft(roots)
+                trees = [root_only(root) for root in roots.split(1)]
+                if drafter:
+                    for text in texts:
+                        text.distribution.heard = {} if text.listener else None
+                    before, now = drafter.forward_seconds, stats[0].now
+                    trees = drafter.draft_trees(roots, laws, generators, self.cache, now)
+                    for each in stats:
+                        each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
                 outs = self.target.forward_trees(self.cache, trees, drafter.taps if drafter else ())
 
-            # 3. Verify: an accepted path and one more token for each text.
+            # 3. Verify: an accepted path and one more token for each text. A listener is given the
+            #    distributions of this cycle, so they are shaped before the answer grows.
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
-                verdicts = self._verify(trees, logits)
-                heard = self._heard(trees, logits)
+                judged = judge_all(self.verifier, trees, logits, laws, generators)
+                verdicts = list(map(self._checked, texts, judged))
+                shaped = {
+                    row: text.distribution.shape(node_paths(trees[row]), logits[row])
+                    for row, text in enumerate(texts)
+                    if text.listener
+                }
 
             # 4. Cache, texts and drafter keep the paths.
             with shared(stats, "commit"):
                 nodes = [[0, *verdict.path] for verdict in verdicts]
                 self.cache.commit(nodes)
-                for text, verdict in zip(texts, verdicts, strict=True):
-                    text.committed += [text.root, *verdict.tokens[:-1]]
-                    text.root = verdict.tokens[-1]
-                    text.distribution.grow(verdict.tokens)
+                kept_tokens = [
+                    [text.root, *v.tokens] for text, v in zip(texts, verdicts, strict=True)
+                ]
+                for text, tokens in zip(texts, kept_tokens, strict=True):
+                    text.committed += tokens[:-1]
+                    text.root = tokens[-1]
+                    text.distribution.grow(tokens[1:])
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
                     pairs = zip(outs, nodes, strict=True)
                     features = [_rows(out.features, kept) for out, kept in pairs]
-                    tokens = []
-                    for root, verdict in zip(roots.tolist(), verdicts, strict=True):
-                        tokens.append(torch.tensor([root, *verdict.tokens], device=device))
-                    drafter.observe(features, tokens)
+                    drafter.observe(features, [torch.tensor(t, device=device) for t in kept_tokens])
 
             # 5. Pieces of the answers.
-            answers: list[list[Piece]] = []
-            for text, tree, verdict, rows in zip(texts, trees, verdicts, logits, strict=True):
-                answers.append([])
+            answers: list[list[Piece]] = [[] for _ in texts]
+            for row, text in enumerate(texts):
                 if not text.ended:
                     with text.failing():
-                        answers[-1] = list(take(text, tree, verdict, rows))
-                pieces += [(text, piece) for piece in answers[-1]]
+                        answers[row] = take(text, trees[row], verdicts[row], logits[row])
 
-        # 6. Those who listen hear of the cycle.
-        for row, told in heard.items():
-            listener = texts[row].listener
-            if listener and answers[row]:
-                with texts[row].failing():
-                    listener(Recorded(trees[row], *told, verdicts[row], answers[row]))
-
-        # 7. A drafter may draft from answers that have ended.
-        for text in texts:
+        # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
+        for row, text in enumerate(texts):
+            if text.listener and answers[row]:
+                drafts = text.distribution.heard or {}
+                with text.failing():
+                    cycle = Recorded(trees[row], shaped[row], drafts, verdicts[row], answers[row])
+                    text.listener(cycle)
             if drafter and text.memory is not None and text.remember and text.complete:
                 drafter.remember(text.memory, text.remembered)
-        return pieces
+        return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
 
-    def _draft(self, roots: Tensor) -> list[TokenTree]:
-        if not self.drafter:
-            return [root_only(root) for root in roots.split(1)]
-        texts = self.rows.texts
-        for text in texts:
-            text.distribution.heard = {} if text.listener else None
-        before, generators = self.drafter.forward_seconds, [text.generator for text in texts]
-        distributions, now = [text.distribution for text in texts], texts[0].stats.now
-        trees = self.drafter.draft_trees(roots, distributions, generators, self.cache, now)
-        for text in texts:
-            text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(texts)
-        return trees
-
-    def _verify(self, trees: list[TokenTree], logits: list[Tensor]) -> list[Verdict]:
+    def _checked(self, text: Request, verdict: Verdict | Exception) -> Verdict:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
-        texts = self.rows.texts
-        distributions, generators = (
-            [text.distribution for text in texts],
-            [text.generator for text in texts],
-        )
-        judged = judge_all(self.verifier, trees, logits, distributions, generators)
-        verdicts: list[Verdict] = []
-        for text, verdict in zip(texts, judged, strict=True):
-            failed = verdict if isinstance(verdict, Exception) else text.distribution.error
-            if isinstance(verdict, Exception) or failed:
-                text.error = failed
-            elif max(verdict.tokens) >= self.target.vocab_size:
-                text.error = InputError(NOT_NUMBERS)
-            else:
-                verdicts.append(verdict)
-                continue
-            verdicts.append(UNREAD)
-        return verdicts
-
-    def _heard(
-        self, trees: list[TokenTree], logits: list[Tensor]
-    ) -> dict[int, tuple[Tensor, dict[Path, Tensor]]]:
-        """By row of a text with a listener: the target's shaped logits [N, V], and the drafts'.
-
-        A listener hears of the distributions of this cycle, so they are shaped before the answer grows.
-        """
-        heard = {}
-        for row, text in enumerate(self.rows.texts):
-            if text.listener:
-                shaped = text.distribution.shape(node_paths(trees[row]), logits[row])
-                heard[row] = shaped, text.distribution.heard or {}
-        return heard
+        if isinstance(verdict, Exception):
+            text.error = verdict
+        elif text.distribution.error:
+            text.error = text.distribution.error
+        elif max(verdict.tokens) >= self.target.vocab_size:
+            text.error = InputError(NOT_NUMBERS)
+        else:
+            return verdict
+        return UNREAD
 
 
 def _rows(features: Tensor, nodes: list[int]) -> Tensor:

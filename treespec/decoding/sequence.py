@@ -197,7 +197,7 @@ class Request:
             self.error = error
 
 
-def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> Iterator[Piece]:
+def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> list[Piece]:
     """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token.
 
     logits: [N, V], the target's.
@@ -221,7 +221,6 @@ def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> It
         told = logprobs(logits, nodes, kept, text.top_logprobs)
 
     # 3. The pieces.
-    if drafted:
-        yield Piece(drafted_words, drafted, True, told and told[: len(drafted)])
-    if own:
-        yield Piece(own_words, own, False, told and told[len(drafted) :])
+    size = len(drafted)
+    pieces = [Piece(drafted_words, drafted, True, told and told[:size])] if drafted else []
+    return [*pieces, Piece(own_words, own, False, told and told[size:])] if own else pieces

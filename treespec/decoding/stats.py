@@ -53,13 +53,6 @@ class Stats:
         reached = [self.cycles, *self.accepted_by_depth]
         return [b / a for a, b in pairwise(reached) if a]
 
-    @property
-    def overhead(self) -> float:
-        """Share of decoding time spent outside the target's and the draft model's forwards."""
-        decoding = self.seconds["total"] - self.seconds["prefill"]
-        forwards = self.seconds["target"] + self.seconds["head"]
-        return 1 - forwards / decoding if decoding > 0 else 0.0
-
     def now(self) -> float:
         """The clock that times stages, in seconds."""
         return time.perf_counter()

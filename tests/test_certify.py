@@ -17,12 +17,12 @@ from treespec.cli import app
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import places
 from treespec.eval.certify.run import Examination, certify
-from treespec.eval.certify.texts import Sample, greedy_answer, own_settings, plain_texts
+from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.model.target import Target
 from treespec.shaping.processors import Penalties
 from treespec.shaping.sampling import SamplingParams
 
-SHORT = replace(CONFIG, tokens=48, length=6, greedy_tokens=8)
+SHORT = replace(CONFIG, tokens=48, length=6)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def test_exact_verifiers_are_certified(headed, tree, verifier):
 
 
 def test_a_wrong_greedy_answer_is_found(headed, monkeypatch):
-    assert greedy_answer(headed, PROMPTS[0], 12)["explained"]
+    assert greedy_output(headed, PROMPTS[0], 12)["explained"]
     monkeypatch.setattr(headed.target.model, "generate", lambda prompt, **_: torch.cat([prompt, prompt], dim=1))
-    found = greedy_answer(headed, PROMPTS[0], 4)
+    found = greedy_output(headed, PROMPTS[0], 4)
     assert found["different_at"] == 0
     assert not found["explained"]  # in float32 rounding explains nothing
 
@@ -55,7 +55,7 @@ def test_what_the_models_own_config_adds_is_left_out_and_said(headed, monkeypatc
     monkeypatch.setattr(headed.target.model, "generation_config", own)
     model, prompt = headed.target.model, torch.tensor([PROMPTS[0]])
     assert model.generate(prompt, max_new_tokens=1, pad_token_id=0)[0, -1].item() not in first
-    assert all(greedy_answer(headed, prompt, 12)["different_at"] is None for prompt in PROMPTS)
+    assert all(greedy_output(headed, prompt, 12)["different_at"] is None for prompt in PROMPTS)
     assert model.generation_config is own
     names = ["no_repeat_ngram_size", "num_beams", "repetition_penalty", "suppress_tokens"]
     assert sorted(own_settings(model)) == names
@@ -68,7 +68,7 @@ def test_both_sides_end_at_a_templates_stops(tmp_path):
     target = Target.load(str(save_model(tmp_path / "model")))
     spec = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo")
     prompt = spec.encode("the user asks")
-    whole = plain_texts(spec, prompt, 12, SamplingParams())[0]
+    whole = plain_outputs(spec, prompt, 12, SamplingParams())[0]
     spec.template = "vicuna_v1.1"  # stops at </s>
     stop = target.tokenizer.decode(whole[3:4])
     ended = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo", template="vicuna_v1.1")
@@ -76,9 +76,9 @@ def test_both_sides_end_at_a_templates_stops(tmp_path):
         from treespec.text import templates
 
         patch.setattr(templates, "stops", lambda template: templates.Stops(strings=(stop,), token_ids=(whole[8],)))
-        [theirs] = plain_texts(ended, prompt, 12, SamplingParams())
+        [theirs] = plain_outputs(ended, prompt, 12, SamplingParams())
         assert len(theirs) < 12
-        assert greedy_answer(ended, prompt, 12)["different_at"] is None
+        assert greedy_output(ended, prompt, 12)["different_at"] is None
 
 
 def test_the_places_are_those_of_the_text(headed):
@@ -97,7 +97,7 @@ def test_the_places_are_those_of_the_text(headed):
 
 def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
     options = f"--target {home}/target --head {home}/head --out {tmp_path}/report.json --limit 2 --tokens 40 --length 8"
-    command = ["certify", *options.split(), "--greedy-tokens", "8", "--verifier", "rrs-wo", "--tree", "2x2"]
+    command = ["certify", *options.split(), "--verifier", "rrs-wo", "--tree", "2x2"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
@@ -129,10 +129,10 @@ def test_a_drafter_that_is_a_model_is_asked_with_its_own_law():
     spec = tiny("3x1", "rrs")
     assert spec.head is None
     found = Examination(spec, PROMPTS, SHORT).verdict()
-    assert "first tokens of cycles follow it, by p/q as told" in [test["test"] for test in found["tests"]]
+    assert "first tokens of cycles follow it, by p over the reported q" in [test["test"] for test in found["tests"]]
 
 
-SHAPED = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, repetition_penalty=1.3, frequency_penalty=0.4)
+SHAPED = replace(CONFIG, tokens=120, length=12, repetition_penalty=1.3, frequency_penalty=0.4)
 
 
 def test_answers_by_penalties_and_biases_are_certified():

@@ -12,12 +12,12 @@ from treespec.eval.certify.places import places
 from treespec.eval.certify.run import TESTS, Examination
 from treespec.eval.certify.statistics import least_gap
 
-DRAWS = "draws follow the law that they are said to"
-POWERS = "draws are not from a power of that law"
+DRAWS = "draws follow their reported distribution"
+POWERS = "draws are not from a power of it"
 REPEATS = "draws do not repeat them more often, or less"
 CYCLES = "cycles are independent of the cycle before"
-TOKENS = "tokens follow the target's law, by p/q"
-FIRST = "first tokens of cycles follow it, by p/q as told"
+TOKENS = "tokens follow the target's distribution, by p/q"
+FIRST = "first tokens of cycles follow it, by p over the reported q"
 
 
 def p_values(spec, tokens, seed=0):

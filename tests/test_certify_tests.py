@@ -34,7 +34,7 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
         token = p.multinomial(1, generator=generator)
         order = torch.arange(vocabulary).expand_as(p)
         ranked = token[:, 0] / vocabulary + 0.1
-        columns.append(torch.stack([*(placed(p, by, token, generator)[:, 0] for by in (p, order)), ranked]))
+        columns.append(torch.stack([*(placed(p, by, token[:, 0], generator) for by in (p, order)), ranked]))
         last = token[:, 0]
     return torch.stack(columns, dim=2)  # [3, number, length]
 
@@ -106,7 +106,7 @@ def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     drafts = Drafts(torch.arange(len(q)), q, draws)
     laws, tokens, is_first = drawn(SCHEMES[name].chance, drafts)
     assert is_first.sum() == len(q)
-    assert uniform(placed(laws, laws, tokens[:, None], generator).flatten()) > 1e-4
+    assert uniform(placed(laws, laws, tokens, generator)) > 1e-4
     if name in ("rrs", "kseq", "optimal"):
         assert lost(on_odds(*repeats_among(drafts, generator))) > 1e-4
     assert lost(on_powers(laws, tokens)) > 1e-4

@@ -161,6 +161,6 @@ def test_chat_says_what_drafts_and_refuses_a_tree():
 
 
 def test_a_drafter_without_a_head_is_certified():
-    config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
+    config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1)
     found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()
     assert (found["passed"], found["tree"]) == (True, "lookup")

@@ -20,9 +20,8 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     temperature: float = option("temperature of the sampled texts; above 0", 1.0, above=0, most=100)
     questions: str = option(f"prompts: {QUESTION_FILE}", "builtin")
     limit: int = shared(QuestionOptions, "limit", 8)
-    greedy_tokens: int = option("tokens of each greedy answer", 64, least=1, most=TOKENS)
     tokens: int = option("tokens to sample: more find smaller faults", 20_000, least=1, most=MANY)
-    length: int = option("tokens of each sampled text", 64, least=1, most=TOKENS)
+    length: int = option("tokens of each greedy or sampled answer", 64, least=1, most=TOKENS)
     batch: int = option(
         "batch size for half of the samples; with 1 all texts are sampled alone",
         4,

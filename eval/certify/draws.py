@@ -1,22 +1,17 @@
-"""What each cycle showed of its draws: their places in the distribution that they are said to come from.
+"""What each cycle showed of its draws: their places in the distributions that they are said to come from.
 
-The scheme says which draws chance makes (`Scheme.chance`); their distributions are computed here
+The scheme says which draws are random (`Scheme.chance`); their distributions are computed here
 once more, apart from its code.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.api.spec import Spec
 from treespec.eval.certify.statistics import ODDS, POWERS, on_odds, on_powers
-from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.scheme import Chance, Scheme
-from treespec.verify.walk import Probabilities, Verdict, Verifier
+from treespec.trees.tree import Drafts
+from treespec.verify.scheme import Chance
 
 NONE = torch.empty(0, dtype=torch.float64)
 NO_POWERS, NO_ODDS = NONE.view(0, len(POWERS)), NONE.view(0, len(ODDS))
@@ -24,14 +19,14 @@ NO_POWERS, NO_ODDS = NONE.view(0, len(POWERS)), NONE.view(0, len(ODDS))
 
 @dataclass(frozen=True)
 class Cycle:
-    """One cycle of one text. Places are numbers in [0, 1], uniform if the draws have their distribution.
+    """One cycle of one sequence. Places are numbers in [0, 1], uniform if draws have their distribution.
 
     tokens: the n committed tokens.
     draws: [m] the place of each draw of the tree, tokens ordered by q.
     first: [I] the place of the first draw at each inner node, tokens ordered by number.
     hotter: [m, POWERS] bets that the draws come from a power of their distribution.
     rarer: [r, ODDS] bets that draws repeat an earlier one of their node more often, or less.
-    root_law: [V] q at the root; None where the root has no draws.
+    root_q: [V] q at the root; None where the root has no draws.
     """
 
     tokens: list[int]
@@ -39,92 +34,50 @@ class Cycle:
     first: Tensor = NONE
     hotter: Tensor = NO_POWERS
     rarer: Tensor = NO_ODDS
-    root_law: Tensor | None = None
-
-
-@final
-class Witness:
-    """A verifier that returns the verdicts of another and keeps the cycles of each text.
-
-    texts: the cycles of each text, by its generator, in the order in which the texts begin.
-    """
-
-    def __init__(self, verifier: Verifier) -> None:
-        self.verifier, self.paced = verifier, verifier.paced
-        self.texts: dict[torch.Generator, list[Cycle]] = {}
-        self.coins = torch.Generator().manual_seed(0)
-
-    @property
-    def name(self) -> str:
-        return self.verifier.name
-
-    @property
-    def scheme(self) -> Scheme:
-        return self.verifier.scheme
-
-    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        verdict = self.verifier(tree, p, generator)
-        cycle = Cycle(verdict.tokens)
-        if tree.drafts is not None:
-            cycle = shown(verdict.tokens, tree.drafts, self.scheme.chance, self.coins)
-        self.texts.setdefault(generator, []).append(cycle)
-        return verdict
-
-
-@contextmanager
-def watched(spec: Spec) -> Iterator[Witness]:
-    """Inside, a witness keeps all cycles of `spec`."""
-    decoder, verifier = spec.decoder, spec.decoder.verifier
-    witness = Witness(verifier)
-    decoder.verifier = witness
-    try:
-        yield witness
-    finally:
-        decoder.verifier = verifier
+    root_q: Tensor | None = None
 
 
 def shown(
-    tokens: list[int], drafts: Drafts, chance: Chance | None, coins: torch.Generator
+    tokens: list[int], drafts: Drafts | None, chance: Chance | None, coins: torch.Generator
 ) -> Cycle:
     """What a cycle showed. tokens: its committed tokens. drafts: those of its tree."""
+    if drafts is None:
+        return Cycle(tokens)
+    q, draws, is_first = drawn(chance, drafts)
+    number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
+    by_number = placed(q[is_first], number[is_first], draws[is_first], coins)
+    rarer = on_odds(*repeats_among(drafts, coins)).cpu() if chance == "independent" else NO_ODDS
     at_root = drafts.q[drafts.nodes == 0].flatten(0, -2)
-    laws, draws, is_first = drawn(chance, drafts)
-    by_law = placed(laws, laws, draws[:, None], coins).squeeze(1)
-    of_first = laws[is_first]
-    number = torch.arange(laws.shape[-1], device=laws.device).expand_as(of_first)
-    by_number = placed(of_first, number, draws[is_first, None], coins).squeeze(1)
-    rarer = on_odds(*repeats_among(drafts, coins)) if chance == "independent" else NO_ODDS
-    by_law, by_number, hotter, rarer = (
-        x.cpu() for x in (by_law, by_number, on_powers(laws, draws), rarer)
-    )
-    return Cycle(tokens, by_law, by_number, hotter, rarer, at_root[0] if len(at_root) else None)
+    root_q = at_root[0] if len(at_root) else None
+    places = placed(q, q, draws, coins)
+    return Cycle(tokens, places, by_number, on_powers(q, draws).cpu(), rarer, root_q)
 
 
 def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """The m draws that chance made; none where `chance` is None.
+    """The m random draws; none where `chance` is None.
 
     Returns the distribution of each [m, V], not normalised, its token [m], and whether it is the
     first at its node, [m] bool.
     """
-    # 1. Which draws chance made, and which tokens are sure.
+    # 1. Which draws are random, and which tokens are sure.
     tokens, sure = drafts.draws.tokens, sure_tokens(drafts)
     present = tokens >= 0
-    by_chance = present & ~sure if chance else torch.zeros_like(present)
+    random = present & ~sure if chance else torch.zeros_like(present)
     if chance == "the last":
         columns = torch.arange(tokens.shape[1], device=tokens.device)
-        by_chance &= columns == present.sum(1, keepdim=True) - 1
-        sure = present & ~by_chance
+        random &= columns == present.sum(1, keepdim=True) - 1
+        sure = present & ~random
     elif chance == "the first":
-        by_chance[:, 1:] = False
+        random[:, 1:] = False
 
     # 2. The distribution of the next draw at each node, a column of draws at a time.
-    left = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q
-    laws, is_first = [], (by_chance.cumsum(1) == 1) & by_chance
-    for column, (token, rows) in enumerate(zip(tokens.T, by_chance.T, strict=True)):
-        laws.append((left[:, column] if left.dim() == 3 else left)[rows])
+    left, found = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q, []
+    is_first = (random.cumsum(1) == 1) & random
+    for column, (token, rows) in enumerate(zip(tokens.T, random.T, strict=True)):
+        found.append((left[:, column] if left.dim() == 3 else left)[rows])
         if chance == "without replacement":
             left = without(left, token[:, None], rows[:, None])
-    return torch.cat(laws), tokens.T[by_chance.T], is_first.T[by_chance.T]
+    return torch.cat(found), tokens.T[random.T], is_first.T[random.T]
 
 
 def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -137,19 +90,15 @@ def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, T
     if drafts.q.dim() == 3:
         return NONE.bool(), NONE
     sure = sure_tokens(drafts)
-    law, tokens = (
-        without(drafts.q, drafts.draws.tokens, sure),
-        drafts.draws.tokens.masked_fill(sure, -1),
-    )
-    shuffle = torch.rand(tokens.shape, generator=generator).to(law.device)
+    q = without(drafts.q, drafts.draws.tokens, sure)
+    tokens = drafts.draws.tokens.masked_fill(sure, -1)
+    shuffle = torch.rand(tokens.shape, generator=generator).to(q.device)
     tokens = tokens.gather(1, shuffle.masked_fill(tokens < 0, 2).argsort(dim=1))
 
-    # 2. The mass of the distinct tokens before each draw, which is its chance to repeat one.
+    # 2. The mass of the distinct tokens before each draw: its probability to repeat one.
     again = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
-    share = law.gather(1, tokens.clamp(min=0)).double() / law.sum(
-        -1, keepdim=True, dtype=torch.float64
-    )
-    share = share.masked_fill(again | (tokens < 0), 0)
+    mass = q.gather(1, tokens.clamp(min=0)) / q.sum(-1, keepdim=True, dtype=torch.float64)
+    share = mass.masked_fill(again | (tokens < 0), 0)
     before = share.cumsum(1) - share
     present = tokens[:, 1:] >= 0
     return again[:, 1:][present], before[:, 1:][present]
@@ -161,25 +110,26 @@ def sure_tokens(drafts: Drafts) -> Tensor:
     return torch.zeros_like(tokens, dtype=torch.bool) if sure is None else (tokens >= 0) & sure
 
 
-def without(law: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
+def without(q: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
     """[I, V] the distribution without the mass of the tokens [I, K] that are `gone` [I, K]."""
-    return law.scatter_reduce(1, tokens.clamp(min=0), (~gone).to(law.dtype), "prod")
+    return q.scatter_reduce(1, tokens.clamp(min=0), (~gone).to(q.dtype), "prod")
 
 
-def placed(law: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """[..., 1] float64 the place of the chosen token in its distribution: uniform if it is drawn from it.
+def placed(p: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    """[n] float64 the places of tokens in their distributions, on the host: uniform if drawn from them.
 
-    The place is the mass before the token in an order, plus a random part of its own mass. Tokens
+    A place is the mass before the token in an order, plus a random part of its own mass. Tokens
     of equal order count as one. Five tokens, the chosen one in brackets, a coin of .5:
 
-        order      1    2   [3]   4    5
-        law       .1   .2   .4   .2   .1        place .1 + .2 + .5 * .4 = .5
+        order           1    2   [3]   4    5
+        probability    .1   .2   .4   .2   .1        place .1 + .2 + .5 * .4 = .5
 
-    law, order: [..., V]; the law need not sum to 1. chosen: [..., 1] int64.
-    generator: for the coins, on the host.
+    p, order: [n, V]; the probabilities need not sum to 1. chosen: [n] int64. generator: for the
+    coins, on the host.
     """
-    at = order.gather(-1, chosen)
-    before = (law * (order < at)).sum(-1, keepdim=True, dtype=torch.float64)
-    same = (law * (order == at)).sum(-1, keepdim=True, dtype=torch.float64)
-    coin = torch.rand(chosen.shape, generator=generator, dtype=torch.float64).to(law.device)
-    return (before + coin * same) / law.sum(-1, keepdim=True, dtype=torch.float64)
+    at = order.gather(1, chosen[:, None])
+    before, same = (
+        (p * part).sum(1, dtype=torch.float64).cpu() for part in (order < at, order == at)
+    )
+    coins = torch.rand(len(p), generator=generator, dtype=torch.float64)
+    return (before + coins * same) / p.sum(1, dtype=torch.float64).cpu()

@@ -45,7 +45,9 @@ def least_gap(n: int, error: float) -> float:
 
     n: numbers. The bound of Dvoretzky, Kiefer, Wolfowitz and Massart, for the error and for a miss.
     """
-    return sum(math.sqrt(math.log(2 / chance) / (2 * max(n, 1))) for chance in (error, 1 - POWER))
+    return sum(
+        math.sqrt(math.log(2 / probability) / (2 * max(n, 1))) for probability in (error, 1 - POWER)
+    )
 
 
 def independent(pairs: Tensor) -> float:
@@ -70,10 +72,10 @@ def lost(bets: Tensor) -> float:
     return math.exp(min(0.0, -float(stake)))
 
 
-def on_odds(happened: Tensor, chance: Tensor) -> Tensor:
-    """[n, ODDS] bets that events have other odds. happened: [n] bool; chance: [n] probabilities."""
-    chance, odds = chance.double()[:, None], chance.new_tensor(ODDS).double()
-    return odds.log() * happened[:, None] - (1 - chance + odds * chance).log()
+def on_odds(happened: Tensor, probability: Tensor) -> Tensor:
+    """[n, ODDS] bets that events have other odds. happened: [n] bool; probability: [n] probabilities."""
+    probability, odds = probability.double()[:, None], probability.new_tensor(ODDS).double()
+    return odds.log() * happened[:, None] - (1 - probability + odds * probability).log()
 
 
 def on_powers(laws: Tensor, tokens: Tensor) -> Tensor:

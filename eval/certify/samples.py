@@ -1,8 +1,9 @@
-"""The two sides of a certificate: texts of treespec, and of `model.generate` without the model's own settings."""
+"""The two sides of a certificate: treespec, and `model.generate` without the model's own settings."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from treespec.api.spec import Spec
-from treespec.eval.certify.draws import Cycle, watched
+from treespec.decoding.sequence import Recorded
+from treespec.eval.certify.draws import Cycle, shown
 from treespec.eval.peers import plain_tokens
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
-from treespec.text.ending import Ending
 from treespec.text.strings import common_prefix
 
-AT_ONCE = 16  # texts of one prompt in one call of model.generate
+AT_ONCE = 16  # outputs of one prompt in one call of model.generate
 # Fields of a generation config that are options of treespec, or that change no token.
 OWN = {
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens"),
@@ -31,10 +32,10 @@ NEUTRAL: tuple[object, ...] = (None, False, 0, [], {})  # values that change no 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled text.
+    """A sampled sequence.
 
     group: the number of its pair of prompt and distribution. params: the distribution.
-    cycles: what the witness kept; none for a plain text.
+    cycles: what each showed; none of `model.generate`.
     """
 
     group: int
@@ -44,37 +45,41 @@ class Sample:
     cycles: Sequence[Cycle] = ()
 
 
-def own_texts(
+def own_samples(
     spec: Spec,
     prompts: Sequence[tuple[int, list[int]]],
     params: SamplingParams,
     batch: int,
+    generator: torch.Generator,
     **options: Any,
 ) -> list[Sample]:
-    """Texts of treespec with their cycles.
+    """Samples of treespec with their cycles.
 
-    prompts: (group, prompt) of each. options: further ones of `Spec.generate`.
+    prompts: (group, prompt) of each. generator: of seeds and coins. options: further ones of
+    `Spec.request`.
     """
-    with watched(spec) as witness:
-        outputs = spec.generate(
-            [prompt for _, prompt in prompts],
-            batch=batch,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            **options,
-        )
-    cycles = list(witness.texts.values()) or [[] for _ in prompts]
-    return [
-        Sample(group, prompt, output.token_ids, params, seen)
-        for (group, prompt), output, seen in zip(prompts, outputs, cycles, strict=True)
-    ]
+    samples, requests, chance = [], [], spec.verifier.scheme.chance
+
+    def listen(cycles: list[Cycle], seen: Recorded) -> None:
+        tokens = [token for piece in seen.answer for token in piece.token_ids]
+        cycles.append(shown(tokens, seen.tree.drafts, chance, generator))
+
+    for group, prompt in prompts:
+        cycles = list[Cycle]()
+        sampled = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
+        requests.append(spec.request(prompt, seed=generator, **sampled, **options))
+        requests[-1].listener = partial(listen, cycles)
+        samples.append(Sample(group, prompt, [], params, cycles))
+    spec.measure(batch)
+    for request, piece in spec.decoder.run(requests, batch):
+        samples[requests.index(request)].output.extend(piece.token_ids)
+    return samples
 
 
 def own_settings(model: PreTrainedModel) -> dict[str, object]:
-    """The settings of the model's generation config that change answers and treespec ignores."""
-    fields = (model.generation_config or GenerationConfig()).to_dict()
-    plain = GenerationConfig(num_beams=1, repetition_penalty=1.0).to_dict()
+    """The settings of the model's generation config that change completions and treespec ignores."""
+    fields = (model.generation_config or GenerationConfig()).to_diff_dict()
+    plain = {"num_beams": 1, "repetition_penalty": 1.0}
     return {
         name: x
         for name, x in fields.items()
@@ -84,20 +89,20 @@ def own_settings(model: PreTrainedModel) -> dict[str, object]:
 
 @final
 class Changed(LogitsProcessor):
-    """The processors of a request for `model.generate`: each row's logits from its whole text."""
+    """The processors of a request for `model.generate`: each row's logits from its whole sequence."""
 
-    def __init__(self, law: Distribution, prompt: list[int]) -> None:
-        self.law, self.prompt = law, prompt
+    def __init__(self, distribution: Distribution, prompt: list[int]) -> None:
+        self.distribution, self.prompt = distribution, prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        answers = input_ids[:, len(self.prompt) :].tolist()
-        shaped = self.law.shape([tuple(answer) for answer in answers], scores)
-        if self.law.error:
-            raise self.law.error
+        outputs = input_ids[:, len(self.prompt) :].tolist()
+        shaped = self.distribution.shape([tuple(output) for output in outputs], scores)
+        if self.distribution.error:
+            raise self.distribution.error
         return shaped
 
 
-def plain_texts(
+def plain_outputs(
     spec: Spec,
     prompt: list[int],
     tokens: int,
@@ -105,49 +110,47 @@ def plain_texts(
     number: int = 1,
     **changes: Any,
 ) -> list[list[int]]:
-    """Answers of `model.generate`, by torch's own generator, which end where those of `spec` would.
+    """Outputs of `model.generate`, by torch's own generator, which end where those of `spec` would.
 
-    tokens: the largest length. number: answers to the one prompt.
+    tokens: the largest length. number: outputs of the one prompt.
     """
-
-    def ending() -> Ending:
-        return spec.request(prompt, max_new_tokens=tokens, **changes).ending
-
-    law = spec.request(prompt, **changes).distribution
-    processors = LogitsProcessorList([Changed(law, prompt)] if law.shapers else [])
+    request = spec.request(prompt, max_new_tokens=tokens, **changes)
     fields: dict[str, object] = {
-        "max_new_tokens": ending().left,
-        "eos_token_id": sorted(ending().eos) or None,
+        "max_new_tokens": request.ending.left,
+        "eos_token_id": sorted(request.ending.eos) or None,
     }
     if not params.greedy:
         fields |= {"do_sample": True, "temperature": params.temperature}
         fields |= {"top_k": params.top_k, "top_p": params.top_p}
-    texts: list[list[int]] = []
-    while len(texts) < number:  # several at a time, cut where ours would end
-        fields["num_return_sequences"] = min(AT_ONCE, number - len(texts))
-        rows = plain_tokens(spec.target.model, prompt, fields, logits_processor=processors)
-        texts += [ending().take(row)[0] for row in rows]
-    return texts
+    changed = [Changed(request.distribution, prompt)] if request.distribution.shapers else []
+    outputs: list[list[int]] = []
+    while len(outputs) < number:  # several at a time, cut where ours would end
+        fields["num_return_sequences"] = min(AT_ONCE, number - len(outputs))
+        more = {"logits_processor": LogitsProcessorList(changed)}
+        for row in plain_tokens(spec.target.model, prompt, fields, **more):
+            ending = spec.request(prompt, max_new_tokens=tokens, **changes).ending
+            outputs.append(ending.take(row)[0])
+    return outputs
 
 
 @torch.no_grad()
-def greedy_answer(
+def greedy_output(
     spec: Spec, prompt: list[int], tokens: int, remember: bool = True, **changes: Any
 ) -> dict[str, object]:
-    """Where the greedy answer differs from model.generate's, and whether rounding explains it.
+    """Where the greedy output differs from model.generate's, and whether rounding explains it.
 
     Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
     are close: within twice the largest difference that the plain model shows between two shapes of
-    the same forward. remember: whether later answers may be drafted from it.
+    the same forward. remember: whether later outputs may be drafted from it.
     """
-    # 1. The two answers.
+    # 1. The two outputs.
     model = spec.target.model
     ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
-    [theirs] = plain_texts(spec, prompt, tokens, SamplingParams(), **changes)
+    [theirs] = plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
     if ours == theirs:
         return {"different_at": None, "explained": True}
 
-    # 2. At the first difference: the two tokens' logits, and the same logits from other shapes.
+    # 2. At the first difference: the two tokens' logits, and the same logits in other shapes.
     at = common_prefix(ours, theirs)
     margin = noise = math.inf
     if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
@@ -159,9 +162,8 @@ def greedy_answer(
             shapes.append(model(prefix[:, cut:], past_key_values=cache))
         once, *again = (shape.logits[0, -1].float() for shape in shapes)
         noise = max(float((once - other).abs().max()) for other in again)
-        shaped = spec.request(prompt, **changes).distribution.shape(
-            [tuple(theirs[:at])], once[None]
-        )[0]
+        distribution = spec.request(prompt, **changes).distribution
+        [shaped] = distribution.shape([tuple(theirs[:at])], once[None])
         margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
 
     # 3. Is the margin within rounding?

@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 import transformers as hf
+from equality import seeded
 from models import GROUPED, random_model
 
 from treespec.api.spec import Spec
@@ -23,7 +24,7 @@ def model(noise: float) -> Target:
     known = random_model(hf.LlamaConfig(**GROUPED | ONE_LAYER))
     weight = known.lm_head.weight
     with torch.no_grad():
-        weight += noise * 0.25 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight += noise * 0.25 * torch.randn(weight.shape, generator=seeded(1))
     return Target(known)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from equality import seeded
 from models import GROUPED, random_model
 from safetensors.torch import load_file, save_file
 
@@ -58,7 +59,7 @@ def decoder_layer(model):
 
 def mtp_tensors(model, layout, layers=1, seed=3):
     """Random MTP layers for a model, by the published names."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def drawn(*shape):
         return 0.25 * torch.randn(*shape, generator=generator)

@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
+from equality import seeded
 
 from treespec.errors import Busy
 
 
 def random_prompts(count, longest=40, seed=3):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from enumeration import random_law
+from equality import close, seeded
 from models import random_head, target
 from refusals import complains
 
@@ -33,7 +34,7 @@ LOSSLESS = schemes_of("all")
 
 
 def random_laws(number, size):
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     p, q = (torch.stack([random_law(size, generator) for _ in range(number)]).log() for _ in range(2))
     return Logits(p, q, torch.arange(number))
 
@@ -68,7 +69,7 @@ def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2):
 @pytest.mark.parametrize(("draft", "k"), [((1.0,), 1), ((1.0,), 2), ((0.5,), 3), ((1.3, 0.7), 2)])
 def test_sampled_outputs_confirm_every_rate(draft, k):
     case = Case(0.8, "", draft, k, 4, 1.0)
-    generator = torch.Generator().manual_seed(k)
+    generator = seeded(k)
     columns, refused = rate(random_laws(20, 6), case, LOSSLESS, 400, generator)
     assert {column.method for column in columns if not column.optimum} == {*LOSSLESS} - {*refused}
     laws, samples = random_laws(20, 6), 400
@@ -86,7 +87,7 @@ def test_sampled_outputs_confirm_every_rate(draft, k):
 
 def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(figure_2):
     """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
-    values = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    values = torch.randn(30, dtype=torch.float64, generator=seeded(3))
     group = torch.arange(30) // 5
     for means, groups in ((values.view(6, 5).mean(1), group), (values, torch.arange(30))):
         error = means.std().item() / len(means) ** 0.5
@@ -121,7 +122,7 @@ def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates, said
 
 
 def text(length, prompt=0, seed=4):
-    tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(3, 64, (length,), generator=seeded(seed))
     return Passage(tokens, torch.arange(length) >= prompt, seed)
 
 
@@ -137,14 +138,14 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step):
     assert len(found.q) == len(places)
     plain = model.model(input_ids=tokens[None]).logits[0]
     for place, p, q in zip(places, found.p, found.q, strict=True):
-        torch.testing.assert_close(p, plain[place - 1], atol=1e-5, rtol=1e-5)
+        close(p, plain[place - 1], 1e-5, 1e-5)
         proposer = EagleProposer(head, model)
         proposer.observe([features[: place - step]], [tokens[: place - step + 1]])
         (logits,) = proposer.begin(None)
         for i in range(place - step + 1, place):
             (logits,) = proposer.extend([Frontier(tokens[i : i + 1], torch.tensor([0]))])
         assert logits is not None
-        torch.testing.assert_close(q, logits[0], atol=1e-4, rtol=1e-4)
+        close(q, logits[0], 1e-4, 1e-4)
 
 
 def test_fewer_positions_are_some_of_all_evenly_spread():

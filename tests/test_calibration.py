@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from enumeration import law
+from equality import close, seeded
 from models import TableConfig, TableModel, random_head
 from refusals import complains
 
@@ -27,7 +28,7 @@ def table():
 
 
 def test_a_calibration_is_read_as_it_was_saved(tmp_path):
-    weights = torch.randn(11, generator=torch.Generator().manual_seed(6), dtype=torch.float64).tolist()
+    weights = torch.randn(11, generator=seeded(6), dtype=torch.float64).tolist()
     calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), (), RATES)
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
@@ -58,13 +59,13 @@ def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):
 
 def test_a_logistic_regression_recovers_its_weights():
     """Of exact shares to 1e-4; of coins to 4 standard errors."""
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     x = torch.randn(8000, 3, generator=generator, dtype=torch.float64)
     x[:, 0] = 1
     wanted = law([-1.0, 2.0, 0.5])
     weight = torch.rand(8000, generator=generator)
     shares = torch.sigmoid(x @ wanted)
-    torch.testing.assert_close(logistic(x, shares, weight), wanted, rtol=0, atol=1e-4)
+    close(logistic(x, shares, weight), wanted, 1e-4)
     coins = torch.rand(8000, generator=generator) < shares
     information = (x.T * (shares * (1 - shares))) @ x
     error = information.inverse().diagonal().sqrt()
@@ -72,7 +73,7 @@ def test_a_logistic_regression_recovers_its_weights():
 
 
 def rows_of(model, lengths, counted=True):
-    generator = torch.Generator().manual_seed(8)
+    generator = seeded(8)
     texts = [torch.randint(4, (length,), generator=generator) for length in lengths]
     return [(text, torch.full_like(text, counted, dtype=torch.bool), model.features(text[None])[0]) for text in texts]
 
@@ -112,7 +113,7 @@ def test_too_little_text_to_calibrate_is_refused(table, lengths, counted):
 
 def test_chances_are_the_fitted_models_of_the_features():
     """Pr(token r) = σ(u · features), scaled to 1 at most; Pr(draw i) = what the tops leave, times refused, times σ."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
     calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1))
     of_tops, of_draws = features(q, 2)
@@ -120,9 +121,9 @@ def test_chances_are_the_fitted_models_of_the_features():
     tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
     accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws, dtype=torch.float64))
     found_tops, found_draws = map(torch.from_numpy, calibration.chances(outline(q), 2))
-    assert torch.allclose(found_tops, tops, atol=1e-6)
+    close(found_tops, tops, 1e-6)
     for j in range(accept.shape[1]):
         reach = (1 - tops[:, :j].sum(-1)).clamp(min=0)
         for i in range(accept.shape[2]):
-            assert torch.allclose(found_draws[:, j, i], reach * accept[:, j, i], atol=1e-6)
+            close(found_draws[:, j, i], reach * accept[:, j, i], 1e-6)
             reach = reach * (1 - accept[:, j, i])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from equality import seeded
 from scipy.stats import binom
 
 from treespec.eval.certify.draws import drawn, placed, repeats_among
@@ -26,7 +27,7 @@ ROUNDS, ERROR = 200, 0.05
 def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
     """Places of the tokens [number, length] of a Markov chain, in the orders of p and of the tokens' numbers, and its
     tokens' ranks, which hang together along a text."""
-    table = (sharp * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    table = (sharp * torch.randn(vocabulary, vocabulary, generator=seeded(0))).softmax(-1)
     last = torch.zeros(number, dtype=torch.int64)
     columns = []
     for _ in range(length):
@@ -41,7 +42,7 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
 
 def test_exact_texts_fail_as_often_as_stated():
     """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial law's ends."""
-    generator, failures = torch.Generator().manual_seed(1), torch.zeros(3)
+    generator, failures = seeded(1), torch.zeros(3)
     for _ in range(ROUNDS):
         by_p, by_number, ranks = texts(generator, 24)
         failures[0] += uniform(by_p.flatten()) < ERROR
@@ -54,7 +55,7 @@ def test_exact_texts_fail_as_often_as_stated():
 def test_the_stated_correlation_is_found():
     """Pairs of which a share is twice the same number have that share as their correlation."""
     n, error = 400, 1e-3
-    share, generator = least_correlation(n, error), torch.Generator().manual_seed(1)
+    share, generator = least_correlation(n, error), seeded(1)
     pairs = torch.rand(300, n, 2, generator=generator)
     same = torch.rand(300, n, generator=generator) < share
     pairs[..., 1] = torch.where(same, pairs[..., 0], pairs[..., 1])
@@ -68,7 +69,7 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
     """
     chance = torch.tensor([0.1, 0.3])
     by_odds, by_power = [], []
-    law = torch.randn(8, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    law = torch.randn(8, generator=seeded(0)).softmax(-1)
     for _ in range(runs):
         uniforms, happened = torch.rand(n, generator=generator).tolist(), [0]
         for number in uniforms:
@@ -83,7 +84,7 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
 
 def test_bets_against_a_law_that_holds_are_lost():
     """Of 2,000 exact runs no more than stated win, by the ends of a binomial law at 1e-4."""
-    found = bets(torch.Generator().manual_seed(1))
+    found = bets(seeded(1))
     for error in (0.05, 0.01):
         assert ((found < error).sum(1) <= binom.isf(1e-4, 2000, error)).all()
 
@@ -100,7 +101,7 @@ def test_a_token_that_its_law_does_not_hold_is_a_bet_won():
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.deterministic])
 def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     """And repeat one another as often as they should: an error of 1e-4 each."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
     drafts = Drafts(torch.arange(len(q)), q, draws)

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from enumeration import ENUMERABLE, law, outcomes, scheme_by_name, with_tops
+from equality import close, seeded
 from scipy.stats import norm
 
 from treespec.draft.grow.growth import draft_laws, stack
@@ -32,7 +33,7 @@ WARM = "draft-temperatures=0.4/1/1.7"
 @cache
 def logits(dtype):
     """[B, V] of target and draft: the example, random ones of each spread, and drafts with each gap."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     rows = [torch.tensor(EXAMPLE)]
     for spread in SPREADS:
         rows += [spread * torch.rand(2, 4, generator=generator) for _ in range(4)]
@@ -63,7 +64,7 @@ def check(scheme, p, q, draws):
     assert (plan.sum(-1) - 1).abs().max() < 10 * EXACT[p.dtype]
     chances = torch.cat([chances for _, chances in draws])
     output = torch.zeros(p.shape, dtype=torch.float64).index_add_(0, rows, chances[:, None] * plan.double())
-    torch.testing.assert_close(output, unit(p), rtol=0, atol=EXACT[p.dtype])
+    close(output, unit(p), EXACT[p.dtype])
 
 
 @pytest.mark.parametrize("dtype", EXACT)
@@ -92,7 +93,7 @@ def test_the_mean_plan_of_optimal_is_the_targets_law(scheme, asked):
     runs = 60
     for temperature in (0.02, 0.05):
         p, q = probs(logits(torch.float32), SamplingParams(temperature))
-        rows, generator = q.repeat_interleave(runs, 0), torch.Generator().manual_seed(1)
+        rows, generator = q.repeat_interleave(runs, 0), seeded(1)
         drawn, sure = (torch.full((len(rows),), count) for count in asked)
         draws = scheme.draw_with_sure(rows, drawn, sure, generator) if asked[1] else scheme.draw(rows, 3, generator)
         plan = scheme.plan(p.repeat_interleave(runs, 0), rows, draws).double().view(*p.shape[:1], runs, -1)
@@ -105,13 +106,13 @@ def test_float32_laws_are_those_of_float64_but_for_the_rounding_of_the_logits():
     for temperature in TEMPERATURES:
         single, double = (probs(logits(dtype)[0], SamplingParams(temperature)) for dtype in EXACT)
         off = 2.0**-23 * (max(SPREADS) / temperature + 10)
-        torch.testing.assert_close(single.double(), double, rtol=off, atol=1e-37)
+        close(single.double(), double, 1e-37, off)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "otm-lp"])
 def test_subnormal_masses_never_give_a_plan_that_is_no_law(name):
     """As they come where `probs` is not asked; nor do draws that only rounding makes possible."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     gaps = 104 * torch.rand(2, 500, 5, generator=generator) ** 0.3
     p, q = (-gaps * (torch.rand(gaps.shape, generator=generator) < 0.8)).softmax(-1)
     q[::5] = p[::5]
@@ -122,4 +123,4 @@ def test_subnormal_masses_never_give_a_plan_that_is_no_law(name):
             tokens = distinct(tokens)
         plan = scheme_by_name(name).plan(p, q, Draws(tokens))
         assert (plan >= 0).all()
-        torch.testing.assert_close(plan.sum(-1), torch.ones(len(p)), rtol=0, atol=1e-5)
+        close(plan.sum(-1), torch.ones(len(p)), 1e-5)

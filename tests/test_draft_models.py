@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers as hf
+from equality import close, seeded
 from growing import TEXTS, contents, joined, level_logits, same
 from models import (
     CONFIGS,
@@ -18,6 +19,7 @@ from models import (
     tokenizer,
     what,
 )
+from refusals import complains
 from tiny_configs import MODELS, tiny
 
 from treespec import load
@@ -29,7 +31,6 @@ from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.draft.models.skip import SkipProposer, skipping
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
-from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
@@ -109,7 +110,7 @@ def test_logits_at_every_node_are_those_of_plain_models_along_the_path(kind, nam
     cache, together = joined(whole, proposer, LONG)
     for _ in range(2 if kind == "model" else 1):  # a second time from the same roots, as after an interrupt
         for text, path, logits in level_logits(together, cache, LONG):
-            assert torch.allclose(logits, wanted(text, path), atol=TOLERANCE, rtol=TOLERANCE)
+            close(logits, wanted(text, path), TOLERANCE, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", PROPOSERS)
@@ -202,7 +203,7 @@ class TestASmallerModel:
         (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
         target, model = Target.load(str(words)), Target.load(str(others))
         assert tokens_differ(model, target) == f"token 40 is '{b}', the target's '{a}'"
-        with pytest.raises(InputError, match="--drafter model:nowhere"):
+        with complains("--drafter model:nowhere"):
             load(str(words), drafter="model:nowhere")
 
     def test_without_tokenizers_the_vocabularies_must_be_of_one_size(self):
@@ -218,9 +219,7 @@ class TestSeveral:
     def tree(self, two, shape, verifier, params):
         trees = Spec(target("llama"), two, shape, verifier).decoder.drafter
         cache, trees.proposer = joined(target("llama"), two, TEXTS[:1])
-        (tree,) = trees.draft_trees(
-            torch.tensor([8]), [Distribution(params)], [torch.Generator().manual_seed(1)], cache
-        )
+        (tree,) = trees.draft_trees(torch.tensor([8]), [Distribution(params)], [seeded(1)], cache)
         return tree, [model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1] for model in two.proposers]
 
     def test_draws_take_turns(self):
@@ -241,12 +240,12 @@ class TestSeveral:
         for draw in range(3):
             row = logits[draw % 2] / 0.8
             law = row.masked_fill(row < row.topk(20).values[-1], -math.inf).softmax(-1)
-            assert torch.allclose(tree.drafts.q[0, draw], law, atol=1e-5)
+            close(tree.drafts.q[0, draw], law, 1e-5)
 
     def test_trees_and_verifiers_that_take_one_law_a_node_are_refused(self, two):
         for tree in ("dynamic", "auto"):
-            with pytest.raises(InputError, match="fixed shape"):
+            with complains("fixed shape"):
                 Spec(target("llama"), two, tree)
         for verifier in ("rrs-wo", "block", "traversal"):
-            with pytest.raises(InputError, match="--verifier rrs"):
+            with complains("--verifier rrs"):
                 Spec(target("llama"), two, "chain:2", verifier)

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from models import CONFIGS, random_model, tokenizer
 from offline import cached, said_offline
+from refusals import complains
 from safetensors.torch import load_file, save_file
 
 from treespec.errors import InputError
@@ -75,7 +76,7 @@ def test_weights_that_are_not_numbers_are_named(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"not finite, in model\.layers\.1\.mlp\.up_proj\.weight"):
+    with complains(r"not finite, in model\.layers\.1\.mlp\.up_proj\.weight"):
         Target.load(str(folder))
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from equality import close, seeded
 from models import CONFIGS, VOCAB, target
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
 
@@ -30,7 +31,7 @@ def test_the_drawn_example():
 
 
 def with_rows(tree, seed=3, rows=3, width=4):
-    window = torch.randint(3, VOCAB, (rows, width), generator=torch.Generator().manual_seed(seed)).tolist()
+    window = torch.randint(3, VOCAB, (rows, width), generator=seeded(seed)).tolist()
     return replace(tree, rows=beside(len(tree.tokens), window))
 
 
@@ -43,8 +44,8 @@ def test_extra_rows_change_nothing_of_the_tree_and_see_their_own_line(name):
         model.prefill(cache, text)
     out = model.forward_tree(caches[0], tree)
     without = model.forward_tree(caches[1], replace(tree, rows=None))
-    assert torch.allclose(out.logits, without.logits, atol=1e-5, rtol=1e-5)
-    assert torch.allclose(out.features, without.features, atol=1e-5, rtol=1e-5)
+    close(out.logits, without.logits, 1e-5, 1e-5)
+    close(out.features, without.features, 1e-5, 1e-5)
     assert without.rows is None
     tokens, depth, seen = tree.forwarded()
     assert len(out.rows) == tree.rows.asked == 4
@@ -53,12 +54,12 @@ def test_extra_rows_change_nothing_of_the_tree_and_see_their_own_line(name):
         line = line[depth[line].argsort()]
         assert depth[line].tolist() == list(range(len(line)))
         alone = plain_logits(model.model, text[0].tolist() + tokens[line].tolist())[-1]
-        assert torch.allclose(logits, alone, atol=TOLERANCE, rtol=TOLERANCE)
+        close(logits, alone, TOLERANCE, TOLERANCE)
     kept = [0, 1, 5]
     for cache in caches:
         cache.commit([kept])
     following = [model.forward_tree(cache, random_tree(seed=7)).logits for cache in caches]
-    assert torch.allclose(*following, atol=TOLERANCE, rtol=TOLERANCE)
+    close(*following, TOLERANCE, TOLERANCE)
 
 
 def says(*tokens):

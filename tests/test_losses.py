@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from equality import close, seeded
 from refusals import complains
 
 from treespec.train.config import LOSSES as NAMES
@@ -34,7 +35,7 @@ def plain(name, p, q):
 
 def laws(rows=12, tokens=30, seed=0, kept=30):
     """Logits of q, and p over the first `kept` tokens of a law over all, in float64."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     logits = 1.5 * torch.randn(rows, kept, generator=generator, dtype=torch.float64)
     p = (logits.new_zeros(rows, tokens).normal_(0, 1.5, generator=generator)).softmax(-1)
     p[0] = torch.eye(tokens)[3]  # one-hot, as the text's laws are
@@ -57,15 +58,15 @@ def test_value_and_gradient_are_autograds(name, kept):
     expected = plain(name, p, logits.softmax(-1))
     (known,) = torch.autograd.grad(expected.sum(), logits)
     values, slope = with_slope(name, p, logits)
-    torch.testing.assert_close(values, expected.detach(), rtol=0, atol=1e-9)
-    torch.testing.assert_close(slope, known, rtol=0, atol=1e-9)
+    close(values, expected.detach(), 1e-9)
+    close(slope, known, 1e-9)
 
 
 @pytest.mark.parametrize("draws", [1, 2, 5])
 def test_the_loss_of_several_drafts_is_one_less_the_verifiers_best_rate(draws):
     logits, p = laws(tokens=9, kept=9)
     values, _ = with_slope(f"acceptance:{draws}", p, logits)
-    torch.testing.assert_close(values, 1 - optimal_iid(p, logits.softmax(-1), draws), rtol=0, atol=1e-12)
+    close(values, 1 - optimal_iid(p, logits.softmax(-1), draws), 1e-12)
 
 
 @pytest.mark.parametrize("name", TRIED)

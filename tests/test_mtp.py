@@ -3,6 +3,7 @@
 import pytest
 import torch
 from drafting import source_of
+from equality import close
 from models import random_model
 from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
 from refusals import complains
@@ -105,14 +106,14 @@ def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_
     proposer.rewind([4, 0, 3])
     proposer.observe([features[0][4:], features[1], features[2][3:]], [texts[0][4:], texts[1], texts[2][3:]])
     for row, logits in enumerate(proposer.begin(None)):
-        torch.testing.assert_close(logits[0], plain.logits(texts[row], texts[row][:0]), atol=2e-4, rtol=1e-4)
+        close(logits[0], plain.logits(texts[row], texts[row][:0]), 2e-4, 1e-4)
     branches = torch.tensor([[[4, 6], [11, 50], [2, 17], [30, 31]], [[9, 1], [9, 3], [20, 5], [8, 8]]])[[0, 1, 0]]
     for level in range(4):
         parents = torch.tensor([0, 1 if level else 0])
         for row, logits in enumerate(proposer.extend([Frontier(own[level], parents) for own in branches])):
             for branch in (0, 1):
                 expected = plain.logits(texts[row], branches[row, : level + 1, branch])
-                torch.testing.assert_close(logits[branch], expected, atol=2e-4, rtol=1e-4)
+                close(logits[branch], expected, 2e-4, 1e-4)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from enumeration import CASES, law, random_law
+from equality import close, seeded
 from scipy.stats import kstest, norm
 
 from treespec.trees.tree import Draws
@@ -24,7 +25,7 @@ OPTIONS = [
 
 def laws(number=10, vocabulary=6):
     """[B, V] p and q: all the cases, filled up with tokens of no mass, and random laws."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     pairs = [[law([*values, *[0] * (vocabulary - 4)]) for values in case] for case in CASES.values()]
     pairs += [[random_law(vocabulary, generator) for _ in "pq"] for _ in range(number)]
     p, q = (torch.stack(rows) for rows in zip(*pairs, strict=True))
@@ -40,7 +41,7 @@ def common_laws():
 
 def realistic(rows, vocabulary, spread, power=1.3):
     """[B, V] p and q: Zipf's law, both with noise of their own."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     zipf = -power * torch.arange(1.0, vocabulary + 1, dtype=torch.float64).log()
     noise = torch.randn(3, rows, vocabulary, generator=generator, dtype=torch.float64)
     p, q = (zipf + noise[0] + spread * own for own in noise[1:])
@@ -67,7 +68,7 @@ def test_the_selected_law_is_one_that_draws_can_reach(k, exact, share):
     p, q = laws()
     x, _, _ = couple(share * p, q, k, exact)
     assert (x >= 0).all()
-    torch.testing.assert_close(x.sum(-1), torch.ones(len(p), dtype=x.dtype), rtol=0, atol=1e-12)
+    close(x.sum(-1), torch.ones(len(p), dtype=x.dtype), 1e-12)
     sets = torch.tensor(list(itertools.product([0.0, 1.0], repeat=p.shape[1])), dtype=p.dtype)
     assert (x @ sets.mT >= (q @ sets.mT) ** k - 1e-12).all()
 
@@ -93,16 +94,16 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
     row = q[:, :1] * 0
     p, q = torch.cat([row + 0.3, 0.7 * p], dim=1), torch.cat([row + 1 - mass, mass * q], dim=1)
     rates = [Optimal(threshold=0.45, extra=0, exact=exact).acceptance_rate(p, q, 3) for exact in (0, 1)]
-    torch.testing.assert_close(*rates, rtol=0, atol=1e-3)
+    close(*rates, 1e-3)
     best = 0.3 + optimal_iid(p[:, 1:], q[:, 1:], 2)
-    torch.testing.assert_close(rates[1], best, rtol=0, atol=1e-9)
+    close(rates[1], best, 1e-9)
 
 
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("k", KS)
 def test_scores_are_uniform_and_the_selected_token_has_its_law(k, exact):
     """By Kolmogorov and Smirnov, and each token's frequency by a z-test."""
-    draws, generator = 100_000, torch.Generator().manual_seed(4)
+    draws, generator = 100_000, seeded(4)
     for _ in range(3):
         p, q = random_law(6, generator)[None], random_law(6, generator)[None]
         tokens = independent(q, draws * k, generator)
@@ -117,7 +118,7 @@ def test_scores_are_uniform_and_the_selected_token_has_its_law(k, exact):
 
 def bias(scheme, p, q, k, draws):
     """Mean plan less p [B, V] and measured less stated rate [B], in standard errors. p, q: [B, V]."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     law_errors, rate_errors = [], []
     for target, draft in zip(p, q, strict=True):
         rows = target.expand(draws, -1), draft.expand(draws, -1)
@@ -148,7 +149,7 @@ def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number, sure, s
     rows_p, rows_q = (rows.repeat_interleave(500, 0) for rows in (p, q))
     drawn, tops = torch.full((len(rows_p),), number), torch.full((len(rows_p),), sure)
     drawn[0], tops[0] = 4, 3  # another node is wider
-    draws = scheme.draw_with_sure(rows_q, drawn, tops, torch.Generator().manual_seed(11))
+    draws = scheme.draw_with_sure(rows_q, drawn, tops, seeded(11))
     plan = scheme.plan(rows_p, rows_q, draws).view(len(p), 500, -1)
     errors = (plan.mean(1) - p) / (plan.std(1) / math.sqrt(500) + 1e-11)
     assert errors[1:].abs().max() < limit(errors[1:].numel())
@@ -156,12 +157,12 @@ def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number, sure, s
 
 def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy():
     q = law([0.5, 0.25, 0.08, 0.07, 0.06, 0.04]).expand(100, -1)  # two tokens are more than .35 of what is left
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     p = torch.stack([random_law(6, generator) for _ in range(100)])
     draws = Optimal().draw(q, 3, generator)
     assert (draws.tokens[:, :2] == torch.tensor([0, 1])).all()
     greedy = SCHEMES["greedy"].plan(p, q, Draws(draws.tokens[:, :3]))
-    torch.testing.assert_close(Optimal(exact=1).plan(p, q, draws), greedy, rtol=0, atol=1e-12)
+    close(Optimal(exact=1).plan(p, q, draws), greedy, 1e-12)
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)
@@ -169,18 +170,18 @@ def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy():
 def test_a_draft_that_is_the_target_is_always_accepted(k, scheme):
     p, _ = laws()
     rate = scheme.acceptance_rate(p, p, k)
-    torch.testing.assert_close(rate, torch.ones_like(rate), rtol=0, atol=1e-12)
+    close(rate, torch.ones_like(rate), 1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_the_first_draws_are_distinct_or_absent_and_about_as_many_as_asked_for(k):
     _, q = realistic(500, 2000, 0.7)
-    drawn = Optimal().draw(q, k, torch.Generator().manual_seed(8))
+    drawn = Optimal().draw(q, k, seeded(8))
     for row in drawn.tokens[:, :k].tolist():
         assert len({*row} - {-1}) == k - row.count(-1)
     numbers = [len({*row} - {-1}) for row in drawn.tokens.tolist()]
     assert abs(sum(numbers) / len(numbers) - k) < 0.6
-    without_extra = Optimal(extra=0).draw(q, k, torch.Generator().manual_seed(8)).tokens
+    without_extra = Optimal(extra=0).draw(q, k, seeded(8)).tokens
     assert ((without_extra >= 0).sum(-1) == k).all()
 
 

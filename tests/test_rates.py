@@ -18,6 +18,7 @@ from enumeration import (
     scheme_by_name,
     sequential,
 )
+from equality import close, seeded
 
 from treespec.trees.tree import Draws
 from treespec.verify.rates import measured, optimal_iid, optimal_tops, optimal_without_replacement
@@ -33,7 +34,7 @@ OPTIMAL += [("otm-lp", k) for k in (1, 2, 3)]
 
 
 def random_pairs(number, size=5, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
 
 
@@ -88,7 +89,7 @@ def test_kseq_accepts_at_least_its_share_of_the_optimum_and_one_draw_of_it_is_th
         for k in (1, 2, 3):
             assert stated("kseq", p, q, k) >= (1 - 1 / math.e) * stated("otm-lp", p, q, k) - 1e-9
         plans = [SCHEMES[name].plan(p[None], q[None], Draws(torch.tensor([[2]]))) for name in ("kseq", "single")]
-        torch.testing.assert_close(*plans, rtol=0, atol=1e-14)
+        close(*plans, 1e-14)
 
 
 def test_rates_that_have_no_closed_form_are_not_stated():
@@ -175,11 +176,11 @@ def smallest_cut(p, found):
 @pytest.mark.parametrize("spread", [0, 1, 3, 10])
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_draws_without_replacement_are_exact_to_1e_9_for_masses_of_any_scale(k, spread):
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     q = (spread * torch.randn(3, 6, generator=generator, dtype=torch.float64)).softmax(-1)
     p = torch.stack([random_law(6, generator) for _ in range(3)])
     best = [smallest_cut(p[row], list(sequential(q[row].tolist(), k))) for row in range(3)]
-    torch.testing.assert_close(optimal_without_replacement(p, q, k), law(best), rtol=0, atol=1e-9)
+    close(optimal_without_replacement(p, q, k), law(best), 1e-9)
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -199,12 +200,12 @@ def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k):
         inside += probability
     best = (p.cumsum(0) + 1 - inside).min().clamp(max=1)
     assert best < 0.99
-    torch.testing.assert_close(optimal_without_replacement(p[None], q[None], k)[0], best, rtol=0, atol=1e-9)
+    close(optimal_without_replacement(p[None], q[None], k)[0], best, 1e-9)
 
 
 @pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
 def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
-    rows, generator = 200 if name == "rrs-wo" else 20, torch.Generator().manual_seed(6)
+    rows, generator = 200 if name == "rrs-wo" else 20, seeded(6)
     for p, q in every_pair(0):
         rate = measured(scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32)
         error = rate.error.square().sum().sqrt() / rows
@@ -213,7 +214,7 @@ def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
 
 @pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 4), ("is-lp:s=2", 3)])
 def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_of_samples(name, k):
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     p, q = (random_law(30, generator).expand(200, -1) for _ in "pq")
     few, many = (measured(scheme_by_name(name), p, q, k, generator, samples) for samples in (32, 128))
     assert 0.8 < few.error.square().mean().sqrt() / few.value.std() < 1.25  # standard error of the spread: 5 %

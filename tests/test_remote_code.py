@@ -6,13 +6,13 @@ import sys
 
 import pytest
 from models import CONFIGS, save_model
+from refusals import complains
 from safetensors.torch import save_file
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from treespec.api.load import load
 from treespec.cli import app
-from treespec.errors import InputError
 from treespec.model.placement import Placement
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
@@ -51,7 +51,7 @@ def trap(tmp_path, monkeypatch):
 @pytest.mark.parametrize("start", [Target.load, load], ids=["target", "spec"])
 def test_a_models_code_does_not_run_unless_it_is_trusted(trap, start):
     folder, witness = trap
-    with pytest.raises(InputError, match="--trust-remote-code"):
+    with complains("--trust-remote-code"):
         start(str(folder))
     assert not witness.exists()
 
@@ -65,7 +65,7 @@ def test_a_models_code_runs_where_it_is_trusted(trap):
 def test_a_draft_models_code_is_trusted_as_the_targets(trap, tmp_path):
     folder, witness = trap
     save_model(tmp_path / "target")
-    with pytest.raises(InputError, match=r"the draft model.*--trust-remote-code"):
+    with complains(r"the draft model.*--trust-remote-code"):
         load(str(tmp_path / "target"), drafter=f"model:{folder}")
     assert not witness.exists()
     load(str(tmp_path / "target"), drafter=f"model:{folder}", trust_remote_code=True)
@@ -78,7 +78,7 @@ def test_a_tokenizers_code_does_not_run_either(trap):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     trapped = {"tokenizer_class": "TrapTokenizer", "auto_map": {"AutoTokenizer": [None, "trap.TrapTokenizer"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | trapped))
-    with pytest.raises(InputError, match="--trust-remote-code"):
+    with complains("--trust-remote-code"):
         load_tokenizer(str(folder))
     assert not witness.exists()
     assert load_tokenizer(str(folder), Placement(trust_remote_code=True))

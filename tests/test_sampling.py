@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from equality import close, seeded
 from scipy.stats import chi2
 
 from treespec.errors import InputError
@@ -31,15 +32,15 @@ def test_probs_equal_transformers_warpers(params):
         warpers.append(hf.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(hf.MinPLogitsWarper(params.min_p))
-    logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(50, 40, generator=seeded(0))
     wanted = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
     ours = probs(logits, params)
     assert torch.equal(ours > 0, wanted > 0)
-    assert torch.allclose(ours, wanted, atol=1e-6)
+    close(ours, wanted, 1e-6)
 
 
 def test_temperature_0_is_one_hot():
-    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(9, 30, generator=seeded(0))
     law = probs(logits, SamplingParams())
     assert torch.equal(law.argmax(-1), greedy_choice(logits))
     assert torch.equal(law.sum(-1), torch.ones(9))
@@ -49,7 +50,7 @@ def test_temperature_0_is_one_hot():
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-12, 9e-6])
 def test_a_tiny_temperature_is_0(temperature):
     """Divided by it, logits are infinite."""
-    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(9, 30, generator=seeded(0))
     params = SamplingParams(temperature)
     assert params.greedy
     assert torch.equal(probs(logits, params), probs(logits, SamplingParams(0)))
@@ -58,7 +59,7 @@ def test_a_tiny_temperature_is_0(temperature):
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e5, 1e30])
 @pytest.mark.parametrize("scale", [1e-3, 10.0, 1e4])
 def test_extreme_temperatures_give_laws(temperature, scale):
-    logits = scale * torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    logits = scale * torch.randn(9, 30, generator=seeded(0))
     logits[:, 3] = -torch.inf
     law = probs(logits, SamplingParams(temperature))
     assert torch.allclose(law.sum(-1), torch.ones(9))
@@ -92,7 +93,7 @@ def test_numbers_of_numpy_and_of_python_are_the_same():
 
 def test_sample_follows_the_law_and_never_draws_mass_0():
     law = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
-    drawn = sample(law.expand(20000, 6) * 7, torch.Generator().manual_seed(0)).bincount(minlength=6)
+    drawn = sample(law.expand(20000, 6) * 7, seeded(0)).bincount(minlength=6)
     assert drawn[law == 0].sum() == 0
     expected = 20000 * law[law > 0]
     assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)
@@ -103,7 +104,7 @@ def test_sample_follows_the_law_and_never_draws_mass_0():
 def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v, few, monkeypatch):
     """Over several blocks, tokens of no mass among them, at the ends too; rows of zeros or NaN have no token."""
     monkeypatch.setattr(sampling, "FEW_CUMULATED", few)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     law = torch.rand(20, v, generator=generator, dtype=torch.float64)
     law[:, torch.rand(v, generator=generator) < 0.4] = 0
     law[:, 0], law[:, v // 2] = 0, 1
@@ -124,7 +125,7 @@ def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v, few, monkeyp
 def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
     """In bfloat16 with ties, and minus infinity; each place is given once."""
     monkeypatch.setattr(sampling, "FEW", few)
-    scores = torch.randn(2, 20, v, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    scores = torch.randn(2, 20, v, generator=seeded(0), dtype=torch.float64).to(dtype)
     scores[0, 0, 3:] = -torch.inf
     for k in (1, 5):
         values, places = largest(scores, k)
@@ -136,7 +137,7 @@ def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
 @pytest.mark.parametrize("few", [0, sampling.FEW])
 def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
     monkeypatch.setattr(sampling, "FEW", few)
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(3, 5000, generator=seeded(0))
     logits[1, 4321] = torch.nan
     expected = logits.argmax(-1)
     expected[1] = 5000

@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 from models import random_head, save_model, tokenizer
 from random_schemas import random_schema
+from refusals import complains
 
 from treespec.api.spec import Spec
-from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.shaping.compiled import compiled
 
@@ -87,17 +87,16 @@ BROKEN = [
 
 @pytest.mark.parametrize(("kind", "source", "message"), BROKEN)
 def test_a_broken_grammar_is_refused_by_its_fault(spec, kind, source, message):
-    with pytest.raises(InputError, match=re.escape(message)) as raised:
+    with complains(re.escape(message)):
         spec.generate([1, 5], **{kind: source})
-    assert "\n" not in str(raised.value)
 
 
 def test_grammars_for_targets_that_cannot_be_matched_are_refused_by_name(spec):
-    with pytest.raises(InputError, match="json_schema and regex are given: leave out all but one"):
+    with complains("json_schema and regex are given: leave out all but one"):
         spec.generate([1, 5], json_schema={}, regex="a")
-    with pytest.raises(InputError, match="the target has no tokenizer"):
+    with complains("the target has no tokenizer"):
         compiled("regex", "a", None, 290, frozenset({2}))
-    with pytest.raises(InputError, match="needs a fast tokenizer"):
+    with complains("needs a fast tokenizer"):
         compiled("regex", "a", object(), 290, frozenset({2}))
-    with pytest.raises(InputError, match="needs a token that ends the answer"):
+    with complains("needs a token that ends the answer"):
         compiled("regex", "a", tokenizer(), 290, frozenset())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from equality import close, seeded
 from models import CONFIGS, random_model
 from safetensors.torch import load_file
 from training import beside, refused, same_weights, trained, weights
@@ -25,7 +26,7 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
     random_model(CONFIGS[name]()).save_pretrained(tmp_path)
     whole, part = Target.load(str(tmp_path)), Target(load_ends(str(tmp_path)), ends=True)
     tokens = torch.arange(3, 20)
-    hidden = torch.randn(4, whole.feature_width, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(4, whole.feature_width, generator=seeded(0))
     assert torch.equal(part.embeddings(tokens), whole.embeddings(tokens))
     assert torch.equal(part.output_logits(hidden), whole.output_logits(hidden))
     assert (part.layers, part.dtype, part.context_length) == (whole.layers, whole.dtype, whole.context_length)
@@ -49,7 +50,7 @@ def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(conf
     assert "loading the whole target to validate and calibrate the head" in said
     assert same_weights(weights(again), weights(config))
     for name, value in weights(live).items():
-        assert torch.allclose(value, weights(config)[name], atol=1e-5)
+        close(value, weights(config)[name], 1e-5)
 
 
 def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, capsys):
@@ -68,7 +69,7 @@ def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, c
 
 def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():
     """Also of zeros, of rows that differ a thousandfold, and of a last row that is short."""
-    features = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(20, 100, generator=seeded(0))
     features[:, 64:] *= 1000
     features[3] = 0
     back = unpacked(packed(features), torch.float32)

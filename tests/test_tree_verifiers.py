@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from enumeration import STOCHASTIC
+from equality import seeded
 from verdicts import Drawn, Shape, Tables, deviation, random_tables, text_law, trees, verdict_texts
 
 from treespec.shaping.sampling import SamplingParams, probs
@@ -43,7 +44,7 @@ def test_texts_have_the_targets_law(verifier, shape):
 
 def cold_tables(temperature):
     """Three tokens: after every text the draft has one far above the others, or none, and the target likes all."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     p, q = {}, {}
     for text in [text for length in range(3) for text in product(range(3), repeat=length)]:
         target, draft = 2 * temperature * torch.rand(2, 3, generator=generator)
@@ -84,12 +85,12 @@ def test_on_a_chain_traversal_and_layer_are_block_verification(other):
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
 def test_where_the_draft_is_the_target_all_of_a_large_chain_is_kept(verifier):
     """In float32, where sums of 3000 terms are not exact: a node is refused once in a million."""
-    rows = torch.randn(5, 3000, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1).tolist()
+    rows = torch.randn(5, 3000, generator=seeded(0)).mul(3).softmax(-1).tolist()
     ends = [tuple(range(depth)) for depth in range(5)]
     laws = dict(zip(ends, rows, strict=True))
     draws, texts = {(0,) * d: (d,) for d in range(4)}, {(0,) * d: ends[d] for d in range(5)}
     tree, p = Drawn(Shape(chain(4)), Tables(laws, laws), draws, texts).tensors(torch.float32)
-    generator = torch.Generator().manual_seed(6)
+    generator = seeded(6)
     for _ in range(50):
         verdict = verifier(tree, p, generator)
         assert (verdict.path, verdict.tokens[:-1]) == ([1, 2, 3, 4], [0, 1, 2, 3])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
+from refusals import complains
 
 from treespec.api.spec import Spec
-from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
@@ -58,7 +58,7 @@ def test_a_threshold_below_everything_makes_sampled_text_that_of_the_draft():
 def test_a_spec_needs_the_permission(tree):
     model = Target(TableModel(TableConfig(4, seed=1)))
     spec = Spec(model, random_head(model, seed=2))
-    with pytest.raises(InputError, match="--allow-lossy"):
+    with complains("--allow-lossy"):
         spec.configured(tree, "typical")
     lossy = spec.configured(tree, "typical", allow_lossy=True)
     wanted = spec.baseline().generate([1, 2], max_new_tokens=20).token_ids

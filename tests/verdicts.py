@@ -7,6 +7,7 @@ from functools import cache, cached_property
 
 import torch
 from enumeration import outcomes
+from equality import seeded
 from oracle import verdict_texts
 
 from treespec.trees.layout import layout
@@ -47,7 +48,7 @@ class Tables:
 
 
 def random_tables(vocabulary, depth, seed, noise=1.0, zeros=False):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     p, q = {}, {}
     for length in range(depth + 1):
         for text in itertools.product(range(vocabulary), repeat=length):

@@ -19,7 +19,7 @@ from treespec.demo.known import DEMO_MODEL
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.model.blocks import BlockEmbedding
+from treespec.model.gguf_blocks import BlockEmbedding
 from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement

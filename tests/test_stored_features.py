@@ -10,8 +10,8 @@ from models import CONFIGS, random_model
 from safetensors.torch import load_file
 from training import beside, refused, same_weights, trained, weights
 
-from treespec.model.ends import load_ends
 from treespec.model.target import Target
+from treespec.model.weights import load_ends
 from treespec.train.data.features import packed, unpacked
 from treespec.train.run import train
 

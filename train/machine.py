@@ -30,10 +30,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from treespec.errors import InputError, first_line
-from treespec.model.ends import load_ends
 from treespec.model.quantised import is_plain_weight
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
+from treespec.model.weights import load_ends
 from treespec.train.config import TrainConfig
 
 

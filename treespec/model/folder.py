@@ -1,7 +1,8 @@
-"""What a target's directory tells before anything of it is loaded. It loads no torch."""
+"""What a target's files tell before anything of them is loaded. It loads no torch."""
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ from safetensors import safe_open
 
 from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped, only_cached
-from treespec.model.gguf_file import gguf_file
 from treespec.model.placement import AS_IT_IS, Placement
 
 ADAPTER = "adapter_config.json"  # a directory of PEFT names another one with the model
@@ -144,3 +144,45 @@ def not_json(file: Path, field: str | None = None) -> str | None:
     if not isinstance(content, dict):
         return f"{file.name} holds no fields"
     return None if field is None or field in content else f"{file.name} has no field {field!r}"
+
+
+def gguf_file(path: str, how: Placement) -> Path | None:
+    """The file of `gguf:FILE`; None for any other form.
+
+    path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
+    is not there, and where the gguf package is missing.
+    """
+    # 1. A path, or a name in the directory.
+    if how.gguf is None:
+        return None
+    if find_spec("gguf") is None:
+        raise InputError(f"--load-in {how.load_in} takes one more package: pip install gguf")
+    named = Path(how.gguf).expanduser()
+    for file in (named, Path(path).expanduser() / named):
+        if file.is_file():
+            return _gguf(file.resolve())
+    start = f"--load-in {how.load_in}: no such file"
+    if Path(path).expanduser().is_dir():
+        raise InputError(f"{start}, neither here nor in {path}")
+
+    # 2. A name in the hub's repository.
+    from huggingface_hub import hf_hub_download
+
+    try:
+        offline = only_cached(path, how.revision)
+        file = Path(
+            hf_hub_download(path, how.gguf, revision=how.revision, local_files_only=offline)
+        )
+    except Exception as error:  # of many kinds; its first line gives the reason
+        raise InputError(
+            f"{start} here, and the hub's {path} did not give it: {first_line(error)}"
+        ) from error
+    return _gguf(file)
+
+
+def _gguf(file: Path) -> Path:
+    """Raises InputError for a file that does not begin as GGUF does."""
+    with file.open("rb") as data:
+        if data.read(4) != b"GGUF":
+            raise InputError(f"{file} is no GGUF file: it does not begin with GGUF")
+    return file

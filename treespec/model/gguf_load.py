@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 log = logging.getLogger(__name__)
 
@@ -20,26 +19,16 @@ def source(path: str, file: Path | None, name: str, where: Mapping[str, Any]) ->
 
     name: the file that tells whether the model has its own. where: `located` of the model.
     """
-    if file is not None and _lacks(path, name, where):
-        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    if file is not None:
+        options = {key: where[key] for key in ("revision", "local_files_only") if key in where}
+        if cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options) is None:
+            return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     return {"pretrained_model_name_or_path": path}
-
-
-def _lacks(path: str, name: str, where: Mapping[str, Any]) -> bool:
-    """Whether a directory or a hub repository has no file of that name."""
-    if Path(path).is_dir():
-        return not (Path(path) / name).is_file()
-    options = {key: where[key] for key in ("revision", "local_files_only") if key in where}
-    try:
-        hf_hub_download(path, name, **options)
-    except EntryNotFoundError:  # of the hub, or of its cache
-        return True
-    return False
 
 
 @contextmanager
 def kept_in_blocks(file: Path | None) -> Iterator[None]:
-    """Inside, transformers keeps the weights of a GGUF file in its blocks (`gguf_quantizer`).
+    """Inside, transformers keeps the weights of a GGUF file in its blocks (`gguf_blocks`).
 
     Versions without `GgufConfig` unpack them.
     """
@@ -48,7 +37,7 @@ def kept_in_blocks(file: Path | None) -> Iterator[None]:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    from treespec.model.gguf_quantizer import BlockQuantizer
+    from treespec.model.gguf_blocks import BlockQuantizer
 
     before = AUTO_QUANTIZER_MAPPING["gguf"]
     AUTO_QUANTIZER_MAPPING["gguf"] = BlockQuantizer
@@ -65,14 +54,12 @@ def tell_of_unpacked(file: Path, model: PreTrainedModel) -> None:
     plain = header is not None and not header.has_quantized_weights
     if plain or any(weight.dtype == torch.uint8 for weight in model.parameters()):
         return
-    version = transformers.__version__
-    if getattr(quantizer, "supported", False):
-        reason = (
-            f"transformers {version} keeps them in blocks only where it has a kernel for the device"
-        )
-    else:
-        reason = f"transformers {version} keeps no blocks of its architecture or type"
-    log.warning("the weights of %s are unpacked: %s", file.name, reason)
+    log.warning(
+        "the weights of %s are unpacked: transformers %s keeps no blocks of its architecture or type "
+        "on this device",
+        file.name,
+        transformers.__version__,
+    )
 
 
 def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:

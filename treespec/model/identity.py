@@ -15,7 +15,7 @@ from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_json
 from treespec.files.hub import mistyped, only_cached
-from treespec.model.gguf_file import gguf_file
+from treespec.model.folder import gguf_file
 from treespec.model.placement import AS_IT_IS, Placement
 
 # Of files that models are loaded from.

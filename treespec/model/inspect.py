@@ -23,47 +23,48 @@ NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     """Raises InputError, with the reason, for a model whose forward cannot score a tree."""
-    # 1. Find the first reason.
-    name, config = type(model).__name__, model.config.get_text_config()
-    reason = None
+    # 1. What the model and its config tell.
+    config, decoder, recurrent = (
+        model.config.get_text_config(),
+        decoder_of(model),
+        carries_state(model),
+    )
+    takes, attention = arguments_taken(decoder), str(config._attn_implementation)
     kinds = set(getattr(config, "layer_types", None) or [])
     foreign = sorted(kinds - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION)
-    recurrent = carries_state(model)
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "it is an encoder-decoder; treespec takes decoder-only models"
-    elif config.model_type in OWN_STATE:
-        reason = "its layers keep their state outside of the cache"
-    elif foreign:
-        reason = f"its {', '.join(foreign)} layers cannot branch into a tree"
-    elif not _takes(model, "past_key_values") and not recurrent:
-        reason = "its forward takes no cache of keys and values, which a tree is written into"
-    elif getattr(config, "alibi", False) or not (recurrent or _takes(model, "position_ids")):
-        alibi = " (ALiBi)" if any("alibi" in name for name in dir(decoder_of(model))) else ""
-        reason = (
-            f"it places tokens by their column in the cache{alibi}, where siblings cannot share a "
-            "position"
-        )
-    elif getattr(config, "rel_extent", None):
-        reason = (
-            "its relative attention counts columns of the cache, where siblings cannot share a "
-            "position"
-        )
-    elif getattr(config, "index_kpool", None):
-        reason = "its index pools columns of the cache, where siblings cannot share a position"
-    elif "local" in str(getattr(config, "attention_types", "")):
-        reason = (
-            "its local attention counts columns of the cache, where siblings cannot share a "
-            "position"
-        )
-    elif "flash" in str(config._attn_implementation) or "flex" in str(config._attn_implementation):
-        reason = (
-            f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa "
-            "or eager"
-        )
+    alibi = " (ALiBi)" if any("alibi" in name for name in dir(decoder)) else ""
 
-    # 2. Tell it.
-    if reason:
-        raise InputError(f"{name} cannot be a target: {reason}")
+    def told(name: str) -> object:
+        return getattr(config, name, None)
+
+    # 2. The first reason.
+    siblings = "of the cache, where siblings cannot share a position"
+    reasons = (
+        (
+            told("is_encoder_decoder"),
+            "it is an encoder-decoder; treespec takes decoder-only models",
+        ),
+        (config.model_type in OWN_STATE, "its layers keep their state outside of the cache"),
+        (foreign, f"its {', '.join(foreign)} layers cannot branch into a tree"),
+        (
+            "past_key_values" not in takes and not recurrent,
+            "its forward takes no cache of keys and values, which a tree is written into",
+        ),
+        (
+            told("alibi") or not (recurrent or "position_ids" in takes),
+            f"it places tokens by their column{alibi} {siblings}",
+        ),
+        (told("rel_extent"), f"its relative attention counts columns {siblings}"),
+        (told("index_kpool"), f"its index pools columns {siblings}"),
+        ("local" in str(told("attention_types")), f"its local attention counts columns {siblings}"),
+        (
+            "flash" in attention or "flex" in attention,
+            f"its attention ({attention}) takes no tree mask; load it with sdpa or eager",
+        ),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise InputError(f"{type(model).__name__} cannot be a target: {reason}")
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -97,11 +98,6 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{type(model).__name__} cannot be a target: {reason}") from error
-
-
-def _takes(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the decoder's forward has an argument of that name."""
-    return argument in arguments_taken(decoder_of(model))
 
 
 def arguments_taken(decoder: nn.Module) -> frozenset[str]:

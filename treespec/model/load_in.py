@@ -1,32 +1,15 @@
-"""How a model's weights are quantised at loading, by transformers' quantizers."""
+"""Quantised weights: at loading by transformers' quantizers, or as a checkpoint brings them."""
 
 import logging
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 
 from treespec.errors import InputError
 from treespec.model.placement import Placement
 
 log = logging.getLogger(__name__)
-
-# quant_method of a checkpoint -> the modules that it takes, and what installs them
-CHECKPOINTS = {
-    "aqlm": (("aqlm",), "aqlm"),
-    "auto-round": (("auto_round",), "auto-round"),
-    "awq": (("gptqmodel",), "gptqmodel"),
-    "bitsandbytes": (("bitsandbytes",), "bitsandbytes"),
-    "compressed-tensors": (("compressed_tensors",), "compressed-tensors"),
-    "eetq": (("kernels",), "kernels"),
-    "gptq": (("gptqmodel", "optimum"), "gptqmodel optimum"),
-    "hqq": (("hqq",), "hqq"),
-    "quanto": (("optimum",), "optimum-quanto"),
-    "torchao": (("torchao",), "'treespec[quant]'"),
-    "vptq": (("vptq",), "vptq"),
-}
-
 
 # the last part of a tensor's name -> the format that it tells
 FOREIGN = {"weight_scale_2": "NVFP4 of ModelOpt", "biases": "MLX"}
@@ -42,18 +25,9 @@ def foreign(form: str) -> InputError:
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What a checkpoint's config says of its quantisation; {} for plain weights."""
-    for part in (config, config.get_text_config()):
-        if own := getattr(part, "quantization_config", None):
-            return own if isinstance(own, dict) else vars(own)
-    return {}
-
-
-def own_method(config: PreTrainedConfig) -> str | None:
-    """The method by which a checkpoint is quantised; None for plain weights."""
-    if not (fields := own_fields(config)):
-        return None
-    method = fields.get("quant_method") or ("MLX" if "group_size" in fields else "bitsandbytes")
-    return str(getattr(method, "value", method))
+    parts = (config, config.get_text_config())
+    own: Any = next(filter(None, (getattr(p, "quantization_config", None) for p in parts)), {})
+    return own if isinstance(own, dict) else vars(own)
 
 
 def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
@@ -63,31 +37,35 @@ def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any
     is quantised already.
     """
     # 1. What the checkpoint brings.
-    method = own_method(config)
-    if method == "MLX":
-        raise foreign(method)
-    if method in CHECKPOINTS:
-        modules, install = CHECKPOINTS[method]
-        if missing := [name for name in modules if find_spec(name) is None]:
+    if fields := own_fields(config):
+        method = fields.get("quant_method") or ("MLX" if "group_size" in fields else "bitsandbytes")
+        if method == "MLX":
+            raise foreign(method)
+        if how.load_in:
+            method = getattr(method, "value", method)
             raise InputError(
-                f"its weights are quantised by {method}, which takes {' and '.join(missing)}: "
-                f"pip install {install}"
+                f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
             )
-    form = how.quantizer
-    if method and how.load_in:
-        raise InputError(
-            f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
-        )
-    if form is None:
-        if own_fields(config).get("load_in_8bit"):
-            tell_of_8bit()
-        return {}
 
-    # 2. What the option asks for.
+    # 2. What the option asks for: weights alone are quantised, but for 8bit.
     how.check_package()
-    if form == "8bit":
+    form, dtype = how.quantizer, how.dtype
+    if form == "8bit" or fields.get("load_in_8bit"):
         tell_of_8bit()
-    return {"quantization_config": _config(form, config, how.dtype)}
+    if form is None:
+        return {}
+    quantizer: Any = BitsAndBytesConfig(load_in_8bit=True)
+    if form == "4bit":
+        named = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        quantizer = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=named
+        )
+    elif form != "8bit":
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+        kind = Int8WeightOnlyConfig if form == "int8" else Float8WeightOnlyConfig
+        quantizer = TorchAoConfig(kind(set_inductor_config=False))
+    return {"quantization_config": quantizer}
 
 
 def tell_of_8bit() -> None:
@@ -99,19 +77,28 @@ def tell_of_8bit() -> None:
     )
 
 
-def _config(form: str, config: PreTrainedConfig, dtype: str | torch.dtype) -> Any:
-    """transformers' configuration of a form.
+@torch.no_grad()
+def unpack_compressed(model: PreTrainedModel) -> None:
+    """Unpack the weights of a checkpoint of compressed-tensors now. Other models stay as they are.
 
-    Weights alone are quantised, but for 8bit: the products are computed in `dtype`.
+    Its library unpacks all weights at the first forward of the whole model, and treespec calls the
+    decoder and its layers. Each quantised layer then has a forward of its own, which also rounds its
+    inputs if the checkpoint asks for that (W8A8):
+
+        loaded           | weight_packed, weight_scale
+        first forward    | weight           forward: round the inputs, multiply
+        here             | weight           forward: the layer's own, where no inputs are rounded
+
+    Layers that round nothing become plain ones, so that they can be packed for the CPU (`packed`).
     """
-    if form == "4bit":
-        named = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-        return BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=named
-        )
-    if form == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    # 1. The weights.
+    if not hasattr(getattr(model, "hf_quantizer", None), "compressor"):
+        return
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device))
 
-    kind = Int8WeightOnlyConfig if form == "int8" else Float8WeightOnlyConfig
-    return TorchAoConfig(kind(set_inductor_config=False))
+    # 2. The layers that only multiply.
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        rounds = scheme and (scheme.input_activations or scheme.output_activations)
+        if scheme and not rounds and not hasattr(module, "_hf_hook"):
+            vars(module).pop("forward", None)

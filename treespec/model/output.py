@@ -1,15 +1,15 @@
-"""From hidden states to logits, by a model's own output path."""
+"""What a forward of the target gives: hidden states, the inputs of tapped layers, logits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from treespec.errors import InputError
-from treespec.model.quantised import is_plain, rows_by_forward, sizes_of
-from treespec.trees.tree import TokenTree
+Hook = Callable[[nn.Module, tuple, dict], None]
 
 
 @dataclass(frozen=True)
@@ -27,44 +27,41 @@ class TreeOutput:
     rows: Tensor | None = None
 
 
-def tree_outputs(
-    trees: Sequence[TokenTree], logits: Sequence[Tensor], features: Iterable[Tensor]
-) -> list[TreeOutput]:
-    """The output of each tree, from logits of its nodes and asked rows, and padded features."""
-    outputs = []
-    for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
-        n = len(tree.tokens)
-        rows = tree_logits[n:] if tree.rows else None
-        outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
-    return outputs
+@contextmanager
+def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Inside, the dict receives the input of each tapped layer of a forward.
 
-
-def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
-    """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
-
-    Rows of a quantised output embedding are floats, as its forward unpacks them. device: of the
-    hidden states. Raises InputError for one that is offloaded, or is no linear layer.
+    taps: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
     """
-    # 1. The values by name.
-    whole = model.get_output_embeddings()
-    start = f"{type(model).__name__} takes no draft vocabulary: its output embedding"
-    if isinstance(whole, nn.Linear) and is_plain(whole):
-        if whole.weight.is_meta:
-            raise InputError(f"{start} is offloaded: give it room on a device")
-        named = whole.named_parameters()
-        values = {name: value.detach()[tokens.to(value.device)] for name, value in named}
-    else:
-        try:
-            weight, bias = rows_by_forward(whole, tokens, sizes_of(whole)[1], model.dtype, device)
-        except (InputError, AttributeError) as error:
-            raise InputError(f"{start} is no linear layer") from error
-        values = {"weight": weight} | ({"bias": bias} if bool(bias.any()) else {})
+    inputs: dict[int, Tensor] = {}
 
-    # 2. A layer of them.
-    rows = nn.Linear(values["weight"].shape[1], len(tokens), bias="bias" in values, device="meta")
-    for name, value in values.items():
-        setattr(rows, name, nn.Parameter(value.to(device), requires_grad=False))
-    return rows
+    def keep(k: int) -> Hook:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            inputs[k] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tapped(
+    decoder: nn.Module, layers: nn.ModuleList, arguments: dict[str, Any], taps: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """One forward of the decoder over B trees of N nodes, with these arguments.
+
+    taps: as for `captured`. Returns the hidden states after the final norm [B, N, H], and the
+    features: these same states, or the tapped inputs side by side, [B, N, taps * H].
+    """
+    with captured(layers, taps) as inputs:
+        hidden = decoder(**arguments).last_hidden_state
+    if not taps:
+        return hidden, hidden
+    return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
 
 
 def scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:

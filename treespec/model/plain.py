@@ -2,36 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError
 from treespec.model.weights import first_not_finite
-from treespec.trees.tree import TokenTree
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.tree import TokenTree, root_only
 
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
 
 
-class Checked(Protocol):
-    """What a check reads of a target, and the two settings that it finds."""
-
-    model: Any
-    config: Any
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
-    windows: dict[str, int | None]
-    repeats_masks: bool
-
-    def new_cache(self, capacity: int = ...) -> Any: ...
-    def prefill(self, cache: Any, tokens: Tensor) -> Tensor: ...
-    def forward_tree(self, cache: Any, tree: TokenTree) -> Any: ...
-
-
-def understand(target: Checked) -> torch.device:
+def understand(target: Any) -> torch.device:
     """Find the masks that a model takes, by trial. Returns the device of the features.
 
     Only a check longer than the model's window could notice the window. So the checks run with the
@@ -42,12 +27,12 @@ def understand(target: Checked) -> torch.device:
       model ignores is checked once more over its real length.
 
     No trial sees a change at a position beyond `FAR` that has another cause than a window.
-    Raises InputError where no masks lead to the plain model's logits.
+    Raises the first trial's error where no masks lead to the plain model's logits.
     """
     # 1. With narrow windows: the first masks that give the plain model's logits.
     windows = target.windows
     unused: dict[str, int | None] = dict.fromkeys(windows)
-    failure: InputError | None = None
+    failure: Exception | None = None
     with narrowed(target):
         near = target.windows
         for target.repeats_masks, target.windows in ((True, near), (False, near), (False, unused)):
@@ -55,7 +40,7 @@ def understand(target: Checked) -> torch.device:
                 device = check_against_plain_model(target, FAR)
                 break
             except Exception as error:  # a model's own code may raise anything
-                failure = failure or error_of(target, error)
+                failure = failure or error
         else:
             assert failure
             raise failure
@@ -70,7 +55,7 @@ def understand(target: Checked) -> torch.device:
 
 
 @torch.no_grad()
-def check_against_plain_model(target: Checked, committed: int = 1) -> torch.device:
+def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     """Compare a tree of three nodes with the plain model. Returns the device of the features.
 
       0 (b)           the text a … a' is committed, and this tree is forwarded;
@@ -89,10 +74,7 @@ def check_against_plain_model(target: Checked, committed: int = 1) -> torch.devi
     # 2. The tree's logits.
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
-    parents = torch.tensor([-1, 0, 0])
-    ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    tree = TokenTree(torch.tensor([b, c, d]), parents, torch.tensor([0, 1, 1]), ancestors)
-    out = target.forward_tree(cache, tree)
+    out = target.forward_tree(cache, _tree(torch.tensor([b, c, d]), [0, 1, 1]))
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
@@ -106,7 +88,7 @@ def check_against_plain_model(target: Checked, committed: int = 1) -> torch.devi
 
 
 @torch.no_grad()
-def has_equal_bits(target: Checked) -> bool:
+def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
     Node 3 of this tree, behind nine tokens, beside its path token by token:
@@ -116,38 +98,31 @@ def has_equal_bits(target: Checked) -> bool:
     """
     tokens = torch.tensor([[(3 + 4 * i) % target.vocab_size for i in range(FAR)]])
     nodes = torch.tensor([5, 7, 11, 13, 17]) % target.vocab_size
-    parents, depth = torch.tensor([-1, 0, 0, 1, 2]), torch.tensor([0, 1, 1, 2, 2])
-    ancestors = torch.eye(5, dtype=torch.bool)
-    ancestors[:, 0] = ancestors[3, 1] = ancestors[4, 2] = True
     whole, single = target.new_cache(), target.new_cache()
     target.prefill(whole, tokens)
     target.prefill(single, tokens)
-    rows = target.forward_tree(whole, TokenTree(nodes, parents, depth, ancestors)).logits
+    rows = target.forward_tree(whole, _tree(nodes, [0, 1, 1, 2, 2])).logits
     for node in (0, 1, 3):
-        one = nodes[[node]], torch.tensor([-1]), torch.tensor([0]), torch.ones(1, 1) > 0
-        logits = target.forward_tree(single, TokenTree(*one)).logits
-        if not torch.equal(logits[0], rows[node]):
+        if not torch.equal(
+            target.forward_tree(single, root_only(nodes[[node]])).logits[0], rows[node]
+        ):
             return False
         single.commit([[0]])
     return True
 
 
-def error_of(target: Checked, error: Exception) -> InputError:
-    """An error of the model's forward as one line that names the model."""
-    if isinstance(error, InputError):
-        return error
-    model, kind = type(target.model).__name__, type(error).__name__
-    return InputError(
-        f"{model} cannot be a target: its forward fails with {kind}: {first_line(error)}"
-    )
+def _tree(tokens: Tensor, depth: list[int]) -> TokenTree:
+    """The first nodes of the tree 0 - 1 - 3, 0 - 2 - 4."""
+    parents = torch.tensor([-1, 0, 0, 1, 2][: len(depth)])
+    return TokenTree(tokens, parents, torch.tensor(depth), ancestor_mask(parents, max(depth)))
 
 
-def _plain(target: Checked, tokens: list[int]) -> torch.Tensor:
+def _plain(target: Any, tokens: list[int]) -> torch.Tensor:
     """[T, V] logits of the plain model in float32, over T tokens without a cache of ours."""
     return target.model(input_ids=torch.tensor([tokens], device=target.device)).logits[0].float()
 
 
-def _why(target: Checked, plain: torch.Tensor, difference: float) -> str:
+def _why(target: Any, plain: torch.Tensor, difference: float) -> str:
     """The likely reason for which a tree's logits differ from the plain model's."""
     if not plain.isfinite().all():
         if name := first_not_finite(target.model):
@@ -167,19 +142,21 @@ def _why(target: Checked, plain: torch.Tensor, difference: float) -> str:
 
 
 @contextmanager
-def narrowed(target: Checked) -> Iterator[None]:
+def narrowed(target: Any) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
-    # 1. Find the attributes: whole numbers with a window's size and "window" or "chunk" in their
-    #    name.
-    sizes = {window for window in target.windows.values() if window and window > NARROW}
+    # 1. Find the attributes of modules, configs and the configs that modules hold: whole numbers with
+    #    a window's size and "window" or "chunk" in their name.
+    windows, modules = target.windows, list(target.model.modules())
+    sizes = {window for window in windows.values() if window and window > NARROW}
+    configs = [target.config, target.model.config, *(vars(m).get("config") for m in modules)]
+    owners = {id(owner): owner for owner in (*modules, *configs) if hasattr(owner, "__dict__")}
     before: list[tuple[object, str, int]] = []
-    for owner in _owners(target):
+    for owner in owners.values():
         for name, value in vars(owner).items():
             if type(value) is int and value in sizes and ("window" in name or "chunk" in name):
                 before.append((owner, name, value))
 
     # 2. Narrow them, and put them back at the end.
-    windows = target.windows
     try:
         for owner, name, _ in before:
             setattr(owner, name, NARROW)
@@ -189,12 +166,3 @@ def narrowed(target: Checked) -> Iterator[None]:
         target.windows = windows
         for owner, name, value in before:
             setattr(owner, name, value)
-
-
-def _owners(target: Checked) -> list[object]:
-    """The modules of a model, its configs, and the configs that its modules hold."""
-    modules = list(target.model.modules())
-    held = [vars(module).get("config") for module in modules]
-    configs = [target.config, target.model.config, *held]
-    distinct = {id(owner): owner for owner in configs if hasattr(owner, "__dict__")}
-    return [*modules, *distinct.values()]

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from treespec.errors import InputError, first_line
 
@@ -62,6 +63,34 @@ def rows_by_forward(
     if not difference.abs().mean() <= 0.1 * whole.abs().mean():
         raise InputError("it is no linear layer")
     return rows, bias[wanted]
+
+
+def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
+    """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
+
+    Rows of a quantised output embedding are floats, as its forward unpacks them. device: of the
+    hidden states. Raises InputError for one that is offloaded, or is no linear layer.
+    """
+    # 1. The values by name.
+    whole = model.get_output_embeddings()
+    start = f"{type(model).__name__} takes no draft vocabulary: its output embedding"
+    if isinstance(whole, nn.Linear) and is_plain(whole):
+        if whole.weight.is_meta:
+            raise InputError(f"{start} is offloaded: give it room on a device")
+        named = whole.named_parameters()
+        values = {name: value.detach()[tokens.to(value.device)] for name, value in named}
+    else:
+        try:
+            weight, bias = rows_by_forward(whole, tokens, sizes_of(whole)[1], model.dtype, device)
+        except (InputError, AttributeError) as error:
+            raise InputError(f"{start} is no linear layer") from error
+        values = {"weight": weight} | ({"bias": bias} if bool(bias.any()) else {})
+
+    # 2. A layer of them.
+    rows = nn.Linear(values["weight"].shape[1], len(tokens), bias="bias" in values, device="meta")
+    for name, value in values.items():
+        setattr(rows, name, nn.Parameter(value.to(device), requires_grad=False))
+    return rows
 
 
 @torch.no_grad()

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.cache import TreeCache
-from treespec.model.compressed import unpack_compressed
-from treespec.model.ends import NoLayers
 from treespec.model.inspect import (
     arguments_taken,
     context_length,
@@ -32,15 +30,15 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
+from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.output import rows_of_output, scaled, tree_outputs
+from treespec.model.output import scaled, tapped
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
-from treespec.model.quantised import sizes_of
-from treespec.model.taps import tapped
+from treespec.model.quantised import rows_of_output, sizes_of
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.weights import load_model
+from treespec.model.weights import NoLayers, load_model
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
 
@@ -63,7 +61,7 @@ class Target:
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
-        """ends: whether the model has embedding and output alone, as `model.ends` loads it."""
+        """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
         self.model = model = unwrapped(model).eval().requires_grad_(False)
         self.tokenizer, self.ends = tokenizer, ends
         with refusing(model):
@@ -232,7 +230,12 @@ class Target:
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        return tree_outputs(trees, logits, features)
+        outputs = []
+        for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
+            n = len(tree.tokens)
+            rows = tree_logits[n:] if tree.rows else None
+            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
+        return outputs
 
     def _hidden(
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: Taps
@@ -269,24 +272,21 @@ class Target:
     def _forward(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: Taps
     ) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(cache, tokens, places, seen)
-        with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
-            return tapped(self.decoder, self.stack, inputs, taps)
-
-    def _inputs(
-        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor
-    ) -> dict[str, Any]:
-        """Those arguments that the decoder takes: tokens [B, N], positions [B, N], masks, the cache."""
-        # Learned positions end at the context length. A node beyond it is never kept.
+        """`_hidden` of nodes that see the columns `seen` [B, N, T], at positions `places` [B, T]."""
+        # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
         repeated = repeats(self.config, n) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
+
+        # 2. Those arguments that the decoder takes.
         options = {
             "position_ids": node_places.to(self.device),
             "attention_mask": self.recurrent.all_masks(masks) if self.recurrent else masks,
             "past_key_values": cache,
             "cache_params": cache,
         }
-        taken = {name: value for name, value in options.items() if name in self.takes}
-        return {"input_ids": tokens.to(self.device), "use_cache": True, **taken}
+        inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": True}
+        inputs |= {name: value for name, value in options.items() if name in self.takes}
+        with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
+            return tapped(self.decoder, self.stack, inputs, taps)

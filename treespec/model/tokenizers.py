@@ -8,8 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.files.quiet import quiet
-from treespec.model.folder import located
-from treespec.model.gguf_file import gguf_file
+from treespec.model.folder import gguf_file, located
 from treespec.model.gguf_load import source
 from treespec.model.identity import base_of
 from treespec.model.placement import AS_IT_IS, Placement

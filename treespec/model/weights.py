@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,8 +21,7 @@ from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.files.quiet import quiet
 from treespec.model.adapters import adapted
-from treespec.model.folder import SIZES, check_fields, check_sizes, located
-from treespec.model.gguf_file import gguf_file
+from treespec.model.folder import SIZES, check_fields, check_sizes, gguf_file, located
 from treespec.model.gguf_load import (
     kept_in_blocks,
     source,
@@ -30,7 +29,7 @@ from treespec.model.gguf_load import (
     tell_of_unpacked,
 )
 from treespec.model.identity import base_of
-from treespec.model.load_in import FOREIGN, foreign, quantizer_options
+from treespec.model.load_in import FOREIGN, foreign, own_fields, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.quantised import is_plain_weight
 
@@ -167,7 +166,7 @@ def names(tensors: Iterable[str]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def first_not_finite(model: torch.nn.Module) -> str | None:
+def first_not_finite(model: nn.Module) -> str | None:
     """The name of a plain weight that holds NaN or infinity, or None. It skips offloaded ones."""
     for name, weight in model.named_parameters():
         if not weight.is_meta and is_plain_weight(weight) and not weight.isfinite().all():
@@ -179,36 +178,80 @@ def _cannot(path: str, error: Exception) -> InputError:
     """The error of a loader as one line."""
     if isinstance(error, InputError):
         return error
-    if "trust_remote_code" in str(error):
-        return InputError(
-            f"cannot load the target {path!r}: it brings Python code of its own (auto_map in "
-            "config.json), which would run on this machine; read it, then give --trust-remote-code"
-        )
-    return InputError(f"cannot load the target {path!r}: {_reason(error)}")
-
-
-def _reason(error: Exception) -> str:
-    """The reason for a loader's error, as a part of a line."""
     line = first_line(error)
-    if "`CONVERSION` entries" in line:  # of a table that `quiet` hides
-        return (
+    reason = (
+        line if " " in line else f"{type(error).__name__}: {line}"
+    )  # a KeyError is its key alone
+    if "trust_remote_code" in str(error):
+        reason = (
+            "it brings Python code of its own (auto_map in config.json), which would run on this "
+            "machine; read it, then give --trust-remote-code"
+        )
+    elif "`CONVERSION` entries" in line:  # of a table that `quiet` hides
+        reason = (
             "transformers cannot bring its tensors into the form of the model; "
             "AutoModelForCausalLM.from_pretrained of the same path shows which"
         )
-    if type(error).__name__ == "SafetensorError":
-        return f"its weights are damaged, fetch them again ({line})"
-    return line if " " in line else f"{type(error).__name__}: {line}"  # a KeyError is its key alone
+    elif type(error).__name__ == "SafetensorError":
+        reason = f"its weights are damaged, fetch them again ({line})"
+    return InputError(f"cannot load the target {path!r}: {reason}")
 
 
 def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
-    """`checkpoint_dtype` of a directory, a hub id or `demo`. Raises InputError."""
-    return checkpoint_dtype(load_config(os.path.expanduser(target), how))
+    """What the config.json of a directory, a hub id or `demo` says.
+
+    None where it does not, or where the weights are quantised. Raises InputError.
+    """
+    config = load_config(os.path.expanduser(target), how)
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return str(named).removeprefix("torch.") if named and not own_fields(config) else None
 
 
-def checkpoint_dtype(config: PreTrainedConfig) -> str | None:
-    """What config.json says; None where it does not, or where the weights are quantised."""
-    text = config.get_text_config()
-    if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+class NoLayers(nn.Module):
+    """Stands in for a decoder that was not loaded."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("of this target only the embedding and the output are loaded")
+
+
+def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
+    """The two ends of a model, embedding and output; None where it cannot be loaded like that.
+
+    A head that trains on stored features asks no more of its target: of an 8 B model 2 GB in 16 bits
+    instead of 16. Its config still tells the number of layers. how: as for `load_model`; the ends of
+    a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
+    adapter.
+    """
+    if how.gguf or base_of(path):
         return None
-    named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    return str(named).removeprefix("torch.") if named else None
+    # 1. A config without layers.
+    path = model_path(path)
+    config = load_config(path, how)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    count = text.num_hidden_layers
+    try:
+        if kinds is not None:
+            text.layer_types = []
+        text.num_hidden_layers = 0
+
+        # 2. The weights: those of the layers have no place to go.
+        with quiet():
+            loaded: Any = auto_class(config).from_pretrained(
+                path,
+                config=config,
+                output_loading_info=True,
+                **how.options,
+                **located(path, how),
+            )
+    except Exception:  # what a model's own code makes of no layers
+        return None
+
+    # 3. Whole again, but for the layers.
+    model, report = loaded
+    text = model.config.get_text_config()
+    text.num_hidden_layers = count
+    if kinds is not None:
+        text.layer_types = kinds
+    complete = not report["missing_keys"] and not report.get("mismatched_keys")
+    return model.eval() if complete and model.get_output_embeddings() is not None else None

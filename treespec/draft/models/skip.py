@@ -21,7 +21,7 @@ from treespec.draft.models.branch import Branch
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
-from treespec.model.taps import captured
+from treespec.model.output import captured
 from treespec.model.target import Target
 
 

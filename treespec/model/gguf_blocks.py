@@ -1,4 +1,14 @@
-"""transformers' loader of GGUF files, but matrices stay in their blocks.
+"""Weights of a GGUF file that stay in its blocks: each forward unpacks them.
+
+The layers here hold the same bytes as the file. A forward unpacks a part of a weight that fits the
+processor's cache, multiplies by it and forgets it:
+
+    weight    | rows 0-909 | rows 910-1819 | …      1.6 to 8.5 bits a weight
+    unpacked  | one part   |                        in the dtype of the input
+    output    | done       | to do         | …            576 inputs: 910 rows are 2 MB in float32
+
+The products are those of the unpacked weight, so a tree's logits agree with a single token's as
+closely as in a plain model of that dtype.
 
 transformers 5.23 keeps the blocks of three architectures (Qwen3.5 and its mixture, LFM2), on devices
 that it has a kernel for, and unpacks all other files when it loads them. For these others this
@@ -12,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize, row_bytes
 from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
@@ -21,7 +31,58 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from treespec.model.blocks import BlockEmbedding, BlockLinear
+PART = 1 << 19  # weights that are unpacked at a time: 2 MB in float32
+
+
+@final
+class BlockLinear(nn.Module):
+    """`nn.Linear` for inference. weight: [out, bytes of a row] uint8, GGUF blocks."""
+
+    def __init__(self, plain: nn.Linear, kind: int, dtype: torch.dtype) -> None:
+        """kind: the type of the blocks, as GGUF numbers them."""
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.kind, self.bias = kind, plain.bias
+        self.weight = _blocks(self.out_features, self.in_features, kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = x.reshape(-1, self.in_features)
+        output = x.new_empty(len(rows), self.out_features)
+        step = max(1, PART // self.in_features)
+        for start in range(0, self.out_features, step):
+            part = slice(start, start + step)
+            unpacked = dequantize(self.weight[part], self.kind, x.dtype)
+            output[:, part] = rows @ unpacked.view(-1, self.in_features).T
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*x.shape[:-1], self.out_features)
+
+
+@final
+class BlockEmbedding(nn.Module):
+    """`nn.Embedding` for inference. weight: [V, bytes of a row] uint8, GGUF blocks."""
+
+    def __init__(self, plain: nn.Embedding, kind: int, dtype: torch.dtype) -> None:
+        """kind: as for `BlockLinear`. dtype: of the embeddings."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
+        self.kind, self.dtype = kind, dtype
+        self.weight = _blocks(self.num_embeddings, self.embedding_dim, kind)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., H]."""
+        rows = self.weight[tokens.reshape(-1)]
+        return dequantize(rows, self.kind, self.dtype).view(*tokens.shape, self.embedding_dim)
+
+
+def _blocks(rows: int, width: int, kind: int) -> nn.Parameter:
+    """Room for the blocks of a matrix [rows, width]."""
+    empty = torch.empty(rows, row_bytes(kind, width), dtype=torch.uint8)
+    return nn.Parameter(empty, requires_grad=False)
+
+
+BLOCKS: dict[type, Any] = {nn.Linear: BlockLinear, nn.Embedding: BlockEmbedding}
 
 
 @final
@@ -60,7 +121,9 @@ class BlockQuantizer(GgufHfQuantizer):
         types: dict[str, int] = {}
         for tensor in self.header.tensors:
             name = self.names.get(tensor.name, "")
-            if tensor.ggml_type not in GGML_BLOCK or not _is_matrix(model, name):
+            place, _, last = name.rpartition(".")
+            is_matrix = last == "weight" and type(model.get_submodule(place)) in BLOCKS
+            if tensor.ggml_type not in GGML_BLOCK or not is_matrix:
                 continue
             order = order_of_rows(self.processor, tensor.name, tensor.shape[0])
             if order is not None:
@@ -72,8 +135,9 @@ class BlockQuantizer(GgufHfQuantizer):
         # 2. The layers, still without memory.
         for name, blocks in types.items():
             place = name.removesuffix(".weight")
-            plain = model.get_submodule(place)
-            model.set_submodule(place, _layer(plain, blocks, self.dtype or torch.float32))
+            plain: Any = model.get_submodule(place)
+            new = BLOCKS[type(plain)](plain, blocks, self.dtype or torch.float32)
+            model.set_submodule(place, new)
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, Any]:
         """The tensors by the model's names: blocks as bytes, all others in the model's dtype."""
@@ -119,17 +183,3 @@ def order_of_rows(processor: TensorProcessor, name: str, rows: int) -> Tensor | 
     order = done[:, 0].astype(np.int64) // 2
     is_reordered = np.array_equal(numbered[order.clip(0, rows - 1)], done)
     return torch.from_numpy(order) if is_reordered else None
-
-
-def _is_matrix(model: PreTrainedModel, name: str) -> bool:
-    """Whether a tensor is the weight of a plain linear layer or a plain embedding."""
-    place, _, last = name.rpartition(".")
-    return last == "weight" and type(model.get_submodule(place)) in (nn.Linear, nn.Embedding)
-
-
-def _layer(plain: nn.Module, kind: int, dtype: torch.dtype) -> nn.Module:
-    """The layer of blocks instead of a plain one."""
-    if isinstance(plain, nn.Linear):
-        return BlockLinear(plain.in_features, plain.out_features, kind, plain.bias is not None)
-    assert isinstance(plain, nn.Embedding)
-    return BlockEmbedding(plain.num_embeddings, plain.embedding_dim, kind, dtype)

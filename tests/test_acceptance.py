@@ -15,10 +15,9 @@ from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
-from treespec.eval.acceptance.rates import Mean, average, rate
-from treespec.eval.acceptance.run import accept, schemes_of
+from treespec.eval.acceptance.rates import accept, average, rate, schemes_of
 from treespec.eval.acceptance.sources import Logits, logits_of
-from treespec.eval.acceptance.table import table_of, verdict
+from treespec.eval.acceptance.table import Mean, table_of, verdict
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -212,7 +211,7 @@ def test_given_text_is_read_as_what_it_is(lab, tmp_path):
 def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
     for sweep in sweeps(AcceptanceConfig(out=str(tmp_path), target="t", head="h", preset=name)):
         assert cases(sweep)
-        for verifier in (sweep.verifier or "").replace(",is-lp", " is-lp").split():
+        for verifier in sweep.verifier.replace(",is-lp", " is-lp").split():
             assert verifier == "all" or scheme_by_name(verifier).lossless
 
 
@@ -228,6 +227,7 @@ def laws_file(folder, p, q):
         ({"laws": None}, "--target and --head"),
         ({"preset": "khan"}, "must be hu, khisti-draws"),
         ({"draws": "2", "draft_temperature": "1/1/1"}, "no list for --draws 2"),
+        ({"preset": "hu", "draws": "2"}, "--preset hu settles --draws: leave out one"),
         ({"verifier": "best"}, "unknown verifier 'best'"),
         ({"verifier": "typical"}, "typical is not lossless"),
         ({"verifier": "rrs:draft-temperatures=1/2"}, "by --draft-temperature"),

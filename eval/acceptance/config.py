@@ -20,41 +20,23 @@ from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
 LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
 
-Settings = dict[str, Any]
-
-DEFAULTS: Settings = {
-    "verifier": "all",
-    "temperature": "0.6,1",
-    "draws": "1,2,4",
-    "draft_temperature": "same",
-    "top_k": 0,
-    "samples": 16,
-}
-GIVEN: Settings = {"temperature": "1", "draws": "2", "samples": 1000}  # for given laws
-
-PRESETS: dict[str, list[Settings]] = tomllib.loads(
+# Khisti et al. 2025, Figure 2, and a toy example: a uniform draft on 3 tokens against the target
+# (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
+FIGURE_2 = Path(__file__).with_name("figure2.json")
+PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
-)  # the sweeps of each
-
-
-def _default(name: str) -> str:
-    """The default of an option that presets and given laws settle too, for its help."""
-    given = f" (given laws: {GIVEN[name]})" if name in GIVEN else ""
-    return f"the preset's, else {DEFAULTS[name]}{given}"
+)  # the sweeps of each: the options that it settles
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
-    """An option that is None takes the preset's value, else that of DEFAULTS (see `sweeps`).
-
-    Raises InputError for a number out of its range, and without models or laws.
-    """
+    """Raises InputError for a number out of its range, and without models or distributions."""
 
     out: str = option("folder for logits and rates; a rerun uses the logits that are there")
     target: str | None = shared(TargetOptions, "target", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
     laws: str | None = option(
-        'JSON file of given laws instead of a model: {"p": [[…], …], "q": [[…], …]}', None
+        'JSON file of distributions instead of a model: {"p": [[…], …], "q": [[…], …]}', None
     )
     answers_temperature: float = option(
         "temperature of the target's own answers", 1.0, least=0, most=100
@@ -75,70 +57,59 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         least=1,
         most=64,
     )
-    verifier: str | None = option(
-        f"schemes, separated by commas: all, {either(LOSSLESS)}; with options as in "
-        "is-lp:s=8; default: all",
-        None,
+    verifier: str = option(
+        f"schemes, separated by commas: all, {either(LOSSLESS)}; with options as in is-lp:s=8",
+        "all",
     )
-    temperature: str | None = option(
-        f"temperatures, separated by commas; default: {_default('temperature')}",
-        None,
-        least=0,
-        most=100,
+    temperature: str = option("temperatures, separated by commas", "0.6,1", least=0, most=100)
+    draws: str = option(
+        "numbers of draws per node, separated by commas", "1,2,4", least=1, most=4096, whole=True
     )
-    draws: str | None = option(
-        f"numbers of draws per node, separated by commas; default: {_default('draws')}",
-        None,
-        least=1,
-        most=4096,
-        whole=True,
-    )
-    draft_temperature: str | None = option(
+    draft_temperature: str = option(
         "draft temperatures, separated by commas: same (as the target's), 1.2, or 1.2/2 for two "
-        "draws with a law each",
-        None,
+        "draws with a distribution each",
+        "same",
         least=0,
         most=100,
         words=("same",),
     )
-    top_k: int | None = option(
-        "keep the k most likely tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10
+    top_k: int = option(
+        "keep the k most likely tokens of both distributions; 0 is off",
+        0,
+        least=0,
+        most=TOKENS * 10,
     )
     top_p: float = option(
-        "keep the most likely tokens of both laws that hold this probability; 1 is off",
+        "keep the most likely tokens of both distributions that hold this probability; 1 is off",
         1.0,
         above=0,
         most=1,
     )
-    samples: int | None = option(
-        f"Monte-Carlo samples per position; default: {_default('samples')}",
-        None,
-        least=2,
-        most=MANY,
-    )
+    samples: int = option("Monte-Carlo samples per position", 16, least=2, most=MANY)
     seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.given_laws and not (self.target and self.head):
+        if not self.given and not (self.target and self.head):
             raise InputError("give --target and --head, or --laws FILE, or --preset khisti-figure2")
 
     @property
-    def given_laws(self) -> bool:
-        """Whether the laws are given instead of collected from models."""
-        return self.laws is not None or self.preset == "khisti-figure2"
+    def given(self) -> Path | None:
+        """The file of distributions; None where models give them."""
+        file = FIGURE_2 if self.preset == "khisti-figure2" else self.laws
+        return Path(file) if file else None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of schemes: temperatures, number of draws and truncation of both laws.
+    """One comparison of schemes: temperatures, number of draws and truncation of both distributions.
 
-    temperature: the target's. draft: the draft's as tables name it, such as "same" or "1.2/2".
+    temperature: the target's. draft: the draft's as the option names it, such as same or 1.2/2.
     draft_temperatures: one for all draws, or one per draw.
     """
 
     temperature: float
-    draft: str | float
+    draft: str
     draft_temperatures: tuple[float, ...]
     draws: int
     top_k: int
@@ -146,16 +117,18 @@ class Case:
 
 
 def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
-    """The configuration with no option None, once per sweep of the preset.
+    """The configuration, once per sweep of the preset.
 
-    Options that were given win over the preset.
+    Raises InputError for an option that the preset settles.
     """
-    usual = DEFAULTS | (GIVEN if config.given_laws else {})
-    unset = [name for name in usual if getattr(config, name) is None]
-    presets = PRESETS[config.preset] if config.preset else [{}]
-    found = [usual | preset for preset in presets]
-    settled = [replace(config, **{name: one[name] for name in unset}) for one in found]
-    return list(dict.fromkeys(settled))
+    found = []
+    for sweep in PRESETS[config.preset] if config.preset else [{}]:
+        for name in sweep:
+            if getattr(config, name) != getattr(AcceptanceConfig, name):
+                flag = config.named(name)
+                raise InputError(f"--preset {config.preset} settles {flag}: leave out one")
+        found.append(replace(config, **sweep))
+    return found
 
 
 def cases(sweep: AcceptanceConfig) -> list[Case]:
@@ -164,18 +137,16 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
     A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError if
     nothing fits.
     """
-    names = ("temperature", "draft-temperature", "draws")
-    given = (sweep.temperature, sweep.draft_temperature, sweep.draws)
-    parts = [listed(name, values or "") for name, values in zip(names, given, strict=True)]
     fitting = []
-    for temperature, draft, count in product(*parts):
-        own = temperature if draft == "same" else draft
-        laws = tuple(map(float, own.split("/")))
-        if len(laws) in (1, int(count)):
-            called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            fitting.append(
-                Case(float(temperature), called, laws, int(count), sweep.top_k or 0, sweep.top_p)
-            )
+    for temperature, draft, count in product(
+        map(float, listed("temperature", sweep.temperature)),
+        listed("draft-temperature", sweep.draft_temperature),
+        map(int, listed("draws", sweep.draws)),
+    ):
+        of_draws = [temperature] if draft == "same" else [float(x) for x in draft.split("/")]
+        if len(of_draws) in (1, count):
+            truncated = sweep.top_k, sweep.top_p
+            fitting.append(Case(temperature, draft, tuple(of_draws), count, *truncated))
     if not fitting:
         raise InputError(
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
@@ -189,12 +160,10 @@ def schemes_in(verifiers: str) -> list[str]:
     Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
     own.
     """
-    names = listed("verifier", verifiers)
-    if "all" in names:
-        at = names.index("all")
-        names[at : at + 1] = LOSSLESS
-    for name in names:
-        if name != REFERENCE:
+    names: list[str] = []
+    for name in listed("verifier", verifiers):
+        names += LOSSLESS if name == "all" else [name]
+        if name not in ("all", REFERENCE):
             scheme, options = known_scheme(name, allow_lossy=True)
             if not scheme.lossless:
                 raise InputError(

@@ -1,25 +1,83 @@
-"""Acceptance rates of schemes at collected positions, beside their α*."""
+"""The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import Case
-from treespec.eval.acceptance.sources import Coordinates, Logits
+from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
+from treespec.eval.acceptance.otm_lp import OtmLp
+from treespec.eval.acceptance.sources import Coordinates, Logits, collected, given
+from treespec.eval.acceptance.table import Mean, Row, report_of
+from treespec.eval.common import Step
+from treespec.eval.report import markdown, page
+from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
+from treespec.verify.facts import REFERENCE
 from treespec.verify.rates import OPTIMA, measured
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 
-Mean = dict[str, float | None]  # `value`, and its standard `error`: None where one group gives none
-Row = dict[str, Any]  # one method at one place, as `rows_of` makes it
+def accept(
+    config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
+    """Collect logits, or take the given distributions, then rate every scheme.
+
+    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and .html. Its fields:
+    config, environment; left_out: why each scheme that is missing does not fit; sweeps: the rows of
+    each sweep. Raises InputError for bad input.
+    """
+    # 1. What is compared, and where p and q come from.
+    schemes = {sweep: schemes_of(sweep.verifier) for sweep in sweeps(config)}
+    planned = [(sweep, case) for sweep in schemes for case in cases(sweep)]
+    known = given(config.given) if config.given else None
+    with locked(config.out):
+        names: list[Coordinates] = []
+        if known:
+            (logits, names), environment = known, dict[str, object](torch=str(torch.__version__))
+        else:
+            logits, environment = collected(config, report)
+
+        # 2. The rates of every case.
+        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+        generator.manual_seed(config.seed)
+        left_out: dict[str, str] = {}
+        tables: dict[AcceptanceConfig, list[Row]] = {sweep: [] for sweep in schemes}
+        for done, (sweep, case) in enumerate(planned):
+            text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
+            report(Step(done, len(planned), text))
+            rated, refused = rate(logits, case, schemes[sweep], sweep.samples, generator)
+            left_out = refused | left_out
+            if not rated:
+                raise InputError("; ".join(refused.values()))
+            tables[sweep] += rows_of(rated, case, logits.group, names)
+
+        # 3. The files.
+        environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
+        found = {"config": asdict(config), "environment": environment, "left_out": left_out}
+        result, out = found | {"sweeps": [*tables.values()]}, Path(config.out)
+        shown = report_of(result)
+        write_json(out / "acceptance.json", result)
+        write_text(out / "acceptance.md", markdown(shown))
+        write_text(out / "acceptance.html", page(shown, "Acceptance rates"))
+    return result
+
+
+def schemes_of(verifiers: str) -> dict[str, Scheme]:
+    """The schemes that `--verifier` names, ordered by how they draw; `all`: every lossless one."""
+    names = schemes_in(verifiers)
+    schemes = {name: OtmLp() if name == REFERENCE else scheme_by_name(name) for name in names}
+    order = [*OPTIMA, None]
+    return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))
 
 
 @dataclass(frozen=True)
@@ -27,15 +85,15 @@ class MethodRates:
     """The acceptance rates of one scheme, or α*, at n positions.
 
     method: the scheme's name, or for α* how its draws are made. drawn: how the draws are made,
-    where α* of that is known. values: [n] rates. errors: [n] their Monte-Carlo standard errors, 0
-    where a formula states them. optimum: whether these rates are α*.
+    where α* of that is known. optimum: whether these rates are α*. values: [n] rates. errors: [n]
+    their Monte-Carlo standard errors, 0 where a formula states them.
     """
 
     method: str
     drawn: str | None
+    optimum: bool
     values: Tensor
     errors: Tensor
-    optimum: bool = False
 
 
 def rate(
@@ -46,7 +104,7 @@ def rate(
     The generator's device computes. samples: Monte-Carlo samples per position.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
-    chunks = defaultdict[tuple[str, str | None, bool], list[tuple[Tensor, Tensor]]](list)
+    chunks = defaultdict[tuple[str, str | None, bool], list[Tensor]](list)  # [2, rows] each
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
     target, *of_draws = (
@@ -55,8 +113,8 @@ def rate(
     )
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
         p = probs(p_logits.to(generator.device), target)  # [B, V]
-        laws = [probs(q_logits.to(generator.device), params) for params in of_draws]
-        q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [B, V] or [B, K, V]
+        q_of_draws = [probs(q_logits.to(generator.device), params) for params in of_draws]
+        q = torch.stack(q_of_draws, dim=1) if len(q_of_draws) > 1 else q_of_draws[0]
 
         # 2. The schemes that take such draws, and α* of their draws; it is known for draws from one distribution.
         drawn = set()
@@ -67,25 +125,19 @@ def rate(
                 refused[name] = str(error).partition(";")[0]
             else:
                 drawn.add(scheme.drawing)
-                chunk = found.value.cpu(), found.error.cpu()
-                chunks[name, scheme.drawing, False].append(chunk)
+                both = torch.stack([found.value, found.error]).cpu()
+                chunks[name, scheme.drawing, False].append(both)
         for kind in (kind for kind in OPTIMA if kind in drawn and q.dim() == 2):
             values = OPTIMA[kind](p, q, case.draws).cpu()
-            chunks[kind, kind, True].append((values, torch.zeros_like(values)))
+            chunks[kind, kind, True].append(torch.stack([values, torch.zeros_like(values)]))
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    whole = [
-        MethodRates(
-            name,
-            kind,
-            torch.cat([values for values, _ in parts]),
-            torch.cat([errors for _, errors in parts]),
-            optimum,
-        )
-        for (name, kind, optimum), parts in chunks.items()
-        if name not in refused
+    rated = [
+        MethodRates(*method, *torch.cat(parts, dim=1))
+        for method, parts in chunks.items()
+        if method[0] not in refused
     ]
-    return whole, refused
+    return rated, refused
 
 
 def rows_of(
@@ -99,16 +151,16 @@ def rows_of(
     Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an error
     alike.
 
-    group: [n] int64. names: what names each pair; (): all positions are one place.
+    group: [n] int64. names: what names each pair; (): all positions go together.
     """
-    # 1. The places, and the positions [m] of each.
+    # 1. The coordinates, and the positions [m] of each.
     here: Coordinates = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
     every = torch.arange(len(group))
-    places = [(name | here, every[i : i + 1]) for i, name in enumerate(names)] or [(here, every)]
+    parts = [(name | here, every[i : i + 1]) for i, name in enumerate(names)] or [(here, every)]
 
-    # 2. Each method at each place, beside the α* of its draws.
+    # 2. Each method there, beside the α* of its draws.
     optima = {rates.drawn: rates.values for rates in rated if rates.optimum}
-    for at, positions in places:
+    for at, positions in parts:
         groups = group[positions]
         for rates in rated:
             gap = None

@@ -21,9 +21,6 @@ from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
 from treespec.text.conversations import content_of
 
-# Khisti et al. 2025, Figure 2, and a toy example: a uniform draft on 3 tokens against the target
-# (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
-FIGURE_2 = Path(__file__).with_name("figure2.json")
 Coordinates = dict[str, str | float]
 Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
 CHANGE_NO_LOGITS = {
@@ -154,14 +151,14 @@ def logits_of(
 # --- given ---------------------------------------------------------------------------------------
 
 
-def given(path: str | Path) -> tuple[Logits, list[Coordinates]]:
+def given(path: Path) -> tuple[Logits, list[Coordinates]]:
     """The distributions of a JSON file, and what names each pair in tables.
 
     Raises InputError for a file that cannot be read or does not hold n pairs of distributions.
     """
     # 1. The file.
     try:
-        laws = json.loads(Path(path).read_text())
+        laws = json.loads(path.read_text())
         p, q = (torch.tensor(laws[name], dtype=torch.float64) for name in "pq")
         at = laws.get("at") or [{"law": number} for number in range(len(p))]
     except OSError as error:

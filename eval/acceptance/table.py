@@ -1,7 +1,7 @@
 """The lab's rates as tables, notes and a verdict.
 
 The layout is that of Table 1 of Hu et al. 2025: a line per method, with α* below the methods that
-draw in its way, and a column per temperature and number of draws. Given laws have a line per law
+draw in its way, and a column per temperature and number of draws. Given distributions have a line per distribution
 and a column per method.
 """
 
@@ -9,10 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from treespec.eval.acceptance.rates import Mean, Row
 from treespec.eval.intervals import Figure, Z
 from treespec.eval.report import Cell, Report, Table, percent
 
+Mean = dict[str, float | None]  # `value`, and its standard `error`: None where one group gives none
+Row = dict[str, Any]  # one method at one combination, as `rows_of` makes it
 KINDS = {  # of figures in a row, by what their tables are called
     "rate": "Acceptance rate α in %",
     "gap": "Below α* of its own draws, in points",
@@ -23,18 +24,17 @@ SHORT = {"temperature": "T", "draws": "K"}
 def report_of(result: dict[str, Any]) -> Report:
     """What OUT/acceptance.md, OUT/acceptance.html and the terminal show."""
     tables = [table_of(rows, kind) for rows in result["sweeps"] for kind in KINDS]
-    return Report(
-        tables, notes(result), [line for rows in result["sweeps"] for line in verdict(rows)]
-    )
+    lines = [line for rows in result["sweeps"] for line in verdict(rows)]
+    return Report(tables, notes(result), lines)
 
 
 def table_of(rows: Sequence[Row], kind: str) -> Table:
     """One kind of figures of a sweep."""
-    by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
+    by_pair = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
     lines: dict[str, dict[str, Cell]] = {}
     for row in in_order(rows):
         method = f"α* {row['method']}" if row["optimum"] else row["method"]
-        line, column = (place_of(row), method) if by_law else (method, place_of(row))
+        line, column = (place_of(row), method) if by_pair else (method, place_of(row))
         if row[kind] is not None:
             lines.setdefault(line, {"": line})[column] = figure(row[kind])
     return Table(KINDS[kind], [""], [*lines.values()])
@@ -72,14 +72,11 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for place in dict.fromkeys(map(place_of, rows)):
         here = [row for row in rows if place_of(row) == place]
         optima = {row["drawn"]: row["rate"]["value"] for row in here if row["optimum"]}
-        rates = {
-            row["method"]: (
-                min(row["rate"]["value"], optima.get(row["drawn"], 1.0)),
-                row["noise"] or 0.0,
-            )
-            for row in here
-            if not row["optimum"]
-        }
+        rates = {}
+        for row in here:
+            if not row["optimum"]:
+                rate = min(row["rate"]["value"], optima.get(row["drawn"], 1.0))
+                rates[row["method"]] = rate, row["noise"] or 0.0
         most, error = max(rates.values(), default=(0.0, 0.0))
         methods = tuple(
             method
@@ -95,7 +92,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     """What a reader must know to read the figures."""
     # 1. What was measured, and on what.
     config, row = result["config"], result["sweeps"][0][0]
-    lines = ["Given laws. In brackets: 95 % intervals, from the errors of the sampling."]
+    lines = ["Given distributions. In brackets: 95 % intervals, from the errors of the sampling."]
     if row["positions"] > 1:
         text = (
             f"text {config['text']}" if config["text"] else f"own answers to {config['questions']}"

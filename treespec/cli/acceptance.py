@@ -22,16 +22,16 @@ def acceptance(config: AcceptanceConfig) -> None:
     check_questions(config.questions)
     for sweep in sweeps(config):
         cases(sweep)
-        schemes_in(sweep.verifier or "")
-    if config.target and config.head and not config.given_laws:
+        schemes_in(sweep.verifier)
+    if config.head and not config.given:
         begin(config, [f"head:{config.head}"])
         check_step(config.head, config.step)
     else:
-        notice(f"reading {config.laws or config.preset} …")
+        notice(f"reading {config.given} …")
     from pathlib import Path
 
     from treespec.cli.terminal import remark, show_result, with_progress
-    from treespec.eval.acceptance.run import accept
+    from treespec.eval.acceptance.rates import accept
     from treespec.eval.acceptance.table import report_of
 
     result = with_progress(lambda report: accept(config, report))

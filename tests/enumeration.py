@@ -10,8 +10,6 @@ from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.trees.tree import Draws
 from treespec.verify import registry
 
-Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
-
 SCHEMES = registry.SCHEMES | {"otm-lp": OtmLp()}
 LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
 ENUMERABLE = [name for name in LOSSLESS if name != "optimal"]  # its draws carry scores: see test_optimal.py

@@ -1,7 +1,6 @@
 """A target of six tokens with a tokenizer, and the law of its answers under a grammar by enumeration."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from models import TableConfig, TableModel, random_head
@@ -15,7 +14,6 @@ from treespec.shaping.sampling import probs
 
 TOKENS = ["a", "b", "c", "ab", "</s>", "d"]
 END = 4
-Allowed = Callable[[tuple[int, ...]], set[int]]  # the tokens that may follow an answer
 
 
 def letters_tokenizer():

@@ -1,9 +1,7 @@
 """Random JSON schemas whose answers are short, for tests of answers by a schema."""
 
 import random
-from typing import Any
 
-Schema = dict[str, Any]
 WORDS = ("a", "id", "size", "the user", "x-1", 'quote"d', "naïve", "kind", "tags")
 
 

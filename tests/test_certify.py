@@ -113,18 +113,6 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_pat
         certify(CertifyConfig(target="no-model", head="no-head", out=str(tmp_path / "file" / "report.json")))
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"error": 1e-6}, "--error is"),
-        ({"temperature": float("nan")}, "--temperature is"),
-    ],
-)
-def test_numbers_that_say_nothing_are_refused(options, complaint):
-    with complains(complaint):
-        CertifyConfig(target="target", head="head", **options)
-
-
 def test_a_drafter_that_is_a_model_is_asked_with_its_own_law():
     spec = tiny("3x1", "rrs")
     assert spec.head is None

@@ -129,26 +129,6 @@ def test_max_new_tokens_is_exact(llama, new):
     assert len(out.token_ids) == out.stats.new_tokens == new
 
 
-def test_a_second_turn_reuses_the_first(llama):
-    spec = llama.configured("eagle")
-    first = spec.generate(prompt(), max_new_tokens=20)
-    longer = [*prompt(), *first.token_ids, *prompt(length=5, seed=9)]
-    second = spec.generate(longer, max_new_tokens=20)
-    assert second.token_ids == plain_generate(llama.target, longer, 20)
-    assert second.stats.cached_tokens >= len(prompt()) + len(first.token_ids) - 2
-    other = spec.generate(prompt(seed=11), max_new_tokens=10)
-    assert other.token_ids == plain_generate(llama.target, prompt(seed=11), 10)
-
-
-def test_an_interrupted_stream_leaves_the_object_usable(llama):
-    spec = llama.configured("eagle")
-    wanted = plain_generate(llama.target, prompt(), 20)
-    stream = spec.stream(prompt(), max_new_tokens=20)
-    seen = [token for piece in itertools.islice(stream, 3) for token in piece.token_ids]
-    assert seen == wanted[: len(seen)] == stream.output.token_ids
-    assert spec.generate(prompt(), max_new_tokens=20).token_ids == wanted
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "opt"])
 def test_the_context_ends_texts_at_different_times(name):
     """127 of 128 tokens end in the first cycle, when the others have just begun."""
@@ -216,18 +196,6 @@ def test_shares_of_the_time_add_up_to_the_clock(llama):
     for output in outputs:
         stages = sum(output.stats.seconds[name] for name in ("prefill", "draft", "target", "verify", "commit"))
         assert 0 < stages <= output.stats.seconds["total"]
-
-
-def test_same_seed_same_text_and_another_seed_another(llama):
-    def text(seed):
-        return llama.configured("eagle", "rrs-wo").generate(prompt(), temperature=1.0, seed=seed).token_ids
-
-    assert text(5) == text(5)
-    assert text(5) != text(6)
-
-
-def test_a_prompt_of_one_token_works(llama):
-    assert llama.generate([5], max_new_tokens=9).token_ids == plain_generate(llama.target, [5], 9)
 
 
 @pytest.mark.parametrize("verifier", [*NAMES, "baseline"])

@@ -65,14 +65,6 @@ def test_figures_of_given_times():
     assert got["speedup"]["value"] == pytest.approx(80 / 60)
 
 
-def test_totals_weight_completions_by_their_tokens():
-    mine = [answer(2, 1, 0.02)] * 2 + [answer(96, 24, 0.48)]
-    plain = [answer(2, 2, 0.02)] * 2 + [answer(96, 96, 0.96)]
-    got = figures(mine, plain, resample(3, 50, 0))
-    assert got["speedup"]["value"] == pytest.approx(100 / 52)
-    assert got["acceptance_length"]["value"] == pytest.approx(100 / 26)
-
-
 def test_ratio_of_totals_of_a_hand_example():
     # ours: 30 tokens in 3 s and 10 in 5 s, 40 in 8; the baseline: 20 in 4 s and 20 in 20 s, 40 in 24.
     mine, base = [answer(30, 10, 3.0), answer(10, 10, 5.0)], [answer(20, 20, 4.0), answer(20, 20, 20.0)]

@@ -12,7 +12,6 @@ from tiny_configs import MODELS, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.mtp import MtpProposer
@@ -114,18 +113,6 @@ def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_
             for branch in (0, 1):
                 expected = plain.logits(texts[row], branches[row, : level + 1, branch])
                 close(logits[branch], expected, 2e-4, 1e-4)
-
-
-@pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
-def test_trees_of_mtp_drafts_give_the_targets_own_tokens(folders, name):
-    """Greedy, three texts together, under a static tree, a chain and the default tree."""
-    target = loaded(folders[name])
-    source = source_of("mtp", target)
-    prompts = [[7, 3, 9, 12, 5], [4], [11, 40, 8, 21, 33, 6, 2, 9]]
-    plain = [Spec(target, None).generate(ids, max_new_tokens=16).token_ids for ids in prompts]
-    for tree in ("2x3", "chain:5", None):
-        spec = Spec(target, source, tree, "auto" if tree is None else "rrs-wo")
-        assert [out.token_ids for out in spec.generate(prompts, max_new_tokens=16)] == plain
 
 
 def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):

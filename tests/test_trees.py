@@ -13,7 +13,6 @@ from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle,
 from treespec.trees.tree import best_first
 
 CPU = torch.device("cpu")
-FIVE = torch.tensor([-1, 0, 0, 1, 2])  # the example drawn in trees/mask.py
 
 
 def ancestors_one_by_one(parents):

@@ -10,7 +10,6 @@ from models import random_model
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig
 
-BLOCK = 32  # weights that Q4_1 stores with one scale
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPECIAL = ["<pad>", "<s>", "</s>"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

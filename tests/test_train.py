@@ -20,7 +20,7 @@ from training import beside, killed, refused, same_weights, trained, weights
 from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.train.data.batches import epoch_batches
-from treespec.train.loop.validate import validate
+from treespec.train.loop.run import validate
 from treespec.train.run import train
 
 

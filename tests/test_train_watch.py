@@ -12,9 +12,9 @@ from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-from treespec.train.loop import validate as watch
+from treespec.train.loop import run as watch
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.validate import Validation, decoded_length
+from treespec.train.loop.run import Validation, decoded_length
 from treespec.train.losses.tokens import Loss
 from treespec.train.run import train
 

@@ -12,12 +12,14 @@ rate) follows from the step.
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treespec.draft.vocabulary import FILE as VOCABULARY
 from treespec.errors import InputError
@@ -25,7 +27,6 @@ from treespec.files.atomic import read_json, read_tensors, write_tensors, writin
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 REMEDY = "this checkpoint is not used"
@@ -66,18 +67,18 @@ def trained(head: Head) -> dict[str, nn.Parameter]:
     return {name: value for name, value in head.named_parameters() if value.requires_grad}
 
 
-def save_as(path: Path, head: Head, out: Path) -> None:
-    """Replace the folder `path` by a head in float32, with what `out` holds of its vocabulary."""
+@contextmanager
+def replacing(path: Path, head: Head, out: Path) -> Iterator[Path]:
+    """Replace the folder `path` by a head in float32, with what `out` holds of its vocabulary.
+
+    Yields the temporary folder, for further files.
+    """
     with writing(path, folder=True) as temporary:
-        fill(temporary, head, out)
+        save_head(head, temporary, leave_out=head.optional)
+        if (out / VOCABULARY).exists():
+            shutil.copyfile(out / VOCABULARY, temporary / VOCABULARY)
+        yield temporary
         shutil.rmtree(path, ignore_errors=True)
-
-
-def fill(folder: Path, head: Head, out: Path) -> None:
-    """Write a head and its vocabulary into a folder."""
-    save_head(head, folder, leave_out=head.optional)
-    if (out / VOCABULARY).exists():
-        shutil.copyfile(out / VOCABULARY, folder / VOCABULARY)
 
 
 def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place) -> None:
@@ -87,17 +88,14 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
     InputError where there is no room.
     """
     # 1. The new one.
-    names = list(trained(head))
     moments = {
-        f"{moment}.{names[number]}": value
+        f"{number}.{moment}": value
         for number, state in optimizer.state_dict()["state"].items()
         for moment, value in state.items()
     }
     path = folder / f"checkpoint-{place.step:06d}"
-    with writing(path, folder=True) as temporary:
-        fill(temporary, head, folder.parent)
+    with replacing(path, head, folder.parent) as temporary:
         write_tensors(temporary / OPTIMIZER, moments, {"place": json.dumps(asdict(place))})
-        shutil.rmtree(path, ignore_errors=True)
 
     # 2. It and the one before stay.
     kept = [other for step, other in all_in(folder) if step <= place.step][:KEPT]
@@ -129,31 +127,24 @@ def load(
 
 
 def restore(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
-    """Restore weights and moments in place. Raises InputError for a checkpoint that is damaged or
-    fits another head; the head is then as it was.
+    """Restore weights and moments in place. Raises InputError for a checkpoint that is damaged; the
+    head is then as it was.
     """
-    # 1. What the checkpoint holds of each weight, refused where it does not fit.
     read_json(path / "config.json", REMEDY)
-    weights, _ = read_tensors(path / WEIGHTS, REMEDY)
     moments, about = read_tensors(path / OPTIMIZER, REMEDY)
-    states, parameters = {}, trained(head)
-    try:
-        for number, (name, parameter) in enumerate(parameters.items()):
-            if f"step.{name}" in moments:  # others took no part in a step yet
-                states[number] = {moment: moments[f"{moment}.{name}"] for moment in MOMENTS}
-            values = [weights[name], *states.get(number, {}).values()]
-            if any(value.shape not in (parameter.shape, ()) for value in values):
-                raise ValueError(f"{name} has another shape")
-            if not all(value.isfinite().all() for value in values):
-                raise ValueError(f"{name} holds values that are not finite")
-        place = Place(**json.loads(about["place"]))
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"checkpoint {path} cannot be read ({error}): {REMEDY}") from error
-
-    # 2. Into the head and its optimizer.
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    take_weights(path, head, REMEDY)
+    states: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in moments.items():
+        number, _, moment = name.partition(".")
+        states[int(number)][moment] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
-    return place
+    return Place(**json.loads(about["place"]))
+
+
+@torch.no_grad()
+def take_weights(folder: Path, head: Head, remedy: str) -> None:
+    """Give a head the weights of another one of its shapes. remedy: for a damaged file."""
+    weights, _ = read_tensors(folder / WEIGHTS, remedy)
+    for name, parameter in trained(head).items():
+        parameter.copy_(weights[name])

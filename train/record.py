@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files.atomic import read_json, write_json, write_text
+from treespec.files.atomic import read_json, write_text
 from treespec.model.identity import target_identity
 from treespec.options import command_line
 from treespec.text.sources import digest
@@ -116,11 +116,6 @@ def finished(folder: Path, before: Record | None, record: Record) -> Validation 
         return Validation(**read_json(result, remedy))
     except TypeError as error:
         raise InputError(f"{result} is damaged: {remedy}") from error
-
-
-def keep(folder: Path, record: Record) -> None:
-    """Write what `finished` compares with."""
-    write_json(folder / "config.json", record)
 
 
 def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:

@@ -17,14 +17,13 @@ from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.model.weights import dtype_of_file
-from treespec.train.checkpoints import Place
+from treespec.train.checkpoints import Place, take_weights
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import prepare, read
-from treespec.train.loop.run import Run, check_weights
+from treespec.train.loop.run import BEST, Run, check_weights, compare, validation
 from treespec.train.loop.steps import fit
-from treespec.train.loop.validate import compare, take_best, validation
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
-from treespec.train.record import Validation, begun, finished, keep, record_of, write_card
+from treespec.train.record import Validation, begun, finished, record_of, write_card
 from treespec.train.start import begin, untrained
 
 # Dtypes of a head's file.
@@ -97,7 +96,10 @@ def finish(run: Run, place: Place) -> Validation:
         compare(run, place, result)
     if config.patience and place.best_step not in (0, place.step):
         accelerator.wait_for_everyone()
-        take_best(run)
+        best = run.folder / BEST
+        take_weights(
+            best, run.head, f"delete {best} and leave out --patience to save the last head"
+        )
         accelerator.print(f"the best head is that of step {place.best_step}: it is saved")
         served, result = run.served(), validation(run)
     accelerator.log(result.figures(), step=place.step)
@@ -111,7 +113,7 @@ def finish(run: Run, place: Place) -> Validation:
     if config.calibrate and data.held_out and calibrates:
         save_calibration_of(served, run)
     if accelerator.is_main_process:
-        keep(run.folder, run.record)
+        write_json(run.folder / "config.json", run.record)
         write_card(config, data, place, result)
         write_json(run.folder / "result.json", asdict(result))
     return result

@@ -64,7 +64,7 @@ def begin(
         fit_feature(cast(EagleHead, head), data, config.seed)
     vocabulary = draft_vocabulary(config, target, head, before, data, accelerator)
     if before is not None:
-        take_weights(before, head, f"--from-head {config.from_head}")
+        take_trained(before, head, f"--from-head {config.from_head}")
     if config.freeze_output:
         cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
     for module in list(
@@ -180,7 +180,7 @@ def comparable(folder: str, head: Head) -> Head:
 
 
 @torch.no_grad()
-def take_weights(before: Head, head: Head, named: str) -> None:
+def take_trained(before: Head, head: Head, named: str) -> None:
     """Copy the weights of a trained head. named: as an error calls it.
 
     The two may draft other tokens: rows of the output layer are taken token by token, and a token

@@ -1,8 +1,11 @@
-"""A run that has begun: its options, models, data and optimizer."""
+"""A run that has begun, and how well its head agrees with the target, predicted and decoded.
+
+The best head of a run is the directory OUT/training/best, for any command that takes a head.
+"""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,13 +15,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 
+from treespec.api.spec import Spec
+from treespec.decoding.stats import Stats
+from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.train.checkpoints import latest_step
+from treespec.train.checkpoints import Place, latest_step, replacing
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
-from treespec.train.record import Record
+from treespec.train.loop.meter import Meter
+from treespec.train.machine import whole
+from treespec.train.record import Record, Validation
+
+BEST = "best"
+DRAFT_STEPS = 5  # of a validation
+DECODE_TOKENS = 64  # most tokens of an answer that is decoded
 
 
 @dataclass(frozen=True)
@@ -96,3 +108,90 @@ def diverged(what: str, folder: Path) -> InputError:
     return InputError(
         f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's --dtype"
     )
+
+
+@torch.no_grad()
+def validate(
+    head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int
+) -> Validation:
+    """rows: for each held-out conversation tokens [T] int64, loss mask [T] bool, features [T, F].
+
+    steps: draft steps to validate; a head may have fewer. Step d from position r agrees where it
+    finds the target's most likely token. `Kind.rollout` says what a draft step is along a sequence.
+    """
+    steps = draft_steps(head, steps)
+    agreeing, runs, positions = torch.zeros(steps), 0.0, 0
+    for tokens, mask, features in rows:
+        tapped, last = target.parted(features, head.taps)
+        wanted = target.output_logits(last).argmax(-1)  # [T]
+        drafted = KINDS[head.kind].rollout(head, target, tokens, tapped, steps)
+        found = [
+            logits.argmax(-1) == wanted[step : step + len(logits)]
+            for step, logits in enumerate(drafted, start=1)
+        ]
+        if found:
+            agree = torch.stack(found, dim=1)  # [R, steps]
+            agree = agree[mask[2 : 2 + len(agree)]]
+            agreeing += agree.float().sum(0).cpu()
+            runs += float(agree.int().cumprod(-1).sum())
+            positions += len(agree)
+    count = max(positions, 1)
+    return Validation((agreeing / count).tolist(), 1 + runs / count, positions)
+
+
+@torch.no_grad()
+def decoded_length(
+    head: Head, target: Target, prompts: Sequence[list[int]], steps: int, tokens: int
+) -> float:
+    """Tokens a cycle over answers to prompts at temperature 0, drafted as chains of `steps` tokens.
+
+    A chain is what `validate` predicts for. tokens: the most of an answer.
+    """
+    spec = Spec(target, head, f"chain:{draft_steps(head, steps)}", "topk")
+    total = Stats()
+    for answer in spec.generate(list(prompts), temperature=0.0, max_new_tokens=tokens):
+        total.add(answer.stats)
+    return total.acceptance_length
+
+
+def validation(run: Run) -> Validation:
+    """On held-out conversations, with the head as it will be served."""
+    config, head = run.config, run.served()
+    with whole(run.target, config, run.accelerator, "validate the head") as target:
+        result = validate(head, target, replace(run, target=target).held_out(), DRAFT_STEPS)
+        room = target.context_length // 2  # the other half is left for the answer
+        prompts = []
+        for example in run.data.held_out[: config.decode_on]:
+            answer = int(example.loss_mask.int().argmax())
+            if 0 < answer < room:
+                prompts.append(example.input_ids[:answer].tolist())
+        if not prompts:
+            return result
+        decoded = decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
+        return replace(result, decoded_length=decoded)
+
+
+def look(run: Run, place: Place, meter: Meter) -> None:
+    """Validate within a run, report it, and keep the head where it is the best so far."""
+    result = validation(run)
+    meter.write({"step": place.step, **asdict(result)})
+    run.accelerator.print(f"step {place.step}: {result}")
+    run.accelerator.log(result.figures(), step=place.step)
+    compare(run, place, result)
+
+
+def compare(run: Run, place: Place, result: Validation) -> None:
+    """Keep the head of this step in OUT/training/best where it is the best so far.
+
+    Heads are compared by the acceptance length that was decoded, or else predicted.
+    """
+    if not result.positions:
+        return
+    value = run.agreed(result.decoded_length or result.acceptance_length)
+    if value <= place.best:
+        place.stale += 1
+        return
+    place.best, place.best_step, place.stale = value, place.step, 0
+    if run.accelerator.is_main_process:
+        with replacing(run.folder / BEST, run.head, Path(run.config.out)):
+            pass

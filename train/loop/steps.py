@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.files.atomic import write_json
 from treespec.heads.registry import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place
 from treespec.train.data.batches import Forward, epoch_batches, forwards, padded, read_ahead
 from treespec.train.loop.meter import Meter
-from treespec.train.loop.run import Run, check_weights, diverged
-from treespec.train.loop.validate import look
+from treespec.train.loop.run import Run, check_weights, diverged, look
 from treespec.train.losses.objectives import Batch
 from treespec.train.losses.tokens import Loss
-from treespec.train.record import keep
 
 MOST_WARM_UP = 0.1  # of the run
 # Skipped steps that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
@@ -104,7 +103,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
         place.seconds = time.perf_counter() - started
         if accelerator.is_main_process:
             check_weights(run.head, f"the head after step {place.step}", run.folder)
-            keep(run.folder, run.record)
+            write_json(run.folder / "config.json", run.record)
             checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
         return place.step
 
@@ -159,10 +158,9 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
 def forwards_each(total: int, groups: int, processes: int) -> int:
     """Forwards of each process in a step of `total`. Raises InputError if they do not divide."""
     if total % processes:
-        fitting = ", ".join(str(count) for count in range(1, total + 1) if total % count == 0)
         raise InputError(
-            f"the run began with {groups} processes and makes {total} forwards a step: go on with "
-            f"{fitting} processes, not {processes}"
+            f"the run began with {groups} processes and makes {total} forwards a step: go on with a "
+            f"number of processes that divides it, not {processes}"
         )
     return total // processes
 

@@ -12,7 +12,7 @@ from refusals import complains
 from regenerating import by_row, config_for, lines_of, write_questions
 
 from treespec.errors import InputError
-from treespec.train.regenerate import endpoint
+from treespec.train.regenerate import ask
 from treespec.train.regenerate.run import LEFT_OUT, regenerate
 
 
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(endpoint, "PAUSE", 0.01)
+    monkeypatch.setattr(ask, "PAUSE", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})

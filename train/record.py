@@ -5,7 +5,7 @@ config.json is written with the first checkpoint. A run that failed before it le
 another run must agree with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,35 +101,37 @@ def finished(folder: Path, before: Record | None, record: Record) -> Validation 
     """
     if before is None:
         return None
-    changed = dict(changes(before, record))
-    for name, difference in changed.items():
-        if name not in MAY_CHANGE:
-            raise InputError(
-                f"{folder.parent} holds a run with {difference}; name another --out, or delete it"
-            )
+    changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
     result = folder / "result.json"
     there = result.exists() and (folder.parent / "model.safetensors").exists()
-    if ENDS & changed.keys() or not there:
+    if ENDS & changed or not there:
         return None
-    remedy = "delete it, and the same command ends the run again"
-    try:
-        return Validation(**read_json(result, remedy))
-    except TypeError as error:
-        raise InputError(f"{result} is damaged: {remedy}") from error
+    return Validation(**read_json(result, "delete it, and the same command ends the run again"))
 
 
-def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
-    """How an earlier run differs, an option at a time: its name, and the difference in words.
+def refuse_changed(
+    folder: Path, before: Record, record: Record, may_change: Collection[str]
+) -> set[str]:
+    """The names of options that an earlier run had otherwise.
 
-    Of what has a digest the content counts, and not the path.
+    Of what has a digest the content counts, and not the path. Raises InputError for one that may
+    not change.
     """
+    changed = set()
     for name, now in record.items():
         then = before.get(name)
         old, new = before["contents"].get(name), record["contents"].get(name)
         if name == "contents" or (old == new if old and new else then == now):
             continue
-        different = f"{name} = {then!r}, not {now!r}"
-        yield name, different if then != now else f"another content of {name} = {now!r}"
+        changed.add(name)
+        if name not in may_change:
+            different = f"{name} = {then!r}, not {now!r}"
+            if then == now:
+                different = f"another content of {name} = {now!r}"
+            raise InputError(
+                f"{folder} holds a run with {different}; name another --out, or delete it"
+            )
+    return changed
 
 
 UNFILLED = "FILL IN"  # stands in a card until someone completes it

@@ -19,10 +19,9 @@ from treespec.model.identity import target_identity
 from treespec.text.conversations import read_conversations
 from treespec.text.sources import digest
 from treespec.train.data.known import data_file
-from treespec.train.record import Record, changes
-from treespec.train.regenerate import endpoint, local
+from treespec.train.record import Record, refuse_changed
+from treespec.train.regenerate.ask import Answer, Ask, LeftOut, Messages, of_server, of_target
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.local import Answer, Ask, LeftOut, Messages
 from treespec.train.regenerate.magpie import own_rows
 from treespec.train.regenerate.questions import Row, drawn, in_order, rows_of
 
@@ -70,28 +69,28 @@ def regenerate(
         # 1. What a run before has left, if it is of the same options.
         kept, left_out = (stack.enter_context(opened(out / name)) for name in (OUT, LEFT_OUT))
         if kept.done or left_out.done:
-            check_record(out / "config.json", record)
+            before = read_json(out / "config.json", f"delete {out} to begin again", FORMAT)
+            refuse_changed(out, before, record, FREE)
         write_json(out / "config.json", record)
 
         # 2. The rows that are left, and who answers them.
         engine = None
         if data is None:
             engine = stack.enter_context(engine_of(config))
-            questions = stack.enter_context(opened(out / QUESTIONS))
-            rows = own_rows(engine, config, questions)
+            rows = own_rows(engine, config, stack.enter_context(opened(out / QUESTIONS)))
         else:
             rows = rows_in(config, data, say)
         ended = {line["row"] for line in (*kept.done, *left_out.done)}
         waiting = [row for row in rows if row.key not in ended]
-        before = len(rows) - len(waiting)
-        report(before, len(rows), "")
+        finished = len(rows) - len(waiting)
+        report(finished, len(rows), "")
         if waiting:
             if config.endpoint:
-                ask = endpoint.asking(config)
+                ask = of_server(config)
             else:
-                ask = local.asking(engine or stack.enter_context(engine_of(config)), config)
+                ask = of_target(engine or stack.enter_context(engine_of(config)), config)
             for done, pace in answer_all(config, waiting, ask, kept, left_out):
-                report(before + done, len(rows), pace)
+                report(finished + done, len(rows), pace)
 
         # 3. What is there now.
         reasons = Counter(str(line["problem"]) for line in left_out.done)
@@ -118,16 +117,6 @@ def record_of(config: RegenerateConfig, data: Path | None) -> Record:
         contents["data"] = digest(data)
     by = "a server" if config.endpoint else "the target"
     return {"format": FORMAT, "answers_by": by, **asdict(config), "contents": contents}
-
-
-def check_record(path: Path, record: Record) -> None:
-    """Raises InputError where the rows of a run that has begun are of other options or models."""
-    before = read_json(path, f"delete {path.parent} to begin again", FORMAT)
-    for name, difference in changes(before, record):
-        if name not in FREE:
-            raise InputError(
-                f"{path.parent} holds rows with {difference}; name another --out, or delete it"
-            )
 
 
 def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) -> list[Row]:

@@ -1,13 +1,20 @@
-"""Answers of a server with OpenAI's interface, such as vLLM or SGLang."""
+"""Who answers: the target here, or a server with OpenAI's interface, such as vLLM or SGLang.
+
+An answer's draws come from a seed of its own, so it does not depend on the rows that run at the same
+time, but for rounding.
+"""
 
 import time
+from collections.abc import Callable
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 
+from treespec.api.engine import Engine
 from treespec.errors import InputError
 from treespec.requests.endpoint import Reply, completed, said_by
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.local import Answer, Ask, LeftOut, Messages
+
+Messages = list[dict[str, str]]
 
 TRIES = 6
 PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
@@ -16,7 +23,44 @@ REFUSED = {400, 413, 422}  # statuses that mean this conversation
 CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
 
 
-def asking(config: RegenerateConfig) -> Ask:
+class Answer(NamedTuple):
+    """ended: by `model`, or by the limit `max_new_tokens`."""
+
+    text: str
+    tokens: int
+    ended: str
+
+
+class LeftOut(Exception):
+    """A question that cannot be answered; the message says why. Its conversation ends before it."""
+
+
+Ask = Callable[[Messages, int, bool], Answer]  # (messages, seed, whether at temperature 0)
+
+
+def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
+    """Asks the target of an engine."""
+    tokenizer = engine.spec.target.tokenizer
+
+    def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
+        question = tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)
+        if len(question["input_ids"]) > config.question_tokens:
+            raise LeftOut("a question is too long")
+        try:
+            prompt = engine.spec.encode(messages)
+            if len(prompt) + config.max_new_tokens > config.max_length:
+                raise LeftOut("a conversation is too long")
+            completion = engine.submit(prompt, seed=seed, **config.sampling(greedy))
+        except InputError as error:
+            raise LeftOut(f"cannot be asked: {error}") from error
+        output = completion.result()
+        ended = "max_new_tokens" if output.stats.truncated else "model"
+        return Answer(output.text, output.stats.new_tokens, ended)
+
+    return ask
+
+
+def of_server(config: RegenerateConfig) -> Ask:
     """Asks a server. One that takes seeds draws each answer from one of its own."""
     url = str(config.endpoint).rstrip("/")
 
@@ -26,14 +70,10 @@ def asking(config: RegenerateConfig) -> Ask:
         length = sum(len(message["content"]) for message in messages)
         if length > CHARACTERS * (config.max_length - config.max_new_tokens):
             raise LeftOut("a conversation is too long")
-        body: dict[str, Any] = {
-            "model": config.target,
-            "messages": messages,
-            "temperature": 0.0 if greedy else config.temperature,
-            "top_p": config.top_p,
-            "max_tokens": config.max_new_tokens,
-            "seed": seed % 2**31,
-        }
+        options = config.sampling(greedy)
+        body: dict[str, Any] = {"model": config.target, "messages": messages, "seed": seed % 2**31}
+        body |= {name: options[name] for name in ("temperature", "top_p")}
+        body["max_tokens"] = config.max_new_tokens
         if config.top_k:  # not OpenAI's, but vLLM's and SGLang's
             body["top_k"] = config.top_k
         reply = replied(url, body)

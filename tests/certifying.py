@@ -10,7 +10,7 @@ from models import GROUPED, random_model
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.models.model import ModelProposer
-from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from treespec.api.spec import Spec
 from treespec.cli import app
-from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import places
 from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
+from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.shaping.processors import Penalties
 from treespec.shaping.sampling import SamplingParams

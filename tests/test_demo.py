@@ -30,9 +30,7 @@ from treespec.demo.known import DEMO_MODEL, DRAFTER
 from treespec.draft.checks import width_of
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.config import EvalConfig
-from treespec.eval.fit.config import CalibrateConfig, TreeConfig
+from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
 from treespec.heads import folder as shipped
 from treespec.heads.checkpoint import save_head

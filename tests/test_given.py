@@ -18,8 +18,8 @@ from treespec.draft.model_free.lookup import Lookup, matches
 from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.options import LookupOptions
 from treespec.errors import InputError
-from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import Examination
+from treespec.eval.config import CertifyConfig
 from treespec.verify.facts import NAMES
 
 DRAFTERS = [

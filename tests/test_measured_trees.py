@@ -14,8 +14,8 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.trained.kinds import KINDS
-from treespec.eval.fit.config import TreeConfig
-from treespec.eval.fit.head import accuracies
+from treespec.eval.config import TreeConfig
+from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs

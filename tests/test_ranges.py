@@ -18,7 +18,7 @@ MODULES = (
     "treespec.shaping.options",
     *(f"treespec.cli.{name}" for name in ("config", "generate", "quickstart", "datastore")),
     "treespec.train.config",
-    *(f"treespec.eval{room}.config" for room in ("", ".certify", ".acceptance", ".fit")),
+    *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),
     "treespec.draft.options",
 )
 LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batch"}  # numbers inside of a string

@@ -24,7 +24,6 @@ from treespec.api.load import load_options
 from treespec.api.spec import Spec
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.certify import statistics
-from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import places, questions
 from treespec.eval.certify.samples import (
     Sample,
@@ -34,6 +33,7 @@ from treespec.eval.certify.samples import (
     plain_outputs,
 )
 from treespec.eval.common import Step
+from treespec.eval.config import CertifyConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json

@@ -2,7 +2,7 @@
 
 from treespec.cli.early import begin, check_questions, check_text
 from treespec.cli.options import takes
-from treespec.eval.fit.config import CalibrateConfig
+from treespec.eval.config import CalibrateConfig
 
 
 @takes(CalibrateConfig)
@@ -12,7 +12,7 @@ def calibrate(config: CalibrateConfig) -> None:
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
     from treespec.cli.terminal import with_progress
-    from treespec.eval.fit.head import calibrate_head
+    from treespec.eval.fit import calibrate_head
 
     file, coverage = with_progress(lambda report: calibrate_head(config, report))
     if coverage is not None:

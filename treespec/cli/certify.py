@@ -5,7 +5,7 @@ import typer
 from treespec.cli.early import begin_answers, check_questions
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
-from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.config import CertifyConfig
 from treespec.files.atomic import check_writable
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from treespec.cli.early import begin, check_pairing, check_text
 from treespec.cli.options import takes
-from treespec.eval.fit.config import SkipConfig
+from treespec.eval.config import SkipConfig
 from treespec.files.atomic import check_writable
 
 
@@ -16,7 +16,7 @@ def skip(config: SkipConfig) -> None:
     begin(config)
     check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)
     from treespec.cli.terminal import with_progress
-    from treespec.eval.fit.skip_search import search_skip_set
+    from treespec.eval.skip_search import search_skip_set
 
     found = with_progress(lambda report: search_skip_set(config, report))
     print(

@@ -2,7 +2,7 @@
 
 from treespec.cli.early import begin, check_questions, check_text
 from treespec.cli.options import takes
-from treespec.eval.fit.config import TreeConfig
+from treespec.eval.config import TreeConfig
 from treespec.files.atomic import check_writable
 
 
@@ -16,7 +16,7 @@ def tree(config: TreeConfig) -> None:
     begin(config, [f"head:{config.head}"])
     from treespec.cli.terminal import remark, show_result, with_progress
     from treespec.decoding.stats import TAU
-    from treespec.eval.fit.head import make_tree
+    from treespec.eval.fit import make_tree
     from treespec.eval.report import Report, Table
 
     # 2. Measure, and make the tree.

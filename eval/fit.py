@@ -19,7 +19,7 @@ from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.eval.common import Step
-from treespec.eval.fit.config import CalibrateConfig, TreeConfig
+from treespec.eval.config import CalibrateConfig, TreeConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import write_text

@@ -4,6 +4,8 @@ Draft & Verify (2309.08168, Section 3.2). The search is over 2 L yes-or-no choic
 attention and MLP. It maximises measured tokens a second on prompts of held-out text.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,10 @@ from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
 from treespec.eval.common import Step
-from treespec.eval.fit.config import SkipConfig
+from treespec.eval.config import SkipConfig
 from treespec.eval.texts import from_file, load_models
+
+LONGEST = 256  # tokens of a prompt
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -45,7 +49,7 @@ def search_skip_set(
 
     speed(SkipSet(target.layers))
     baseline_speed = tokens_per_second(baseline, prompts, config)
-    limits = (config.trials, config.minutes, config.seed)
+    limits = config.trials, config.minutes
     best, best_speed, tried = search(speed, target.layers, *limits, report)
 
     # 3. The file.
@@ -68,7 +72,6 @@ def search(
     layers: int,
     trials: int,
     minutes: float | None = None,
-    seed: int = 0,
     report: Callable[[Step], None] = lambda step: None,
 ) -> tuple[SkipSet, float, int]:
     """(the fastest skip set tried, its speed, the number tried).
@@ -80,36 +83,31 @@ def search(
     # 1. The first trials.
     library = optuna()
     library.logging.set_verbosity(library.logging.WARNING)
-    sampler = library.samplers.GPSampler(seed=seed)
+    sampler = library.samplers.GPSampler(seed=0)
     study: Study = library.create_study(direction="maximize", sampler=sampler)
-    middle = (*range(layers // 4, layers - layers // 4, 2),)
-    for first in (SkipSet(layers), SkipSet(layers, middle), SkipSet(layers, middle, middle)):
-        study.enqueue_trial(choices_of(first))
+    middle = range(layers // 4, layers - layers // 4, 2)
+    for attention, mlp in ((), ()), (middle, ()), (middle, middle):
+        first = {f"attention {layer}": int(layer in attention) for layer in range(layers)}
+        study.enqueue_trial(first | {f"mlp {layer}": int(layer in mlp) for layer in range(layers)})
 
-    # 2. One trial whatever its time, then the others.
+    # 2. All trials; the time ends them after one.
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
     def objective(trial: "Trial") -> float:
         return speed(skip_set(layers, lambda name: trial.suggest_int(name, 0, 1)))
 
     def show(study: "Study", trial: "FrozenTrial") -> None:
         text = f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"
         report(Step(trial.number + 1, trials, text))
+        if time.monotonic() >= end:
+            study.stop()
 
-    seconds = None if minutes is None else 60 * minutes
-    study.optimize(objective, n_trials=1, callbacks=[show])
-    study.optimize(objective, n_trials=trials - 1, timeout=seconds, callbacks=[show])
+    study.optimize(objective, n_trials=trials, callbacks=[show])
 
     # 3. The best one. Trials that still wait in the queue were not tried.
     best = study.best_trial
     tried = sum(trial.state.is_finished() for trial in study.trials)
     return skip_set(layers, best.params.__getitem__), study.best_value, tried
-
-
-def choices_of(skipped: SkipSet) -> dict[str, int]:
-    """A skip set as the parameters of a trial: 1 for a sublayer that is skipped, else 0."""
-    sublayers, layers = {"attention": skipped.attention, "mlp": skipped.mlp}, range(skipped.layers)
-    return {
-        f"{part} {layer}": int(layer in own) for part, own in sublayers.items() for layer in layers
-    }
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
@@ -153,7 +151,7 @@ def prompts_of(config: SkipConfig, spec: Spec) -> list[list[int]]:
             f"--max-new-tokens is {config.max_new_tokens}, the target's context holds "
             f"{context}: leave room for a prompt"
         )
-    length, prompts = min(config.max_length, room), list[Tensor]()
+    length, prompts = min(LONGEST, room), list[Tensor]()
     for passage in from_file(config.text, spec, config.limit, room):
         if passage.counts.all():
             prompts += passage.tokens.split(length)

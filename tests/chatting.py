@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model, tokenizer
 
-from treespec.cli.config import ChatConfig, load_spec
+from treespec.cli.answer import ChatConfig, load_spec
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
 from treespec.text.strings import CONTROL

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from httpx import Client
 
     from treespec.api.spec import Spec
-    from treespec.cli.config import ChatConfig
+    from treespec.cli.answer import ChatConfig
     from treespec.serve.state import State
     from treespec.train.config import TrainConfig
 

@@ -7,8 +7,7 @@ import transformers as hf
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
 from treespec.heads.checkpoint import save_head

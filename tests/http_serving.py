@@ -10,7 +10,7 @@ import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
 from treespec.api.spec import Spec
-from treespec.cli.serve import bound
+from treespec.cli.answer import bound
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
 from treespec.serve.run import Server

@@ -9,11 +9,10 @@ from chatting import answer
 from refusals import complains
 from rich.cells import cell_len
 
-from treespec.cli.chat import Screen, stripped
-from treespec.cli.commands import in_words, run
-from treespec.cli.config import load_spec
-from treespec.cli.conversation import Conversation
-from treespec.cli.wrapped import Wrapped
+from treespec.cli.answer import load_spec
+from treespec.cli.chat import stripped
+from treespec.cli.conversation import Conversation, in_words, run
+from treespec.cli.screen import Screen, Wrapped, introduction
 from treespec.decoding.sequence import Piece
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
@@ -165,7 +164,7 @@ def test_drafted_tokens_are_marked_as_the_first_screen_says(conversation, monkey
         monkeypatch.setenv(name, value)
     screen = Screen(terminal=True)
     assert screen.mark == mark
-    _, drafts, *_ = conversation.introduction(screen.mark)
+    _, drafts, *_ = introduction(conversation, screen.mark)
     assert drafts.endswith({"green": "are green", "underline": "are underlined", "": "head"}[mark])
 
 

@@ -6,9 +6,8 @@ import pytest
 from chatting import answer
 from refusals import complains
 
-from treespec.cli.commands import COMMANDS, Question, run
-from treespec.cli.config import load_spec
-from treespec.cli.conversation import Conversation
+from treespec.cli.answer import load_spec
+from treespec.cli.conversation import COMMANDS, Conversation, Question, run
 from treespec.requests.output import Output
 
 

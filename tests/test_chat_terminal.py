@@ -10,10 +10,9 @@ import sys
 import pytest
 from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer
 
+from treespec.cli.answer import ChatConfig, load_spec
 from treespec.cli.chat import stripped
-from treespec.cli.commands import COMMANDS, run
-from treespec.cli.config import ChatConfig, load_spec
-from treespec.cli.conversation import Conversation
+from treespec.cli.conversation import COMMANDS, Conversation, run
 from treespec.options import command_line
 from treespec.text.strings import CONTROL
 

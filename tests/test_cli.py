@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from treespec import load
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
 

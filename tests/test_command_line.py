@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from treespec.cli import app
-from treespec.cli.entry import run
-from treespec.cli.export import ENGINES
+from treespec.cli import app, run
+from treespec.cli.make import ENGINES
 from treespec.errors import InputError
 from treespec.heads.registry import HEADS
 from treespec.text.strings import printable, readable

@@ -9,11 +9,12 @@ from refusals import complains
 from safetensors.torch import load_file
 from training import same_weights, write_data
 
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.cli.options import takes
 from treespec.errors import InputError
 from treespec.options import CommandOptions, option
+
+NEEDED = "target: a\ndata: b\nout: c\n"
 
 
 def written(folder, text):
@@ -50,9 +51,10 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
     ("command", "text", "complaint"),
     [
         ("train", "max-step: 3", r"'max-step' is no option of this command \(did you mean max-steps\?\)"),
-        ("train", "max-steps: two", "max-steps is 'two', must be a whole number"),
-        ("train", "learning-rate: fast", "learning-rate is 'fast', must be a number"),
-        ("train", "calibrate: 1", "calibrate is 1, must be true or false"),
+        ("train", f"{NEEDED}max-steps: 2.5", "'--max-steps': Input should be a valid integer"),
+        ("train", f"{NEEDED}max-steps: two", "'--max-steps': Input should be a valid integer"),
+        ("train", f"{NEEDED}learning-rate: fast", "'--learning-rate': Input should be a valid number"),
+        ("train", f"{NEEDED}calibrate: maybe", "'--calibrate': Input should be a valid boolean"),
         ("train", "mixed-precision: no", "mixed-precision is False, must be text: put it in quotes"),
         ("eval", "temperature: [0, 1]", r"temperature is \[0, 1\], must be text"),
         ("export", "3: 4", "3 is no option of this command"),
@@ -71,6 +73,7 @@ def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, 
     ("words", "complaint"),
     [
         (["train", "--config", "absent.yaml"], "cannot read --config absent.yaml: No such file or directory"),
+        (["train", "--config", "a.yaml", "--config", "b.yaml"], "--config is given 2 times: leave out all but one"),
         (["train", "--config"], "'--config' requires an argument"),
         (["trian", "--config", "a"], "No such command 'trian'"),
     ],

@@ -8,8 +8,7 @@ import pytest
 from models import plain_generate, save_model, tokenizer
 
 from treespec import load
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import (
     DATASTORE,

@@ -17,12 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wheels import TEMPLATE, write_gguf, write_wheel
 
 import treespec
-from treespec.cli.config import ChatConfig
+from treespec.cli.answer import ChatConfig, GenerateConfig, TraceConfig
 from treespec.cli.early import folder_of
-from treespec.cli.export import export
-from treespec.cli.generate import GenerateConfig
-from treespec.cli.serve import ServeConfig
-from treespec.cli.trace import TraceConfig
+from treespec.cli.make import export
 from treespec.demo import fetch, known
 from treespec.demo.convert import convert
 from treespec.demo.fetch import demo_folder, model_path, origin_of
@@ -36,6 +33,7 @@ from treespec.heads import folder as shipped
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import identity_of
 from treespec.model.target import Target
+from treespec.serve.options import ServeConfig
 from treespec.train.regenerate.config import RegenerateConfig
 
 

@@ -11,8 +11,7 @@ from test_eagle31 import SLIDING, VARIANTS, made
 from test_export import SERVED, saved
 from test_formats import EIGHT, IDS, LLAMA, SPECULATORS, THREE, layered, write
 
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3 import PARTS, parts_of

@@ -14,9 +14,8 @@ from test_formats import DRAFTED, EIGHT, IDS, one, three
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
-from treespec.cli import app
-from treespec.cli.entry import run
-from treespec.cli.export import ENGINES
+from treespec.cli import app, run
+from treespec.cli.make import ENGINES
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead

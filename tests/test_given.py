@@ -11,9 +11,8 @@ from test_decode import prompts
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec.api.spec import Spec
-from treespec.cli.commands import run
-from treespec.cli.config import ChatConfig
-from treespec.cli.conversation import Conversation
+from treespec.cli.answer import ChatConfig
+from treespec.cli.conversation import Conversation, run
 from treespec.draft.model_free.lookup import Lookup, matches
 from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.options import LookupOptions

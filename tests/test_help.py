@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from treespec import options
 from treespec.cli import app
-from treespec.cli.export import ENGINES
+from treespec.cli.make import ENGINES
 from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS

@@ -15,7 +15,7 @@ from evaluating import config_in, counting, tokens_of
 from models import random_head
 from refusals import complains
 
-from treespec.cli.evaluate import measure
+from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
@@ -119,18 +119,18 @@ def test_the_same_models_by_other_paths_go_on(home, tmp_path, monkeypatch):
 def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_path, capsys):
     shutil.copytree(home, tmp_path / "home")
     config = options(tmp_path / "home", tmp_path / "out", limit=1, turns=1)
-    measure(config)
+    command.__wrapped__(config)
     table = capsys.readouterr().out
     for name in ("target", "head"):
         (tmp_path / "home" / name).rename(tmp_path / f"moved-{name}")
-    measure(config)
+    command.__wrapped__(config)
     assert capsys.readouterr().out == table
     with complains("no target directory"):
-        measure(replace(config, out=str(tmp_path / "another")))
+        command.__wrapped__(replace(config, out=str(tmp_path / "another")))
     file = tmp_path / "out" / "ledger.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
     with complains("no directory at"):
-        measure(config)
+        command.__wrapped__(config)
     with complains("no question is completed"):
         summarise(Ledger(tmp_path / "out"))
 

@@ -11,8 +11,7 @@ from refusals import complains
 from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.config import TreeConfig
 from treespec.eval.fit import accuracies

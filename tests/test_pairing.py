@@ -5,8 +5,7 @@ import torch
 from models import hollow_model, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import model_of
 from treespec.draft.trained.kinds import new_hydra, new_medusa

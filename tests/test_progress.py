@@ -12,14 +12,14 @@ from treespec.eval.report import Report, Table, markdown
 HOSTILE = "question [bold]x[/bold] [/nothing] \x1b]0;title\x07 \u202ereversed"
 
 
-def work(report):
+def work(config, report):
     for done in range(3):
         report(Step(done, 3, f"{HOSTILE} {done}"))
     return "result"
 
 
 def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
-    assert with_progress(work) == "result"
+    assert with_progress(work, None) == "result"
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.split()[0] for line in printed.err.splitlines()] == ["0/3", "1/3", "2/3"]
@@ -30,7 +30,7 @@ def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
 def test_on_a_terminal_a_step_is_shown_as_it_is_and_does_nothing_else():
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
-    assert with_progress(work, console) == "result"
+    assert with_progress(work, None, console) == "result"
     assert "[bold]x[/bold] [/nothing]" in file.getvalue()
     assert "\x1b]0;" not in file.getvalue()
     assert "\u202e" not in file.getvalue()

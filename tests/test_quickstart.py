@@ -1,13 +1,11 @@
 """The quickstart: greedy completions with and without drafts, verifiers, all of it on one screen."""
 
 import pytest
-import torch
 from rich.console import Console
 
 from treespec import load
-from treespec.cli import app
-from treespec.cli.entry import run
-from treespec.cli.side_by_side import Side, compare, parted, race, table_of
+from treespec.cli import app, run
+from treespec.cli.side_by_side import Side, compare, race, table_of
 from treespec.decoding.sequence import Piece
 
 
@@ -16,22 +14,14 @@ def test_it_fits_one_screen_on_a_pipe(home, capsys):
     assert run(app, ["quickstart", "--target", target, "--max-new-tokens", "6"]) == 0
     said = capsys.readouterr().out
     assert "times as fast; 3 of 3 texts are the same" in said
-    assert "part at token" not in said
+    assert "rounding" not in said
     assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]
     assert said.endswith(f"treespec chat --target {target} --drafter lookup\n")
     assert len(said.splitlines()) <= 24
 
 
-def test_completions_that_part_show_what_the_target_gives_both_tokens(home):
-    spec = load(f"{home}/target", f"{home}/head", dtype="float32")
-    prompt, common = spec.encode("Hello"), [5, 6]
-    p = spec.target.model(torch.tensor([prompt + common])).logits[0, -1].softmax(-1)
-    line = parted(spec, prompt, [*common, 7, 9], [*common, 8, 9])
-    assert line == f"the two part at token 3, where the target gives their tokens {p[7]:.1%} and {p[8]:.1%}"
-
-
 def test_each_side_of_a_race_shows_what_it_would_show_alone():
-    sides, seen, now = [Side(), Side()], [], 0
+    seen, now = [], 0
 
     def pieces(seconds):
         nonlocal now
@@ -39,10 +29,11 @@ def test_each_side_of_a_race_shows_what_it_would_show_alone():
             now += seconds
             yield Piece(f"{number}\n", [number], drafted=number > 1)
 
-    race([pieces(5), pieces(1)], sides, lambda: seen.append(tuple(side.tokens for side in sides)), lambda: now)
+    sides = [Side("slow", pieces(5)), Side("fast", pieces(1))]
+    for _ in race(sides, lambda: now):
+        seen.append(tuple(side.tokens for side in sides))
     assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [side.coloured().plain for side in sides] == ["0\n1\n2\n3\n"] * 2
-    assert sides[0].coloured(r"\s+").plain == "0 1 2 3 "
+    assert [side.shown.plain for side in sides] == ["0\n1\n2\n3\n"] * 2
     assert [side.seconds for side in sides] == [20, 4]
     assert table_of(sides).row_count == 3
 

@@ -8,8 +8,7 @@ from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
 
 from treespec import load
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target

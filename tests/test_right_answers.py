@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from evaluating import config_in, page_of, write_questions
 
-from treespec.cli.evaluate import measure
+from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import right_figures
 from treespec.eval.intervals import paired_difference
 from treespec.eval.ledger import Ledger
@@ -58,7 +58,7 @@ def test_right_answers_are_counted_and_the_same_at_temperature_0(home, questions
     assert [row["right"]["answers"] for row in rows] == [3, 3]
     assert programs == []
     before = verdicts(Ledger(tmp_path / "out"))
-    measure(replace(config, run_code=True))
+    command.__wrapped__(replace(config, run_code=True))
     said = capsys.readouterr()
     assert "--run-code runs what the target writes" in said.err
     assert len(programs) == 2

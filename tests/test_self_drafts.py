@@ -11,8 +11,7 @@ from test_draft_models import LONG, SOME, TOLERANCE
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.draft.models.skip import refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.models.sparse import SparseProposer, most_seen, refuse_what_shows_no_attention

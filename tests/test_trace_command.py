@@ -5,8 +5,7 @@ import json
 import pytest
 
 from treespec import load
-from treespec.cli import app
-from treespec.cli.entry import run
+from treespec.cli import app, run
 from treespec.requests.events import Cycle
 
 MESSAGE = "Sing of the sea."

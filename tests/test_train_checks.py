@@ -12,7 +12,7 @@ import pytest
 from training import beside, folder_of, killed, refused, same_weights, trained, weights, write_data
 from transformers import AutoTokenizer
 
-from treespec.cli.train import stopped
+from treespec.cli.make import stopped
 from treespec.model.target import Target
 from treespec.train.run import train
 

@@ -80,9 +80,6 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
             {
                 "give --data or --from-template": self.data is None and not own,
                 "give only one of --data and --from-template": self.data is not None and own,
-                f"both --head {self.head} and --drafter {self.drafter} are given: leave out one": (
-                    self.head is not None and self.drafter is not None
-                ),
                 "a head learns the target's own distribution: leave out --allow-lossy": (
                     self.allow_lossy
                 ),

@@ -115,11 +115,15 @@ class DrafterOptions(CommandOptions):
     )
     drafter: str | None = option(DRAFTER, None)
     verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
-    allow_lossy: bool = option("allow verifiers that change the law of the text", False)
+    allow_lossy: bool = option("allow verifiers that change the distribution of the text", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head is None and self.drafter is None:
+        if self.head is not None and self.drafter is not None:
+            raise InputError(
+                f"both --head {self.head} and --drafter {self.drafter} are given: leave out one"
+            )
+        if self.source is None:
             object.__setattr__(self, "drafter", default_drafter(getattr(self, "target", None)))
 
     @property
@@ -128,11 +132,9 @@ class DrafterOptions(CommandOptions):
         return self.drafter if self.head is None else f"head:{self.head}"
 
     def check_one_source(self) -> None:
-        """Raises InputError unless exactly one of `head` and `drafter` is given."""
-        if self.head is None and self.drafter is None:
+        """Raises InputError where neither `head` nor `drafter` is given."""
+        if self.source is None:
             raise InputError("give --head or --drafter")
-        if self.head is not None and self.drafter is not None:
-            raise InputError("give only one of --head and --drafter")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,30 +3,26 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
+import errno
 import importlib.metadata
+import logging
 import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, final
 
 import typer
 
-from treespec.cli.acceptance import acceptance
-from treespec.cli.calibrate import calibrate
-from treespec.cli.certify import certify
+from treespec.cli import answer, make, measure
 from treespec.cli.chat import chat
-from treespec.cli.datastore import app as datastore
-from treespec.cli.entry import TRACEBACK, run
-from treespec.cli.evaluate import evaluate
-from treespec.cli.export import export
-from treespec.cli.generate import generate
-from treespec.cli.quickstart import quickstart
-from treespec.cli.regenerate import regenerate
-from treespec.cli.serve import serve
-from treespec.cli.skip import skip
-from treespec.cli.trace import trace
-from treespec.cli.train import train
-from treespec.cli.tree import tree
+from treespec.cli.terminal import end_notice
+from treespec.errors import first_line
+from treespec.files.quiet import LOUD
 from treespec.model.allocator import keep_freed_memory
+from treespec.text.strings import one_line
+
+TRACEBACK = "--traceback"
+INTERRUPTED = 130  # as in shells: 128 plus the signal's number
 
 app = typer.Typer(
     name="treespec",
@@ -35,10 +31,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (train, regenerate, chat, evaluate, acceptance, generate, trace, calibrate, tree):
-    app.command("eval" if command is evaluate else None)(command)
-for command in (certify, skip, serve, export, quickstart):
-    app.command()(command)
+for command in (
+    *(make.train, make.regenerate, chat, measure.evaluate, measure.acceptance, answer.generate),
+    *(answer.trace, measure.calibrate, measure.tree, measure.certify, measure.skip, answer.serve),
+    *(make.export, answer.quickstart),
+):
+    app.command("eval" if command is measure.evaluate else None)(command)
+datastore = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
+datastore.callback()(lambda: None)  # a group, though `build` is its only command so far
+datastore.command()(make.build)
 app.add_typer(datastore, name="datastore")
 
 
@@ -64,8 +65,84 @@ def treespec(
 
 
 def main() -> None:
-    """Run the command line and exit with its code. Every error is one line (`entry.run`)."""
+    """Run the command line and exit with its code. Every error is one line (`run`)."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     keep_freed_memory()  # in our own process only: `import treespec` leaves the allocator alone
     sys.exit(run(app, sys.argv[1:]))
+
+
+def run(app: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code.
+
+    0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Each error
+    is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
+    leaves, such as `| head`, end a command without a message.
+    """
+    # 1. Streams take any text: characters that an encoding lacks become escapes.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    for name in LOUD[1:]:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
+
+    # 2. Run.
+    try:
+        code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+
+    # 3. What ends a command early, in a line.
+    except BrokenPipeError:
+        leave_stdout()
+    except KeyboardInterrupt:
+        end_notice()
+        return INTERRUPTED
+    except Exception as error:
+        if TRACEBACK in arguments and not hasattr(error, "format_message"):
+            raise
+        end_notice()
+        if words := in_words(error):
+            print(f"treespec: {one_line(words)}", file=sys.stderr)
+        if is_full(error):
+            leave_stdout()
+        return 2 if getattr(error, "exit_code", None) == 2 else 1
+    return 1
+
+
+@final
+class WarningLines(logging.Handler):
+    """What the library has to tell, each a line on standard error; a notice makes room for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        end_notice()
+        print(f"treespec: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
+
+
+def leave_stdout() -> None:
+    """Send what Python flushes at its end to nowhere: nobody reads standard output any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the place of a file or of standard output is full."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def in_words(error: Exception) -> str:
+    """The one line of an error. "" where the command line has printed its help instead."""
+    if parser_line := getattr(error, "format_message", None):  # the parser's own errors
+        return " ".join(parser_line().split())
+    if getattr(error, "exit_code", None) == 2:
+        return " ".join(str(error).split("\n"))
+    if is_full(error):
+        return "cannot write: standard output, or the disk, has no space left"
+    line, kind = first_line(error), type(error).__name__
+    no_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+    if no_memory or "can't allocate memory" in str(error):  # torch on a CPU has no class for it
+        return (
+            f"no memory is left ({line}): close other programs, take a smaller "
+            f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK} shows where"
+        )
+    return f"{kind}: {line}. That is a bug: the same command with {TRACEBACK} shows where"

@@ -10,7 +10,6 @@ from treespec.demo.known import is_demo
 from treespec.draft.checks import check_there
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
-from treespec.heads.registry import levels_in
 from treespec.model.folder import check_files, check_words, located
 from treespec.options import nearest
 
@@ -29,26 +28,36 @@ def begin(
 ) -> None:
     """Check what needs no weights, and announce the load.
 
-    drafters: as `--drafter` takes them. words: whether the target needs a
-    tokenizer. chats: whether messages go through its chat template.
-    Raises InputError.
+    drafters: as `--drafter` takes them. words: whether the target needs a tokenizer. chats: whether
+    messages go through its chat template. Raises InputError.
     """
-    target, template = options.target or "", options.template
-    check_sources(target, drafters)
+    # 1. Names.
+    target, template, placement = options.target or "", options.template, options.placement
+    try:
+        if not is_demo(target):
+            check_there(target, "target directory")
+    except InputError as error:
+        raise InputError(f"cannot load the target {target!r}: {error}") from None
+    for drafter in drafters:
+        DrafterSpec.parse(drafter).check(folder_of(target))
     notice(f"loading {target} …")
+
+    # 2. The template, and the target's files.
     if template is not None:
         from treespec.text.templates import check
 
         check(None, template)
-    check_files_of_target(options, words, chats and template is None)
+    placement.check_package()
+    if not is_demo(target):
+        path = str(Path(target).expanduser())
+        located(path, placement)
+        check_files(path, placement)
+        if words or chats:
+            check_words(path, placement, chats and template is None)
 
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
     """`begin` for what decodes. Raises TreeError too."""
-    if config.head is not None and config.drafter is not None:
-        raise InputError(
-            f"both --head {config.head} and --drafter {config.drafter} are given: leave out one"
-        )
     source = config.source
     given = [f"--tree {config.tree}"] if config.tree is not None else []
     given += [f"--verifier {config.verifier}"] if config.verifier != ModelOptions.verifier else []
@@ -57,31 +66,6 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
     begin(config, [] if source is None else [source], words, chats)
     if source is not None:
         check_pairing(source, config.tree, config.verifier, config.allow_lossy)
-
-
-def check_files_of_target(
-    options: "TargetOptions | AcceptanceConfig", words: bool = False, chats: bool = False
-) -> None:
-    """Raises InputError for a target whose files are missing or damaged. Options as for `begin`."""
-    path, how = str(Path(options.target or "").expanduser()), options.placement
-    how.check_package()
-    if is_demo(options.target):
-        return
-    located(path, how)
-    check_files(path, how)
-    if words or chats:
-        check_words(path, how, chats)
-
-
-def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
-    """Raises InputError for a missing target, and for a drafter whose files are not its own."""
-    try:
-        if not is_demo(target):
-            check_there(target, "target directory")
-    except InputError as error:
-        raise InputError(f"cannot load the target {target!r}: {error}") from None
-    for drafter in drafters:
-        DrafterSpec.parse(drafter).check(folder_of(target))
 
 
 def folder_of(target: str) -> str:
@@ -104,13 +88,6 @@ def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bo
     check_named(
         spec, known_verifier(verifier, allow_lossy), None if named is None else policy(named)
     )
-
-
-def check_step(head: str, step: int) -> None:
-    """Raises InputError for a draft step beyond those of a head whose files tell its depth."""
-    deepest = levels_in(Path(head).expanduser())
-    if deepest is not None and step > deepest:
-        raise InputError(f"--step is {step}, the head {head} drafts {deepest} tokens ahead")
 
 
 def check_readable(**files: str | None) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treespec.eval.common import Step
     from treespec.eval.report import Report
 
+Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 
@@ -53,28 +54,24 @@ def end_notice() -> None:
 
 
 def with_progress(
-    work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None
+    work: Callable[[Config, Callable[["Step"], None]], Result],
+    config: Config,
+    console: "Console | None" = None,
 ) -> Result:
-    """Run `work(report)`, show each step that it reports, and return its result.
+    """Run `work(config, report)`, show each step that it reports, and return its result.
 
-    console: by default standard error's.
+    A terminal has a line with the bar, and below it one with the present step; a pipe gets a line a
+    step. console: by default standard error's.
     """
-    from rich.console import Console
-
-    end_notice()
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        return work(lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
-    return _with_bar(work, console)
-
-
-def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Console") -> Result:
-    """A line with the bar, and below it a line with the present step."""
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
     from rich.text import Text
 
+    end_notice()
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        return work(config, lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
     bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
     task, doing = bar.add_task("", total=None), Text()
 
@@ -83,7 +80,7 @@ def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Cons
         bar.update(task, completed=step.done, total=step.total)
 
     with Live(get_renderable=lambda: Group(bar, doing), console=console, transient=True):
-        return work(report)
+        return work(config, report)
 
 
 def show_result(report: "Report") -> None:

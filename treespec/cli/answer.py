@@ -1,0 +1,229 @@
+"""The commands that answer: generate, trace, serve, quickstart. Figures go to standard error."""
+
+import json
+import shlex
+import socket
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treespec.api.options import DemoOptions, ModelOptions, TargetOptions
+from treespec.cli.early import begin, begin_answers
+from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, remark, standard_input
+from treespec.demo.known import DEMO, default_drafter
+from treespec.errors import InputError
+from treespec.options import MANY, SEEDS, TOKENS, CommandOptions, chosen, option, shared
+from treespec.requests.options import RequestOptions
+from treespec.serve.options import ServeConfig
+from treespec.text.strings import printable, readable
+
+if TYPE_CHECKING:
+    from treespec.api.spec import Spec
+    from treespec.text.prompts import Single
+
+SERVER = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig(DemoOptions, RequestOptions):
+    """What decodes, and how it answers."""
+
+    PANEL = "Answers"
+
+    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
+    seed: int | None = option(
+        "the same seed and messages give the same answers; default: a new seed each time",
+        None,
+        least=0,
+        most=SEEDS,
+    )
+
+    @property
+    def requested(self) -> dict[str, Any]:
+        """The keywords of `Spec.stream`."""
+        return {"seed": self.seed} | chosen(self, RequestOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(AnswerConfig):
+    system: str | None = option("system message", None)
+
+
+def load_spec(config: ModelOptions) -> "Spec":
+    """Load what answers, which `begin_answers` has checked."""
+    from treespec.api.load import load_options
+
+    spec = load_options(config)
+    end_notice()
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(AnswerConfig):
+    prompt: list[str] | None = option(
+        "message to answer; - or no --prompt reads standard input; repeat the option for several "
+        "messages, which are answered together",
+        None,
+    )
+    n: int = option("give this number of answers to each message", 1, least=1, most=4096)
+    batch: int | None = option("answers decoded at a time; default: all", None, least=1, most=4096)
+    raw: bool = option("continue the prompt as plain text, without the chat template", False)
+
+
+@takes(GenerateConfig)
+def generate(config: GenerateConfig) -> None:
+    """Answer a prompt and print it as it comes, or several prompts, separated by empty lines.
+
+    A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
+    """
+    # 1. Read the prompts before anything is loaded.
+    prompts: list[Any] = [prompt_of(text, config.raw) for text in config.prompt or ["-"]]
+    begin_answers(config, chats=not config.raw)
+
+    # 2. Print one answer as it comes, or several when all are there, then the figures of all.
+    spec = load_spec(config)
+    from treespec.decoding.stats import Stats, figures_of
+
+    shown, total = printable if sys.stdout.isatty() else str, Stats()
+    if len(prompts) * config.n == 1:
+        stream = spec.stream(prompts[0], **config.requested)
+        for piece in stream:
+            print(shown(piece.text), end="", flush=True)
+        print()
+        outputs = [stream.output]
+    else:
+        samples = spec.generate(prompts, n=config.n, batch=config.batch, **config.requested)
+        outputs = [output for of_prompt in samples for output in of_prompt]
+        print("\n\n".join(shown(output.text) for output in outputs))
+    for output in outputs:
+        total.add(output.stats)
+    remark(figures_of(total, explain=True))
+
+
+def prompt_of(text: str, raw: bool) -> "Single":
+    """A prompt; `-` is standard input. Raises InputError where that is empty."""
+    text = readable(text, "--prompt") if text != "-" else standard_input().strip()
+    if not text:
+        raise InputError("the prompt is empty: give one by --prompt or on standard input")
+    return text if raw else [{"role": "user", "content": text}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig(AnswerConfig):
+    prompt: str | None = option("message to answer; - or no --prompt reads standard input", None)
+    cycles: int | None = option(
+        "stop after this number of cycles; default: the whole answer", None, least=1, most=MANY
+    )
+    json: bool = option("print a JSON object a cycle, for tools", False)
+    raw: bool = shared(GenerateConfig, "raw")
+    max_new_tokens: int = shared(AnswerConfig, "max_new_tokens", 64)
+
+
+@takes(TraceConfig)
+def trace(config: TraceConfig) -> None:
+    """Answer a prompt and show every cycle: the drafted tree, what was accepted, and why no more.
+
+    q: the draft model's probability of a token, p: the target's; at temperature 0, theirs at 1.
+    """
+    # 1. Refuse bad input before anything is loaded.
+    prompt = prompt_of("-" if config.prompt is None else config.prompt, config.raw)
+    if config.source is None:
+        raise InputError(
+            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
+        )
+    begin_answers(config, chats=not config.raw)
+
+    # 2. Answer, and show each cycle as it comes.
+    spec = load_spec(config)
+    from treespec.api.spec import trace as cycles_of
+    from treespec.cli.trace import show
+    from treespec.decoding.stats import TAU
+
+    tokens = count = 0
+    cycles = cycles_of(spec, prompt, **config.requested)
+    for count, cycle in enumerate(islice(cycles, config.cycles), 1):
+        tokens += cycle.new_tokens
+        if config.json:
+            print(json.dumps(cycle.to_json() | {"text": cycle.text}), flush=True)
+        else:
+            show(cycle, tokens / count)
+    remark(f"{tokens} tokens · τ {tokens / max(count, 1):.2f} ({TAU})")
+
+
+@takes(ServeConfig)
+def serve(config: ServeConfig) -> None:
+    """Answer OpenAI's HTTP API, and show a page to chat on.
+
+    Ctrl-C or SIGTERM ends the server once running answers have finished.
+    """
+    if missing := [name for name in SERVER if find_spec(name) is None]:
+        raise InputError(f"the server needs {', '.join(missing)}: pip install 'treespec[serve]'")
+    begin_answers(config, words=False, chats=False)
+    listening = bound(config.host, config.port)
+    spec = load_spec(config)
+    spec.warm_up()
+    from treespec.serve import run
+
+    name = config.name or (DEMO if config.target == DEMO else None)
+    run.serve(spec, replace(config, name=name), listening)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises InputError for an address that cannot be had.
+
+    port: 0 takes a free one.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(
+            (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6
+        )
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"cannot listen on {host}, port {port}: {reason}; name others by --host and --port"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig(CommandOptions):
+    target: str = shared(TargetOptions, "target", DEMO)
+    max_new_tokens: int = option(
+        "end a completion after this number of tokens", 48, least=1, most=TOKENS
+    )
+
+
+@takes(QuickstartConfig)
+def quickstart(config: QuickstartConfig) -> None:
+    """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
+    # 1. The target. Without a head drafts are looked up in the sequence.
+    drafter = default_drafter(config.target) or "lookup"
+    begin(TargetOptions(target=config.target), [drafter], chats=True)
+    from rich.console import Console
+
+    from treespec.api.load import load
+    from treespec.cli.side_by_side import compare, measured
+
+    spec = load(config.target, drafter=drafter)
+    assert spec.source
+    end_notice()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    held = str(spec.target.dtype).removeprefix("torch.")
+    console.print(f"1/3  The target {config.target}, {held}; drafts by {spec.source.name}")
+
+    # 2. One token at a time against treespec.
+    console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
+    console.print(compare(spec, config.max_new_tokens, console))
+
+    # 3. Verifiers. Look-ups have no draft distribution; a sampled tree needs a head's calibration.
+    console.print("\n3/3  Verifiers on the same questions at temperature 1")
+    verifiers = ["auto", "single", "rrs-wo", "optimal"] if spec.head else ["auto", "topk"]
+    verifiers += ["traversal@sampled"] if spec.calibration else []
+    console.print(measured(spec, verifiers, config.max_new_tokens))
+    options = [] if config.target == DEMO else ["--target", config.target, "--drafter", drafter]
+    command = shlex.join([str(Path(sys.executable).parent / "treespec"), "chat", *options])
+    console.print(f"\nNow talk to it: {command}")

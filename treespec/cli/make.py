@@ -1,0 +1,198 @@
+"""The commands that make files: train, regenerate, export, datastore build."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from treespec.api.options import TargetOptions
+from treespec.cli.early import (
+    begin,
+    begin_answers,
+    check_data,
+    check_text,
+    folder_of,
+)
+from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, remark, with_progress
+from treespec.demo.known import head_of, name_elsewhere
+from treespec.draft.checks import check_width
+from treespec.errors import InputError
+from treespec.files.atomic import check_folder
+from treespec.heads.folder import check_new
+from treespec.heads.registry import check_export, kind_in
+from treespec.options import either, option
+from treespec.text.strings import one_line
+from treespec.train.config import TrainConfig, check_folders
+from treespec.train.regenerate.config import RegenerateConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treespec.eval.common import Step
+    from treespec.train.regenerate.run import Result
+
+LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+ENGINES = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "speculators": "vLLM's speculators library",
+    "eagle": "SafeAILab/EAGLE",
+    "treespec": "treespec's own",
+}
+
+
+@takes(TrainConfig)
+def train(config: TrainConfig) -> None:
+    """Train a draft head for a target. Run it again after a kill and it goes on.
+
+    With several processes: accelerate launch -m treespec.train --target …
+    """
+    check_folders(config)
+    check_data(config.data)
+    begin(config)
+    if config.from_head is not None:
+        check_width(config.from_head, folder_of(config.target))
+    from treespec.train.run import train
+
+    end_notice()
+    try:
+        train(config)
+    except KeyboardInterrupt:
+        print(f"\n{stopped(config)}")
+        raise typer.Exit(130) from None
+
+
+def stopped(config: TrainConfig) -> str:
+    """What the same command does after an interrupt."""
+    from treespec.train.checkpoints import latest_step
+
+    step = latest_step(Path(config.out) / "training")
+    if step is None:
+        first = f"The first checkpoint would have been at step {config.checkpoint_every}"
+        return f"Stopped. {first}: the same command begins again."
+    return (
+        f"Stopped. The same command goes on from step {step}, the last checkpoint in {config.out}."
+    )
+
+
+@takes(RegenerateConfig)
+def regenerate(config: RegenerateConfig) -> None:
+    """Let the target answer questions: a head learns most from the target's own words.
+
+    Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
+    """
+    check_folder(config.out)
+    if config.data is not None:
+        check_data(config.data, answered=False)
+    if config.endpoint is None:
+        begin_answers(config)
+    try:
+        print(with_progress(regenerated, config))
+    except KeyboardInterrupt:
+        print(f"\nStopped. The same command goes on; what is there lies in {config.out}.")
+        raise typer.Exit(130) from None
+
+
+def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":
+    """The work, with its progress: each step on a terminal, a line every LINE_EVERY s elsewhere."""
+    from treespec.eval.common import Step
+    from treespec.train.regenerate.run import regenerate
+
+    due = 0.0  # when the next line is shown
+
+    def on(done: int, total: int, pace: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total or sys.stderr.isatty():
+            due = time.monotonic() + LINE_EVERY
+            report(Step(done, total, f"conversations{pace}"))
+
+    return regenerate(config, on, lambda line: remark(one_line(line)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(TargetOptions):
+    head: str = option("trained head: a directory or a hub id")
+    to: str = option(
+        f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}",
+        choices=ENGINES,
+    )
+    out: str = option("new folder to write")
+    norm_output: bool | None = option(
+        "eagle3: whether the normed state is the next step's feature; default: as the head's config "
+        "says, which some files of SpecForge say wrongly",
+        None,
+    )
+
+
+@takes(ExportConfig)
+def export(config: ExportConfig) -> None:
+    """Write a head in another project's format, compare it, and say how to serve it."""
+    # 1. Check the options and paths.
+    place, head = Path(config.out), head_of(config.head) or config.head
+    check_folder(config.out)
+    check_new(place)
+    begin(config, [f"head:{head}"], words=False)
+    if kind := kind_in(Path(head).expanduser()):
+        check_export(kind, config.to, head)
+
+    # 2. Write, and say how to serve it.
+    from treespec.files.atomic import remove_leftovers
+    from treespec.heads.formats.engines import Served
+    from treespec.heads.formats.export import export as write
+    from treespec.heads.formats.export import left_behind
+    from treespec.model.quantised import table_of
+    from treespec.model.weights import load_config, load_model
+
+    load = config.target, config.placement
+
+    def embedding() -> "Tensor":
+        return table_of(load_model(*load).get_input_embeddings())
+
+    remove_leftovers(place.parent)
+    name = config.target if config.to == "treespec" else name_elsewhere(config.target)
+    served = Served.of(name, load_config(*load))
+    written = write(head, config.to, place, served, embedding, config.norm_output)
+    end_notice()
+    print(
+        f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "
+        "logits: difference 0."
+    )
+    if line := left_behind(head):
+        print(line)
+    print(f"Serve it with\n\n  {written.command}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatastoreConfig(TargetOptions):
+    target: str = option("target model or its tokenizer: a directory, a hub id or demo")
+    data: str = option("conversations (.jsonl, .json), or plain text under any other name")
+    out: str = option("folder for the datastore")
+
+
+@takes(DatastoreConfig)
+def build(config: DatastoreConfig) -> None:
+    """Encode text and sort its suffixes, which takes about a second per million tokens."""
+    check_folder(config.out)
+    check_text(config.data, "data")
+    begin(config)
+    from treespec.draft.model_free import datastore
+
+    datastore.refuse_what_is_there(Path(config.out))
+    from treespec.model.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(config.target, config.placement)
+    if tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer to read --data with")
+    end_notice()
+    started = time.perf_counter()
+    texts = datastore.encoded(config.data, tokenizer, config.template, print)
+    tokens = datastore.build(texts, tokenizer, config.out)
+    print(
+        f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter "
+        f"rest:{config.out}"
+    )

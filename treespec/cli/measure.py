@@ -1,0 +1,195 @@
+"""The commands that measure: eval, certify, acceptance, calibrate, tree, skip."""
+
+from pathlib import Path
+
+import typer
+
+from treespec.cli.early import (
+    begin,
+    begin_answers,
+    check_pairing,
+    check_questions,
+    check_readable,
+    check_text,
+)
+from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, notice, remark, show_result, with_progress
+from treespec.draft.checks import check_there
+from treespec.errors import InputError
+from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
+from treespec.eval.common import listed
+from treespec.eval.config import (
+    CalibrateConfig,
+    CertifyConfig,
+    EvalConfig,
+    SkipConfig,
+    TreeConfig,
+    drafters_of,
+)
+from treespec.files.atomic import check_folder, check_writable
+from treespec.heads.registry import levels_in
+
+
+@takes(EvalConfig)
+def evaluate(config: EvalConfig) -> None:
+    """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
+    # 1. What can be refused before torch loads.
+    from treespec.eval.contestants import contestants
+    from treespec.eval.ledger import FILE
+
+    check_folder(config.out)
+    contestants(config)
+    check_questions(config.questions, listed("categories", config.categories))
+    if config.run_code:
+        remark(
+            "--run-code runs what the target writes on this machine, in a process with limits on "
+            "time, memory and files: no sandbox against malice"
+        )
+    if (Path(config.out) / FILE).exists():  # a finished evaluation needs no models
+        notice(f"reading {config.out} …")
+    else:
+        begin(config, [drafter.written for drafter in drafters_of(config)], chats=True)
+        if config.assistant is not None:
+            check_there(config.assistant, "assistant directory")
+
+    # 2. Measure and show; of several processes the first one shows.
+    from treespec.eval.run import evaluate as run
+    from treespec.eval.tables import report_of
+
+    summary = with_progress(run, config)
+    if summary is not None:
+        remark(*(f"left out: {problem}" for problem in summary["left_out"]))
+        show_result(report_of(summary))
+        remark(f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there")
+
+
+@takes(CertifyConfig)
+def certify(config: CertifyConfig) -> None:
+    """Test whether a target, head, verifier and tree are exact. Exit code 0: yes, 1: no."""
+    # 1. Check what needs no weights.
+    check_writable(config.out, "--out")
+    check_questions(config.questions)
+    begin_answers(config)
+    from treespec.eval.certify.run import certify as run
+    from treespec.eval.certify.run import promised
+    from treespec.text.strings import one_line
+
+    # 2. Say what the tests can find.
+    end_notice()
+    can = promised(config)
+    print(
+        f"Greedy answers must be the same tokens. Each test of {config.tokens} sampled tokens "
+        f"fails an exact verifier with probability {can['error']:.2g} or less;\n"
+        f"with {can['power']:.0%} they find a shift of {can['finds']:.3f} of the probability, or a "
+        f"correlation of {can['finds_correlation']:.3f} along the text."
+    )
+
+    # 3. Test, and print each result.
+    found = with_progress(run, config)
+    greedy, *sampled = found["tests"]
+    different = len(greedy["different"])
+    rounding = ", by rounding alone" if different and greedy["passed"] else ""
+    results = [f"{different} of {greedy['answers']} differ{rounding}"]
+    results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
+    for test, result in zip(found["tests"], results, strict=True):
+        print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
+        for answer in test.get("different", ()):
+            apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
+            print(f"        at token {answer['different_at']}: {apart}")
+    bits = "the same bits as" if found["equal_bits"] else "other rounding than"
+    print(f"In {found['environment']['dtype']} a node of a tree has {bits} one token at a time.")
+    if settings := [f"{name}={value}" for name, value in found["not_applied"].items()]:
+        print(
+            "Left out on both sides: the model's own generation config would also apply "
+            f"{one_line(', '.join(settings))}."
+        )
+    verdict = f"NOT certified: {found['verifier']}."
+    if found["passed"]:
+        verdict = (
+            f"Certified: {found['verifier']}. At {sampled[0]['samples']:,} tokens faults that shift "
+            f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
+        )
+    print(f"{verdict} Report: {Path(config.out).resolve()}")
+    if not found["passed"]:
+        raise typer.Exit(1)
+
+
+@takes(AcceptanceConfig)
+def acceptance(config: AcceptanceConfig) -> None:
+    """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
+    check_folder(config.out)
+    check_readable(laws=config.laws)
+    check_text(config.text)
+    check_questions(config.questions)
+    for sweep in sweeps(config):
+        cases(sweep)
+        schemes_in(sweep.verifier)
+    if config.head and not config.given:
+        begin(config, [f"head:{config.head}"])
+        deepest = levels_in(Path(config.head).expanduser())
+        if deepest is not None and config.step > deepest:
+            raise InputError(
+                f"--step is {config.step}, the head {config.head} drafts {deepest} tokens ahead"
+            )
+    else:
+        notice(f"reading {config.given} …")
+    from treespec.eval.acceptance.rates import accept
+    from treespec.eval.acceptance.table import report_of
+
+    show_result(report_of(with_progress(accept, config)))
+    remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+
+
+@takes(CalibrateConfig)
+def calibrate(config: CalibrateConfig) -> None:
+    """Fit the acceptance probabilities that --tree sampled uses. Training does so too."""
+    check_text(config.text)
+    check_questions(config.questions)
+    begin(config, [f"head:{config.head}"])
+    from treespec.eval.fit import calibrate_head
+
+    file, coverage = with_progress(calibrate_head, config)
+    if coverage is not None:
+        print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
+    print(f"Calibration is in {file.resolve()}")
+
+
+@takes(TreeConfig)
+def tree(config: TreeConfig) -> None:
+    """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
+    check_writable(config.out, "--out")
+    check_text(config.text)
+    check_questions(config.questions)
+    begin(config, [f"head:{config.head}"])
+    from treespec.decoding.stats import TAU
+    from treespec.eval.fit import make_tree
+    from treespec.eval.report import Report, Table
+
+    made, table, length = with_progress(make_tree, config)
+    rows = [
+        {"Depth": str(depth)} | {str(rank): f"{share:.1%}" for rank, share in enumerate(row, 1)}
+        for depth, row in enumerate(table.tolist(), start=1)
+    ]
+    title = "How often the head's guess of each rank is right, by depth"
+    expected = f"expected τ {length:.2f} ({TAU})"
+    promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
+    show_result(Report([Table(title, ["Depth"], rows)], [promise]))
+    remark(f"It is in {config.out}: --tree {config.out}")
+
+
+@takes(SkipConfig)
+def skip(config: SkipConfig) -> None:
+    """Search for the sublayers whose skipping makes a target draft fastest. Nothing is trained."""
+    check_writable(config.out, "--out")
+    check_text(config.text)
+    begin(config)
+    check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)
+    from treespec.eval.skip_search import search_skip_set
+
+    found = with_progress(search_skip_set, config)
+    print(
+        f"{found['tokens_per_second']:.1f} tokens/s without {len(found['attention'])} attentions "
+        f"and {len(found['mlp'])} MLPs of {found['layers']} layers, {found['one_at_a_time']:.1f} "
+        "one at a time"
+    )
+    print(f"The skip set is in {Path(config.out).resolve()}")

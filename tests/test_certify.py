@@ -1,26 +1,52 @@
-"""A certificate: exact verifiers get it, greedy answers that differ are found, both sides end alike."""
+"""A certificate: exact verifiers get it, and planted faults do not: each p-value is far below its error."""
 
 import json
 from dataclasses import replace
+from functools import cache
 
+import faults
 import pytest
 import torch
 import transformers as hf
-from certifying import CONFIG, PROMPTS, tiny
+from equality import seeded
 from models import GROUPED, random_head, random_model, save_model
 from refusals import complains
+from scipy.stats import kstest
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from treespec.api.spec import Spec
 from treespec.cli import app
+from treespec.draft.calibration import Calibration
+from treespec.draft.models.model import ModelProposer
 from treespec.eval.certify.places import places
-from treespec.eval.certify.run import Examination, certify
+from treespec.eval.certify.run import TESTS, Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
+from treespec.eval.certify.statistics import least_gap
 from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.shaping.processors import Penalties
 from treespec.shaping.sampling import SamplingParams
+
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+CONFIG = CertifyConfig(target="target", head="head", tokens=400, length=24, top_k=5)
+ONE_LAYER = {"vocab_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
+
+
+@cache
+def model(noise: float) -> Target:
+    """A random Llama of 32 tokens; its output embedding has so much noise, as a share."""
+    known = random_model(hf.LlamaConfig(**GROUPED | ONE_LAYER))
+    weight = known.lm_head.weight
+    with torch.no_grad():
+        weight += noise * 0.25 * torch.randn(weight.shape, generator=seeded(1))
+    return Target(known)
+
+
+def tiny(tree: str, verifier: str, calibration: Calibration | None = None) -> Spec:
+    proposer = ModelProposer(model(1.0), model(0.0))
+    return Spec(model(0.0), proposer, tree, verifier, calibration=calibration)
+
 
 SHORT = replace(CONFIG, tokens=48, length=6)
 
@@ -146,3 +172,75 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
 def test_other_verifiers_get_it_too(tree, verifier):
     found = Examination(tiny(tree, verifier), PROMPTS, replace(SHAPED, tokens=400, length=24)).verdict()
     assert found["passed"], found["tests"]
+
+
+DRAWS = "draws follow their reported distribution"
+POWERS = "draws are not from a power of it"
+REPEATS = "draws do not repeat them more often, or less"
+CYCLES = "cycles are independent of the cycle before"
+TOKENS = "tokens follow the target's distribution, by p/q"
+FIRST = "first tokens of cycles follow it, by p over the reported q"
+
+
+def p_values(spec, tokens, seed=0):
+    """By question; plain texts are not compared."""
+    examined = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed))
+    return {test["test"]: test["p_value"] for test in examined.judge([], examined.sample(), [])["tests"][1:]}
+
+
+def wrong_residual(scheme, p, q, draws):
+    first = draws.tokens[:, :1].clamp(min=0)
+    accepted = (p.gather(1, first) / q.gather(1, first)).clamp(max=1)
+    return (p * (1 - accepted)).scatter_add_(1, first, accepted)
+
+
+def cold(scheme, p, q, draws):
+    return faults.normal(p**2)
+
+
+def before_truncation(scheme, q, k, generator):
+    return scheme.draw(q * (q >= q.topk(3).values[..., -1:]), k, generator)
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier", "tokens", "plant", "question"),
+    [
+        ("64x1", "rrs", 400, faults.draws_from_a_hotter_law, POWERS),
+        ("4x2", "optimal", 96, faults.phantoms_dropped, REPEATS),
+        ("chain:1", "single", 1600, faults.coins_reused, FIRST),
+        ("chain:3", "single", 200, faults.seeded_anew, CYCLES),
+        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=wrong_residual), FIRST),
+        ("8x1", "rrs-wo", 100, lambda spec: faults.change(spec, drawing=before_truncation), DRAWS),
+        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), TOKENS),
+    ],
+    ids=["hotter draws", "phantoms", "coins reused", "seeded again", "residual", "before top-p", "temperature"],
+)
+def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
+    spec = tiny(tree, verifier)
+    plant(spec)
+    found = p_values(spec, tokens)
+    assert found[question] < CONFIG.error / TESTS, found
+
+
+def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_is_not():
+    """More of the most likely token. A share of this fault makes a share of its gap."""
+
+    def tested(share, tokens):
+        def plan(scheme, p, q, draws):
+            top = torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1.0)
+            return (1 - share) * type(scheme).plan(scheme, p, q, draws) + share * top
+
+        spec = tiny("chain:1", "single")
+        faults.change(spec, planning=plan)
+        texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
+        return torch.cat([place.by_p for place in places(spec, texts)]).numpy()
+
+    size = least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
+    assert size < 1
+    assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
+    assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS
+
+
+def test_a_chain_that_drops_the_doubted_token_is_found(monkeypatch):
+    faults.doubted_token_dropped(monkeypatch)
+    assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 96)[POWERS] < CONFIG.error / TESTS

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from models import save_model
-from test_recurrent_heads import save
+from test_recurrent import save
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import new_eagle as new_head

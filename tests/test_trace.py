@@ -7,16 +7,30 @@ import pytest
 import torch
 from models import CONFIGS, random_head, random_model
 from rich.console import Console
-from tracing import cycle_of, own
 
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
+from treespec.decoding.sequence import Piece
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
 from treespec.model.target import Target
-from treespec.requests.events import Cycle, explained, visible
+from treespec.requests.events import Cycle, OwnToken, explained, visible
 from treespec.shaping.sampling import SamplingParams, probs
+
+
+def own(at=1, text=" sat", p=0.7, q=None, rank=None):
+    return OwnToken(at, 9, text, p, q, rank)
+
+
+def cycle_of(**changes):
+    """`the` with the children `cat`, accepted, and `dog`; then the target's own token."""
+    fields = {"number": 1, "tokens": [1, 2, 3], "texts": ["the", " cat", " dog"], "parents": [-1, 0, 0]}
+    fields |= {"q": [None, 0.5, 0.25], "p": [None, 0.6, 0.3], "path": [1], "own": own()}
+    fields |= {"answer": [Piece(" cat", [2], True), Piece(" sat", [9], False)]}
+    fields |= {"seconds": {"draft": 0.004, "head": 0.003, "target": 0.01, "verify": 0.001, "commit": 0.001}}
+    return Cycle(**fields | changes)
+
 
 PROMPT = [3, 4, 5, 6, 7]
 CASES = [

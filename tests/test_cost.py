@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from models import random_head, target
 
-from treespec.draft.cost import timing
+from treespec.draft.cost import model
 from treespec.draft.cost.measure import (
     LARGER,
     NODES,
@@ -18,9 +18,8 @@ from treespec.draft.cost.measure import (
     dependencies,
     measured_costs,
 )
-from treespec.draft.cost.model import SMALL, Cost, measured_batch
+from treespec.draft.cost.model import FORMAT, SMALL, Cost, cost_in, measured_batch
 from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
-from treespec.draft.cost.timing import FORMAT, costs_in
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.trees.most_likely import expected_length
@@ -78,16 +77,18 @@ def test_seconds_of_known_parts_give_them_back(deep, few):
     shapes = SMALLER.cut(few), LARGER.cut(few)
     level, begin, draw = 2.0 if deep > 1 else 0.0, 7.0, 0.25
     extra = shapes[1].size - shapes[0].size
-    drafts = [begin + level, begin + level * deep, *(begin + level * shape.max_depth for shape in shapes)]
-    drafts[3] += draw / 2 * extra
-    ends = [1.0, 3.0, 4.0, 6.0, 4.0 + draw / 2 * extra, 6.0 + draw / 2 * extra]
-    cost = cost_from((1, 2), [10.0, 11.0], ends, drafts, (deep, *shapes))
+    seconds = {"1": 10.0, "2": 11.0, "plain": 1.0, "most likely": 3.0}
+    seconds |= {"level": begin + level, "levels": begin + level * deep}
+    for name, shape, more in (("small", shapes[0], 0.0), ("large", shapes[1], draw / 2 * extra)):
+        seconds |= {f"{name} best": 4.0 + more, f"{name} worst": 6.0 + more}
+        seconds[f"{name} draws"] = begin + level * shape.max_depth + more
+    cost = cost_from((1, 2), seconds, deep, shapes)
     assert cost == Cost((1, 2), (11.0, 12.0), level, begin, (2.0, 4.0), draw if extra else 0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama_head, batch):
-    monkeypatch.setattr(timing, "LEAST", math.inf)  # other tests may keep the machine busy
+    monkeypatch.setattr(model, "LEAST", math.inf)  # other tests may keep the machine busy
     first = cost_for(*llama_head, tmp_path / "new", batch)
     (file,) = (tmp_path / "new").iterdir()
     assert len(first.nodes) > 2
@@ -107,9 +108,9 @@ def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama
     [{"forward": [0.1]}, {"begin": float("nan")}, {"overhead": [0.1]}, {"level": None}, {"nodes": [1]}, {"more": 1.0}],
 )
 def test_kept_numbers_that_cannot_be_right_are_not_used(tmp_path, damage):
-    for fields, wanted in ((asdict(times()), {"cost": times()}), (asdict(times()) | damage, None)):
+    for fields, wanted in ((asdict(times()), times()), (asdict(times()) | damage, None)):
         write_json(tmp_path / "times.json", {"format": FORMAT, "cost": fields})
-        assert costs_in(tmp_path / "times.json", ["cost"]) == wanted
+        assert cost_in(tmp_path / "times.json") == wanted
 
 
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path, llama_head):

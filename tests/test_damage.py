@@ -17,7 +17,7 @@ from test_calibration import USUAL
 from test_cost import times
 
 from treespec.draft.calibration import load_calibration, save_calibration
-from treespec.draft.cost.timing import FORMAT, costs_in
+from treespec.draft.cost.model import FORMAT, cost_in
 from treespec.draft.model_free.datastore import build, open_datastore
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
@@ -101,7 +101,7 @@ FILES = {
     ),
     "times.json": (
         lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(times())}),
-        lambda folder: costs_in(folder / "times.json", ["cost"]) or {"cost": times()},  # measured again
+        lambda folder: cost_in(folder / "times.json") or times(),  # measured again
     ),
     "store/datastore.safetensors": (
         lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"),

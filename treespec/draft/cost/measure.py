@@ -1,20 +1,30 @@
-"""Measure what a cycle costs (`Cost`) with the decoding code itself: once for a machine and a pair of models."""
+"""Measure what a cycle costs (`Cost`) with the decoding code itself: once for a machine and a pair of models.
 
+Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is
+the lower quartile over rounds. The cost is kept in the user's cache.
+"""
+
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from treespec.draft.cost.model import Cost, CostBy, measured_batch
-from treespec.draft.cost.timing import FEWEST, ROUNDS, Step, fast_times, kept_costs
+from treespec.draft.cost.model import Cost, CostBy, kept_cost, measured_batch
 from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
 from treespec.draft.grow.growth import Growing, Growth, grow_together
-from treespec.model.cache import TreeCache
+from treespec.files.downloads import cache_folder
+from treespec.model import kernels
+from treespec.model.processor import processor
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
@@ -32,13 +42,14 @@ NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several sequences
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
+ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
 TOGETHER = 4, 2  # rounds, and the fewest, of several sequences: their forwards are dear
 SMALLER, LARGER = balanced(2, 2), balanced(2, 3)  # the first has SMALL nodes
 
-Forward = Callable[[TokenTree], list[TreeOutput]]
-Trees = Callable[
-    [Tensor, Tensor], Growing[Any]
-]  # the growth from a root [1] and draft logits [1, V]
+Act = Callable[[], object]
+Step = tuple[Act, Act]  # the act before it, as in decoding (it warms the caches), and the timed one
+# The growth from a root [1] and draft logits [1, V].
+Trees = Callable[[Tensor, Tensor], Growing[Any]]
 
 
 def measured_costs(
@@ -64,22 +75,18 @@ def cost_for(
     target: Target, proposer: Proposer | None, folder: Path | None = None, batch: int = 1
 ) -> Cost:
     """The cost from the cache folder, or measured now, which takes a few seconds."""
-
-    def measured() -> dict[str, Cost]:
-        if batch > 1:
-            log.warning("measuring cycles of %d texts, once for this machine and model", batch)
-        return {"cost": measure(target, proposer, batch)}
-
-    about = dependencies(target, proposer, batch)
-    return kept_costs("times", ["cost"], about, measured, folder)["cost"]
+    about = json.dumps(dependencies(target, proposer, batch), default=str).encode()
+    name = f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
+    return kept_cost((folder or cache_folder()) / name, partial(measure, target, proposer, batch))
 
 
 def dependencies(target: Target, proposer: Proposer | None, batch: int = 1) -> list[object]:
-    """All that the cost depends on besides the processor, threads and torch."""
+    """All that the cost depends on, in JSON's types."""
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    machine = [processor(), torch.get_num_threads(), torch.__version__, kernels.name()]
     models = [target.layers, target.config.to_json_string(), proposer and proposer.identity]
-    return [str(device), name, str(target.dtype), models, batch]
+    return [*machine, str(device), name, str(target.dtype), models, batch]
 
 
 @torch.inference_mode()
@@ -87,100 +94,152 @@ def measure(
     target: Target, proposer: Proposer | None, batch: int = 1, context: int = CONTEXT
 ) -> Cost:
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
-    # 1. Equal sequences, in the target's cache and observed by the proposer.
-    # The context may exceed the target's context length.
-    ids = torch.arange(max(context, NODES[-1]), device=target.output_device) % target.vocab_size
-    tokens = ids[:context]
-    cache = target.new_cache(context + (320 if batch == 1 else NODES_TOGETHER[-1]))
-    features = target.prefill(cache, tokens[None], proposer.taps if proposer else ())[0]
-    cache.select([0] * batch)
-
-    def forward(tree: TokenTree) -> list[TreeOutput]:
-        return target.forward_trees(cache, [tree] * batch)
-
-    # 2. Drafts: one level and DEEP levels of the most likely tokens, and two trees of draws.
-    alone, most = batch == 1, (proposer and proposer.max_depth) or DEEP
-    deep, shapes = min(DEEP, most), (SMALLER.cut(most), LARGER.cut(most))
+    if batch > 1:
+        log.warning("measuring cycles of %d texts, once for this machine and model", batch)
+    bench, alone = Bench(target, proposer, batch, context), batch == 1
+    most = (proposer and proposer.max_depth) or DEEP
+    levels, shapes = min(DEEP, most), (SMALLER.cut(most), LARGER.cut(most))
     # The time of a forward over several sequences depends little on what lies in the caches.
-    before = partial(forward, branch(4, tokens)) if alone else lambda: None
-    drafting: list[Step] = []
-    if proposer:
-        proposers = [proposer.new() for _ in range(batch)]
-        for new in proposers:
-            new.observe([features[:-1]], [tokens])
-        proposers[0].join(proposers[1:])
-        trees = [by_level(1), by_level(deep), *map(drawn, shapes)]
-        draft = partial(drafts, proposers[0], cache, features, tokens)
-        drafting = [(before, partial(draft, grow)) for grow in trees]
+    before: Act = partial(bench.forward, bench.branch(4)) if alone else lambda: None
 
-    # 3. Forwards over growing numbers of nodes, up to the first that is too dear; then the ends.
-    nodes = affordable(forward, ids, alone)
-    earlier = drafting[1][1] if drafting and alone else before
-    steps: list[Step] = [
-        (before if n == 1 else earlier, partial(forward, branch(n, ids))) for n in nodes
-    ]
-    steps += [*ends(forward, cache, tokens, target.vocab_size, shapes), *drafting]
+    # 1. Drafts: one level and several of the most likely tokens, and two trees of draws.
+    steps: dict[str, Step] = {}
+    if proposer:
+        grown = {"level": by_level(1), "levels": by_level(levels)}
+        grown |= {"small draws": drawn(shapes[0]), "large draws": drawn(shapes[1])}
+        steps |= {name: (before, partial(bench.draft, grow)) for name, grow in grown.items()}
+    earlier = steps["levels"][1] if proposer and alone else before
+
+    # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
+    nodes = bench.affordable(alone)
+    for n in nodes:
+        steps[str(n)] = before if n == 1 else earlier, partial(bench.forward, bench.branch(n))
+
+    # 3. The ends of cycles: of one token, of the most likely tokens, of draws.
+    params = SamplingParams(1)
+    steps["plain"] = bench.end(bench.branch(1), params, [0])
+    steps["most likely"] = bench.end(bench.branch(6), SamplingParams(), [0, 2, 5])
+    for name, shape in zip(("small", "large"), shapes, strict=True):
+        tree, kept = bench.uniform(shape), [0, 1, 3][: shape.max_depth + 1]
+        steps[f"{name} best"] = bench.end(tree, params, kept, likely=True)
+        steps[f"{name} worst"] = bench.end(tree, params, kept, likely=False)
 
     # 4. Time them all.
-    rounds, fewest = (ROUNDS, FEWEST) if alone else TOGETHER
-    seconds = fast_times(steps, target.output_device, rounds, fewest)
-    end, rest = seconds[len(nodes) :][:6], seconds[len(nodes) + 6 :] or [0.0] * 4
-    return cost_from(nodes, seconds[: len(nodes)], end, rest, (deep, *shapes))
+    rounds = (ROUNDS, FEWEST) if alone else TOGETHER
+    seconds = fast_times([*steps.values()], target.output_device, *rounds)
+    return cost_from(nodes, dict(zip(steps, seconds, strict=True)), levels, shapes)
 
 
 def cost_from(
     nodes: tuple[int, ...],
-    forward: Sequence[float],
-    ends: Sequence[float],
-    drafts: Sequence[float],
-    trees: tuple[int, StaticTree, StaticTree],
+    seconds: Mapping[str, float],
+    levels: int,
+    shapes: Sequence[StaticTree],
 ) -> Cost:
-    """The cost by the seconds of the steps of `measure`.
-
-    forward: over each of `nodes`. ends: of one token, of the most likely tokens, and of both shapes'
-    best and worst verdicts. drafts: of one level and of several, and of both shapes. trees: the number
-    of these levels, and the shapes.
-    """
+    """The cost by the seconds of the steps of `measure`."""
     # 1. Levels.
-    plain, one_hot, *verdicts = ends
-    levels, *shapes = trees
-    level = max(drafts[1] - drafts[0], 0.0) / max(levels - 1, 1)
-    begin = max(drafts[0] - level, 0.0)
+    of = defaultdict(float, seconds)
+    level = max(of["levels"] - of["level"], 0.0) / max(levels - 1, 1)
+    begin = max(of["level"] - level, 0.0)
 
     # 2. Draws beyond them. The mean of the best and the worst verdict counts.
     small, large = (
-        sum(verdicts[2 * i : 2 * i + 2]) / 2
-        + max(drafts[2 + i] - begin - level * shape.max_depth, 0.0)
-        for i, shape in enumerate(shapes)
+        (of[f"{name} best"] + of[f"{name} worst"]) / 2
+        + max(of[f"{name} draws"] - begin - level * shape.max_depth, 0.0)
+        for name, shape in zip(("small", "large"), shapes, strict=True)
     )
     further = max(large - small, 0.0) / max(shapes[1].size - shapes[0].size, 1)
-    overhead = max(one_hot - plain, 0.0), max(small - plain, 0.0)
-    line = tuple(seconds + plain for seconds in forward)
-    return Cost(nodes, line, level, begin, overhead, further)
+    overhead = max(of["most likely"] - of["plain"], 0.0), max(small - of["plain"], 0.0)
+    return Cost(
+        nodes, tuple(of[str(n)] + of["plain"] for n in nodes), level, begin, overhead, further
+    )
 
 
-def affordable(forward: Forward, tokens: Tensor, alone: bool) -> tuple[int, ...]:
-    """The sizes up to the first whose forward costs DEAR one-node forwards."""
-    seconds: list[float] = []
-    sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
-    for n in sizes:
-        act = partial(forward, branch(n, tokens))
-        seconds += fast_times([(act if alone else lambda: None, act)], tokens.device, rounds=2)
-        if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
-            break
-    return sizes[: len(seconds)]
+@final
+class Bench:
+    """Equal sequences in the target's cache, observed by the proposer, and the parts of their cycle."""
 
+    def __init__(self, target: Target, proposer: Proposer | None, batch: int, context: int) -> None:
+        # The context may exceed the target's context length.
+        ids = torch.arange(max(context, NODES[-1]), device=target.output_device)
+        self.ids = ids % target.vocab_size
+        self.target, self.batch, self.tokens = target, batch, self.ids[:context]
+        self.cache = target.new_cache(context + (320 if batch == 1 else NODES_TOGETHER[-1]))
+        taps = proposer.taps if proposer else ()
+        self.features = target.prefill(self.cache, self.tokens[None], taps)[0]
+        self.cache.select([0] * batch)
+        if proposer:
+            self.proposer, *others = [proposer.new() for _ in range(batch)]
+            for new in (self.proposer, *others):
+                new.observe([self.features[:-1]], [self.tokens])
+            self.proposer.join(others)
 
-def drafts(
-    proposer: Proposer, cache: TreeCache, features: Tensor, tokens: Tensor, grow: Trees
-) -> None:
-    """Draft a tree for each sequence after observing a few new tokens."""
-    batch = len(cache.lengths)
-    proposer.rewind([len(tokens) - 1 - WAITING] * batch)
-    proposer.observe([features[-1 - WAITING : -1]] * batch, [tokens[-1 - WAITING :]] * batch)
-    begun = proposer.begin(tokens[-1:].expand(batch), cache)
-    growths = [grow(tokens[-1:], logits) for logits in begun if logits is not None]
-    grow_together(proposer.extend, growths)
+    def branch(self, nodes: int) -> TokenTree:
+        """A tree of one branch; a forward's time does not depend on the shape."""
+        number = torch.arange(nodes, device=self.ids.device)
+        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+
+    def uniform(self, shape: StaticTree) -> TokenTree:
+        """A tree of draws from a uniform distribution."""
+        flat = self.ids.new_zeros(1, self.target.vocab_size).float()
+
+        def extend(frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+            return [flat.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
+
+        (tree,) = grow_together(extend, [drawn(shape)(self.tokens[-1:], flat)])
+        return tree
+
+    def forward(self, tree: TokenTree) -> list[TreeOutput]:
+        return self.target.forward_trees(self.cache, [tree] * self.batch)
+
+    def draft(self, grow: Trees) -> None:
+        """Draft a tree for each sequence after observing a few new tokens."""
+        proposer, batch, last = self.proposer, self.batch, self.tokens[-1:]
+        proposer.rewind([len(self.tokens) - 1 - WAITING] * batch)
+        new = self.features[-1 - WAITING : -1], self.tokens[-1 - WAITING :]
+        proposer.observe([new[0]] * batch, [new[1]] * batch)
+        begun = proposer.begin(last.expand(batch), self.cache)
+        grow_together(
+            proposer.extend, [grow(last, logits) for logits in begun if logits is not None]
+        )
+
+    def end(
+        self, tree: TokenTree, params: SamplingParams, kept: list[int], likely: bool | None = None
+    ) -> Step:
+        """A tree is verified and the path `kept` committed.
+
+        likely: whether the tree's tokens alone are likely, or impossible; None: the target's own logits.
+        For draws the verdict is quick where the first leaf is accepted, slow where all are refused.
+        """
+        logits, batch = self.forward(tree)[0].logits, self.batch
+        generator = torch.Generator(device=self.ids.device).manual_seed(0)
+        if likely is not None:
+            among = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, tree.tokens, True)
+            mask = among ^ likely
+            logits = logits.masked_fill(
+                mask & ~mask.all(), -torch.inf
+            )  # not a tiny vocabulary whole
+
+        def finish() -> None:
+            rows = [Distribution(params)] * batch, [generator] * batch
+            judge_all(Auto(), [tree] * batch, [logits] * batch, *rows)
+            self.cache.commit([kept] * batch)
+            self.cache.rewind([len(self.tokens)] * batch)
+
+        return partial(self.forward, tree), finish
+
+    def affordable(self, alone: bool) -> tuple[int, ...]:
+        """The sizes up to the first whose forward costs DEAR one-node forwards."""
+        seconds: list[float] = []
+        sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
+        for n in sizes:
+            act = partial(self.forward, self.branch(n))
+            seconds += fast_times(
+                [(act if alone else lambda: None, act)], self.ids.device, rounds=2
+            )
+            if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
+                break
+        return sizes[: len(seconds)]
 
 
 def by_level(depth: int) -> Trees:
@@ -200,54 +259,21 @@ def drawn(shape: StaticTree) -> Trees:
     return grow
 
 
-def ends(
-    forward: Forward,
-    cache: TreeCache,
-    tokens: Tensor,
-    vocab_size: int,
-    shapes: Sequence[StaticTree],
-) -> list[Step]:
-    """The ends of six cycles: a tree is verified and its accepted path committed.
-
-    How long that takes for a tree of draws depends on the verdict. It is short where the first leaf is
-    accepted and long where all draws are refused. Both are steps.
-    tokens: [P], of each sequence and all in the cache.
-    """
-    params, flat = SamplingParams(1), tokens.new_zeros(1, vocab_size).float()
-    generator = torch.Generator(device=tokens.device).manual_seed(0)
-
-    def end(tree: TokenTree, by: SamplingParams, logits: Tensor, kept: list[int]) -> Step:
-        def finish() -> None:
-            batch = len(cache.lengths)
-            laws = [Distribution(by)] * batch
-            judge_all(Auto(), [tree] * batch, [logits] * batch, laws, [generator] * batch)
-            cache.commit([kept] * batch)
-            cache.rewind([len(tokens)] * batch)
-
-        return partial(forward, tree), finish
-
-    def uniform(frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        return [flat.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
-
-    # 1. One token, and a branch of the most likely ones.
-    one, six = branch(1, tokens), branch(6, tokens)
-    steps = [
-        end(one, params, forward(one)[0].logits, [0]),
-        end(six, SamplingParams(), forward(six)[0].logits, [0, 2, 5]),
-    ]
-
-    # 2. Trees of draws from a uniform distribution: their tokens alone are likely, or impossible.
-    for shape in shapes:
-        (tree,) = grow_together(uniform, [drawn(shape)(tokens[-1:], flat)])
-        logits = forward(tree)[0].logits
-        among = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, tree.tokens, True)
-        for mask in (~among, among):  # a tiny vocabulary may lie in the tree as a whole
-            masked = logits if mask.all() else logits.masked_fill(mask, -torch.inf)
-            steps.append(end(tree, params, masked, [0, 1, 3][: shape.max_depth + 1]))
-    return steps
-
-
-def branch(nodes: int, tokens: Tensor) -> TokenTree:
-    """A tree of one branch; a forward's time does not depend on the shape."""
-    number = torch.arange(nodes, device=tokens.device)
-    return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+def fast_times(
+    steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS, fewest: int = FEWEST
+) -> list[float]:
+    """Seconds of each step, over interleaved rounds after one for warming up."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    seconds: list[list[float]] = [[] for _ in steps]
+    begun = time.perf_counter()
+    for done in range(rounds + 1):
+        if done > fewest and time.perf_counter() - begun > SECONDS:
+            break
+        for (before, step), own in zip(steps, seconds, strict=True):
+            before()
+            wait(device)
+            started = time.perf_counter()
+            step()
+            wait(device)
+            own.append(time.perf_counter() - started)
+    return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in seconds]

@@ -9,20 +9,32 @@ each further node, because their verification and their draws take longer.
                    n  1   4    8        (`treespec.trees.sequoia`)
 """
 
+import logging
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
 
+from treespec.errors import InputError
+from treespec.files.atomic import read_json, remove_leftovers, write_json
 from treespec.trees.sequoia import best_trees
 from treespec.trees.static import StaticTree
 
+log = logging.getLogger(__name__)
+
+FORMAT = 1
 FAR = 10_000  # nodes: the line's last slope goes on to here
 SMALL = 7  # nodes, root included, of a tree of two draws a node and two levels
 LARGEST_BATCH = 64  # measured
+SHARE, LEAST = 0.2, 0.5  # of our threads' CPU time that others may take; seconds that do not count
 
 
 @dataclass(frozen=True)
@@ -126,3 +138,40 @@ def measured_batch(batch: int) -> int:
     measured    1   2   4   4   4   8   8         16        64
     """
     return min(1 << round(math.log2(batch)), LARGEST_BATCH)
+
+
+def kept_cost(file: Path, measure: Callable[[], Cost]) -> Cost:
+    """The cost in a file, or `measure()`, which the file then keeps.
+
+    A cost measured while other programs took CPU time that our threads needed is not kept. A file
+    that cannot be read or written is no error: the next run measures again.
+    """
+    # 1. A kept one.
+    if (kept := cost_in(file)) is not None:
+        return kept
+
+    # 2. Measured now. cpu_percent counts all programs since its last call.
+    psutil.cpu_percent()
+    wall, own = time.perf_counter(), time.process_time()
+    cost = measure()
+    wall, own = time.perf_counter() - wall, time.process_time() - own
+    cores, threads = psutil.cpu_count() or 1, torch.get_num_threads()
+    others = psutil.cpu_percent() / 100 * cores * wall - own
+    if others - max(cores - threads, 0) * wall > max(SHARE * threads * wall, LEAST):
+        log.warning(
+            "other programs were busy while speeds were measured: they are measured again next time"
+        )
+        return cost
+    with suppress(InputError):
+        remove_leftovers(file.parent)
+        write_json(file, {"format": FORMAT, "cost": asdict(cost)})
+    return cost
+
+
+def cost_in(file: Path) -> Cost | None:
+    """The cost of a file; None where it is missing, damaged or not understood."""
+    with suppress(InputError, LookupError, TypeError, ValueError):
+        fields = read_json(file, "it is measured again", FORMAT)["cost"]
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return Cost(**fields | lists)
+    return None

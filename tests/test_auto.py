@@ -21,7 +21,7 @@ from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
 from treespec.draft.model_free.one_hot import OneHotDrafter, part, rests
-from treespec.draft.pairing import check_pair
+from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.most_likely import expected_length
@@ -127,7 +127,7 @@ def test_the_same_seed_gives_the_same_text_whatever_was_said_before(verifier):
 
 def test_an_auto_tree_goes_with_every_scheme_and_needs_no_calibration():
     for name, scheme in SCHEMES.items():
-        check_pair(AutoTree(), scheme)
+        check_fit(AutoTree(), scheme)
         spec = table_spec(name, allow_lossy=True)
         assert len(spec.generate([1, 2], temperature=1, max_new_tokens=8, seed=0).token_ids) == 8
 

@@ -12,7 +12,15 @@ from models import TableConfig, TableModel, random_head
 from refusals import complains
 
 from treespec.api.calibrate import calibrate, logistic, own_rates
-from treespec.draft.calibration import FILE, FORMAT, Calibration, features, load_calibration, outline, save_calibration
+from treespec.draft.calibration import (
+    FILE,
+    FORMAT,
+    Calibration,
+    features_of,
+    load_calibration,
+    outline,
+    save_calibration,
+)
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.model.target import Target
@@ -116,7 +124,7 @@ def test_chances_are_the_fitted_models_of_the_features():
     generator = seeded(0)
     q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
     calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1))
-    of_tops, of_draws = features(q, 2)
+    of_tops, of_draws = map(torch.from_numpy, features_of(outline(q), 2))
     tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops, dtype=torch.float64))
     tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
     accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws, dtype=torch.float64))

@@ -14,7 +14,7 @@ from refusals import complains
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.pairing import check_pair, default_tree
+from treespec.draft.pairing import check_fit, default_tree
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree
@@ -114,13 +114,13 @@ def test_a_head_that_knows_the_target_is_accepted_whole():
 def test_the_pairing_rule_refuses_biased_pairs():
     for name in STOCHASTIC:
         with complains("biases"):
-            check_pair(DynamicTree(), scheme_by_name(name))
+            check_fit(DynamicTree(), scheme_by_name(name))
     with complains("at most 2 draws"):
-        check_pair(policy("eagle"), scheme_by_name("spechub"))
+        check_fit(policy("eagle"), scheme_by_name("spechub"))
     with complains("at most 1 draw"):
-        check_pair(policy("2x2"), scheme_by_name("single"))
+        check_fit(policy("2x2"), scheme_by_name("single"))
     for scheme in SCHEMES.values():
-        check_pair(default_tree(scheme), scheme)
+        check_fit(default_tree(scheme), scheme)
 
 
 @pytest.mark.parametrize("new", [1, 2, 5, 17])

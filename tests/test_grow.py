@@ -14,7 +14,7 @@ from refusals import complains
 from treespec.api.spec import Spec
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
 from treespec.draft.models.model import ModelProposer, SeveralModels
-from treespec.draft.pairing import check_pair
+from treespec.draft.pairing import check_fit
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
@@ -194,9 +194,9 @@ class TestSampledTrees:
 @pytest.mark.parametrize("name", NAMES)
 def test_sampled_trees_go_with_verifiers_that_take_tokens_for_sure_and_confident_chains_with_all(name):
     scheme = verifier_by_name(name, allow_lossy=True).scheme
-    check_pair(ConfidentChain(), scheme)
+    check_fit(ConfidentChain(), scheme)
     if name in ("rrs-wo", "optimal", "traversal", "auto", "layer:optimal"):
-        check_pair(SampledTree(), scheme)
+        check_fit(SampledTree(), scheme)
     else:
         with complains(f"the sampled tree cannot go with verifier {scheme.name}"):
-            check_pair(SampledTree(), scheme)
+            check_fit(SampledTree(), scheme)

@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot, softplus
 from treespec.decoding.decode import Decoder
 from treespec.decoding.sequence import Request
 from treespec.decoding.stats import Stats
-from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features
+from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features_of, outline
 from treespec.draft.drafter import Proposer
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.tree_drafter import TreeDrafter
@@ -126,7 +126,7 @@ def outcomes(
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Features and outcomes of one tree node for each row of p and q [n, V], on the host."""
-    top, draw = features(q, depth)
+    top, draw = map(torch.from_numpy, features_of(outline(q), depth))
     best = q.topk(min(TOPS, q.shape[-1])).indices
     hit = torch.zeros(top.shape[:2], device=q.device)
     hit[:, : best.shape[1]] = p.gather(1, best)

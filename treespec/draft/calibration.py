@@ -27,7 +27,6 @@ AGAIN = "make it again with treespec calibrate"
 COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 TOPS, DRAWS = 5, 6  # at most, at one node
 TOP_FEATURES, DRAW_FEATURES = 4, 7
-RANKS, TURNS = np.log(np.arange(1, TOPS + 1)), np.log(np.arange(1, DRAWS + 1))
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,15 @@ class Calibration:
         if not whole or not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are missing")
 
-    def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
+    def sure(self, top: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] Pr(the r-th most likely token is the target's choice at temperature 0), at a depth.
 
-        law: [F, K] probabilities of the most likely tokens at temperature 1, descending. Without a
-        fitted model it is the result.
+        top: [F, K] the largest probabilities at temperature 1, descending. Without a fitted model they
+        are the result.
         """
         if not self.greedy:
-            return law
-        ranks = np.log(np.arange(1, law.shape[1] + 1))
-        return chosen(self.greedy, log_odds(law, 1e-6), ranks, depth)
+            return top
+        return output_probabilities(self.greedy, features_of_tops(log_odds(top, 1e-6), depth))
 
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For F nodes: Pr(the r-th most likely is output), Pr(the i-th draw is accepted).
@@ -70,34 +68,25 @@ class Calibration:
         outlines: [F, J + 2] by `outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
         column j of the latter is for nodes whose first j children are the top tokens.
         """
-        from scipy.special import expit
+        from scipy.special import expit  # reading a file does without scipy
 
         # 1. Top tokens.
-        top, largest_left, square, left = seen(outlines)
-        tops = chosen(self.tops, top, RANKS, depth)
+        of_tops, of_draws = features_of(outlines, depth)
+        tops = output_probabilities(self.tops, of_tops)
 
-        # 2. Draws, given that those before were refused.
-        one, odds, even, room, turn, turn_even, deep = self.draws
-        first = largest_left * odds + square * even + left * room + (one + deep * depth)
-        refused = np.ones((*first.shape, DRAWS + 1))
-        score = first[..., None] + (square * turn_even + turn)[..., None] * TURNS
-        expit(-score).cumprod(-1, out=refused[..., 1:])  # [F, J + 1, M]
-
-        # 3. Unconditionally: neither a top token nor an earlier draw is output.
-        untaken = np.ones(first.shape)
-        untaken[:, 1:] -= tops.cumsum(-1)
-        return tops, untaken.clip(0)[..., None] * (refused[..., :-1] - refused[..., 1:])
+        # 2. Draws, if neither a top token nor an earlier draw is output.
+        refused = expit(-(of_draws @ self.draws)).cumprod(-1)  # [F, J + 1, M]
+        reached = np.pad(refused, ((0, 0), (0, 0), (1, 0)), constant_values=1.0)[..., :-1]
+        untaken = np.pad(1 - tops.cumsum(-1), ((0, 0), (1, 0)), constant_values=1.0)
+        return tops, untaken.clip(0)[..., None] * (reached - refused)
 
 
-def chosen(
-    weights: tuple[float, ...], odds: np.ndarray, ranks: np.ndarray, depth: int
-) -> np.ndarray:
-    """[F, K] Pr(each of the top tokens is output). odds: [F, K] their log-odds. ranks: [K] logs."""
-    from scipy.special import expit  # reading a file does without scipy
+def output_probabilities(weights: tuple[float, ...], features: np.ndarray) -> np.ndarray:
+    """[F, K] Pr(each of the top tokens is output), in sum at most 1. features: [F, K, 4]."""
+    from scipy.special import expit
 
-    one, of_odds, of_rank, deep = weights
-    chance: np.ndarray = expit(odds * of_odds + (ranks * of_rank + (one + deep * depth)))
-    return chance / chance.sum(-1, keepdims=True).clip(1)
+    probabilities: np.ndarray = expit(features @ weights)
+    return probabilities / probabilities.sum(-1, keepdims=True).clip(1)
 
 
 def nearest(known: Mapping[str, Known], temperature: float) -> Known:
@@ -105,29 +94,35 @@ def nearest(known: Mapping[str, Known], temperature: float) -> Known:
     return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
 
 
-def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Features of F nodes: log-odds of the tops [F, J], and three of the residuals [F, J + 1].
+def features_of_tops(odds: np.ndarray, depth: int) -> np.ndarray:
+    """[F, K, 4] features of the top tokens. odds: [F, K] log-odds of their probabilities."""
+    ranks = np.log(np.arange(1, odds.shape[1] + 1))
+    return np.stack(np.broadcast_arrays(1.0, odds, ranks, depth), -1)
 
-    A residual is q without 0 to J tops. Its features are the log-odds of its largest probability,
-    the log of its sum of squares, and the log of its mass.
+
+def features_of(outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features of F nodes: of each top [F, J, 4], of each draw [F, J + 1, M, 7].
+
+    Draws come from a residual, q without 0 to J tops. Its features are the log-odds of its largest
+    probability, the log of its sum of squares, and the log of its mass. outlines: by `outline`.
     """
     top = outlines[:, :-1].clip(1e-9, 1 - 1e-6)  # [F, J + 1]
-    taken = np.zeros(top.shape)
-    taken[:, 1:] = top[:, :-1]
+    taken = np.pad(top[:, :-1], ((0, 0), (1, 0)))
     left = (1 - taken.cumsum(-1)).clip(1e-6)
     square = (outlines[:, -1:] - (taken * taken).cumsum(-1)) / (left * left)
-    return (
-        log_odds(top[:, :-1], 0),
-        log_odds(top / left, 1e-6),
-        np.log(square.clip(1e-6, 1)),
-        np.log(left),
+    largest_left, square, mass = (
+        x[..., None]
+        for x in (log_odds(top / left, 1e-6), np.log(square.clip(1e-6, 1)), np.log(left))
     )
+    turns = np.log(np.arange(1, DRAWS + 1))
+    of_draws = np.broadcast_arrays(1.0, largest_left, square, mass, turns, square * turns, depth)
+    return features_of_tops(log_odds(top[:, :-1], 0), depth), np.stack(of_draws, -1)
 
 
 def outline(q: "Tensor") -> np.ndarray:
-    """[F, J + 2] float64 on the host: all that the models see of the laws q [F, V].
+    """[F, J + 2] float64 on the host: all that the models see of the distributions q [F, V].
 
-    The J + 1 largest probabilities of each law, and the sum of its squares.
+    The J + 1 largest probabilities of each, and the sum of its squares.
     """
     from torch import cat, linalg  # reading a file does without torch
     from torch.nn.functional import pad
@@ -139,24 +134,10 @@ def outline(q: "Tensor") -> np.ndarray:
     return cat([top, linalg.vecdot(q, q)[:, None]], dim=1).double().cpu().numpy()
 
 
-def features(q: "Tensor", depth: int) -> "tuple[Tensor, Tensor]":
-    """Features of F nodes for fitting: of each top [F, J, 4], of each draw [F, J + 1, M, 7].
-
-    q: [F, V] probabilities. The features are float64 on the host.
-    """
-    from torch import from_numpy
-
-    top, largest_left, square, left = seen(outline(q))
-    of_tops = np.broadcast_arrays(1.0, top, RANKS, depth)
-    largest_left, square, left = (x[..., None] for x in (largest_left, square, left))
-    of_draws = np.broadcast_arrays(1.0, largest_left, square, left, TURNS, square * TURNS, depth)
-    return from_numpy(np.stack(of_tops, -1)), from_numpy(np.stack(of_draws, -1))
-
-
-def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
+def log_odds(p: np.ndarray, least: float) -> np.ndarray:
     """log(p / (1 - p)) with p clipped to [least, 1 - least]."""
-    chance = chance.clip(least, 1 - least)
-    return np.log(chance / (1 - chance))
+    p = p.clip(least, 1 - least)
+    return np.log(p / (1 - p))
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:

@@ -39,7 +39,10 @@ class DraftModel:
     at_once: bool = False
 
 
-def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel) -> None:
+ANY = DraftModel(calibrated=True, at_once=True)  # a draft model that goes with every tree
+
+
+def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
     # 1. Draft models that take turns have a distribution each.
     if model.several and policy.one_distribution:
@@ -136,12 +139,9 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
     if spec.kind.one_hot:
         check_one_hot(spec.kind.name, verifier, tree)
         return
-    several = len(spec.models) > 1
-    name = stands_for(verifier.paced, several, tree)
+    name = stands_for(verifier.paced, len(spec.models) > 1, tree)
     scheme = SCHEMES[name] if name else verifier.scheme
-    check_pair(tree or chain(1), scheme, several)  # a default tree fits its verifier and the head
-    if tree is not None:
-        check_fit(tree, scheme, model_of(spec))
+    check_fit(tree or chain(1), scheme, model_of(spec))  # a default tree fits its verifier and head
 
 
 def model_of(spec: DrafterSpec) -> DraftModel:
@@ -157,11 +157,6 @@ def model_of(spec: DrafterSpec) -> DraftModel:
     return DraftModel(
         trained=True, deepest=levels_in(folder), calibrated=calibrated, at_once=at_once
     )
-
-
-def check_pair(policy: Policy, scheme: "Facts | Scheme", several: bool = False) -> None:
-    """Raises InputError for a policy and scheme that go together with no draft model."""
-    check_fit(policy, scheme, DraftModel(several=several, calibrated=True, at_once=True))
 
 
 def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None:

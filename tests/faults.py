@@ -114,15 +114,15 @@ def seeded_anew(spec):
 
 def doubted_token_dropped(monkeypatch):
     """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
-    whole = "            nodes.add(drawn.tokens[:, 0], parent)\n"
+    whole = "            tokens.append(drawn.tokens[level.rows, level.columns])\n"
     stop = (
-        "            if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:\n"
-        "                break\n"
+        "                if threshold and not float(logits.float().softmax(-1)[0, last]) >= threshold:\n"
+        "                    break\n"
     )
-    early = stop.replace("level == depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
-    last = "            if level == depth:\n                break\n"
-    broken = mutant(builder, (whole, early + whole), (stop, last))
-    monkeypatch.setattr(builder.TreeBuilder, "chain", broken.TreeBuilder.chain)
+    early = "".join(line.removeprefix("    ") for line in stop.splitlines(keepends=True))
+    early = early.replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
+    broken = mutant(builder, (whole, early + whole), (stop, ""))
+    monkeypatch.setattr(builder.TreeBuilder, "fixed", broken.TreeBuilder.fixed)
 
 
 def commits_a_sibling(spec):

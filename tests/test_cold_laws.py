@@ -12,7 +12,7 @@ from enumeration import ENUMERABLE, law, outcomes, scheme_by_name, with_tops
 from equality import close, seeded
 from scipy.stats import norm
 
-from treespec.draft.grow.growth import draft_laws, stack
+from treespec.draft.grow.growth import draft_distributions, stack
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import distinct
@@ -75,7 +75,7 @@ def test_every_scheme_gives_the_targets_law_at_every_temperature(name, dtype):
         params = SamplingParams(temperature)
         target, draft = logits(dtype)
         for k in (3,) if WARM in name else range(1, (scheme.max_draws or 3) + 1):
-            q = draft_laws(draft, scheme, params, k)
+            q = draft_distributions(draft, scheme, params, k)
             check(scheme, probs(target, params), q, [all_draws(scheme.name, row, k) for row in q])
 
 

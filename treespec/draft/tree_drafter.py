@@ -7,7 +7,7 @@ tree of the cache has one-hot distributions. So every verifier stays lossless.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
-from treespec.draft.grow.shaped import (
-    ForcedDrafter,
-    below_chain,
-    grow_shaped,
-    in_drafts,
-    shape_drafts,
-)
+from treespec.draft.grow.shaped import ForcedDrafter, in_drafts, shape_drafts
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
-from treespec.shaping.distribution import Distribution
+from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.scheme import Scheme
@@ -44,7 +38,7 @@ class TreeDrafter(ForcedDrafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
     At temperature 0 the children are the most likely tokens under every scheme. There the target's
-    law is one-hot, so every lossless plan outputs the target's token, and only the set of children
+    distribution is one-hot, so every lossless plan outputs the target's token, and only the set of children
     is left to choose.
     Raises InputError for a policy and scheme that may not go together, and for a tree deeper than
     the proposer drafts.
@@ -80,35 +74,38 @@ class TreeDrafter(ForcedDrafter):
     def draft_trees(
         self,
         roots: Tensor,
-        laws: Sequence[Distribution],
+        distributions: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
+        self.chains = [distribution.forced() for distribution in distributions]
+        self.distributions, self.now = distributions, now
+        self.paths: list[list[Path]] = [[] for _ in distributions]
+
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
-        self.chains = [law.forced() for law in laws]
-        each = list(zip(range(len(laws)), roots.split(1), laws, strict=True))
-        offers = [self._offer(row, root, law) for row, root, law in each]
+        each = list(zip(range(len(distributions)), roots.split(1), distributions, strict=True))
+        ends = [self.end(row, root) for row, root, _ in each]
+        offers = [self._offer(row, root) for row, root, _ in each]
         self.idle = [offer is not None for offer in offers]
         rests = [
-            idle or builder.pauses(law.params, law.company(len(laws))) or law.over
-            for builder, law, idle in zip(self.builders, laws, self.idle, strict=True)
+            self.idle[row] or builder.pauses(by.params, by.company(len(each))) or by.over
+            for builder, (row, _, by) in zip(self.builders, each, strict=True)
         ]
-        ends = [self.end(row, root) for row, root, _ in each]
         trees = [root_only(end) for end in ends]
         if not all(rests):
             # 2. Draft logits for the children of the roots.
-            started, self.now = now(), now
+            started = now()
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
 
             # 3. A tree for each sequence, in draft tokens but for the root.
             growths: list[Growth] = []
-            for (row, _, law), end, logits in zip(each, ends, begun, strict=True):
+            for row, (end, logits) in enumerate(zip(ends, begun, strict=True)):
                 if rests[row] or logits is None:
                     growths.append(ungrown(end))
                 else:
-                    growths.append(self._growth(row, end, logits, law, generators[row]))
+                    growths.append(self._growth(row, end, logits, generators[row]))
             trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
             # 4. In the target's tokens.
@@ -117,55 +114,60 @@ class TreeDrafter(ForcedDrafter):
         chosen = [offer or tree for offer, tree in zip(offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
 
-    def _offer(self, row: int, root: Tensor, law: Distribution) -> TokenTree | None:
+    def _offer(self, row: int, root: Tensor) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: [1]."""
-        if not self.cache or law.over:
+        by = self.distributions[row]
+        if not self.cache or by.over:
             return None
-        model, last = self.cache.cost_model(row, law), [*root.tolist(), *self.chains[row]]
+        model, last = self.cache.cost_model(row, by), [*root.tolist(), *self.chains[row]]
         guess = self.cache.guess(row, last, torch.Generator(), model)
-        preferred = guess.tokens and self.choices[row].prefers_cache(
-            guess.score, 1 + len(guess.tokens), model
-        )
+        nodes = 1 + len(guess.tokens)
+        preferred = nodes > 1 and self.choices[row].prefers_cache(guess.score, nodes, model)
         return guess.tree(self.end(row, root)) if preferred else None
 
-    def _growth(
-        self, row: int, root: Tensor, logits: Tensor, law: Distribution, generator: torch.Generator
-    ) -> Growth:
-        """The growth of a sequence's tree, of logits that its law shapes and hears.
+    def _growth(self, row: int, root: Tensor, logits: Tensor, generator: torch.Generator) -> Growth:
+        """The growth of a sequence's tree.
 
         root: [1] int64, the last forced token if there is one. logits: [1, N] below the sequence.
         """
         builder, proposer, chain = self.builders[row], self.proposer, self.chains[row]
-        root, vocabulary = root.to(logits.device), proposer.vocabulary
+        by, root = self.distributions[row], root.to(logits.device)
+
+        # 1. The draft model steps along the forced tokens; where it cannot, there are no drafts.
+        deepest, levels = proposer.max_depth, len(chain) + self.policy.max_depth
+        too_deep = len(chain) > MOST_STEPS or (deepest is not None and levels > deepest)
+        if chain:
+            drafted = in_drafts(chain, proposer.vocabulary, logits.device)
+            if too_deep or drafted is None:
+                return root_only(root)
+            for token in drafted.split(1):
+                logits = yield Frontier(token, torch.zeros_like(token))
+
+        # 2. The tree below them, from logits that the sequence's processors change and listeners hear.
+        if by.shapers or by.heard is not None:
+            self.paths[row] = [tuple(chain)]
+            logits = self._shaped(row, logits)
         if proposer.at_once:
             builder.ahead = lambda: proposer.levels(row)[len(chain) :]
-        if not law.shapers and law.heard is None:
-            return builder.grow(root, logits, law.params, generator)
-
-        def grow(logits: Tensor) -> Growth:
-            return grow_shaped(
-                lambda shaped: builder.grow(root, shaped, law.params, generator),
-                logits,
-                lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, proposer.vocab_size),
-                vocabulary,
-                tuple(chain),
-            )
-
-        # The draft model steps along the forced tokens first; where it cannot, there are no drafts.
-        deepest, levels = proposer.max_depth, len(chain) + self.policy.max_depth
-        if not chain:
-            return grow(logits)
-        if len(chain) > MOST_STEPS or (deepest is not None and levels > deepest):
-            return ungrown(root)
-        drafted = in_drafts(chain, vocabulary, logits.device)
-        return ungrown(root) if drafted is None else below_chain(drafted, grow, logits)
+        return (yield from builder.grow(root, logits, by.params, generator))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """Draft one level of all trees, and time it."""
-        started = self.now()
+        """Draft one level of all trees, time it, and shape the logits by the path to each node."""
+        started, vocabulary = self.now(), self.proposer.vocabulary
         logits = self.proposer.extend(frontiers)
         self.forward_seconds += self.now() - started
+        for row, frontier in enumerate(frontiers):
+            if frontier and (above := self.paths[row]):
+                tokens = frontier.tokens if vocabulary is None else vocabulary[frontier.tokens]
+                links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
+                self.paths[row] = [(*above[parent], token) for parent, token in links]
+                logits[row] = self._shaped(row, logits[row])
         return logits
+
+    def _shaped(self, row: int, logits: Tensor) -> Tensor:
+        """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""
+        parts = self.proposer.vocabulary, self.proposer.vocab_size
+        return shape_drafts(self.distributions[row], self.paths[row], logits, *parts)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -207,6 +209,6 @@ class TreeDrafter(ForcedDrafter):
         parts = (self.policy, self.scheme, self.calibration, self.times, cache)
         return TreeDrafter(self.proposer.new(), *parts)
 
-    def _new_builder(self) -> TreeBuilder[Any]:
-        kind: type[TreeBuilder[Any]] = AutoBuilder if self.policy.timed else TreeBuilder
+    def _new_builder(self) -> TreeBuilder:
+        kind = AutoBuilder if self.policy.timed else TreeBuilder
         return kind(self.policy, self.scheme, self.calibration, self.times)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from treespec.draft.cost.model import Cost, CostBy, kept_cost, measured_batch
 from treespec.draft.drafter import Frontier, Proposer
-from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
+from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growing, Growth, grow_together
 from treespec.files.downloads import cache_folder
 from treespec.model import kernels
@@ -244,8 +244,7 @@ class Bench:
 
 def by_level(depth: int) -> Trees:
     """A chain of the most likely tokens, chosen level by level."""
-    by = Ranked(depth, topk=10, nodes=depth + 1, expanded=1)
-    return lambda root, logits: grow_ranked(root, logits, by)
+    return Ranked(depth, topk=10, nodes=depth + 1, expanded=1).grow
 
 
 def drawn(shape: StaticTree) -> Trees:

@@ -12,7 +12,7 @@ from torch import Tensor
 from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.cost.model import Cost, best_size
 from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction, bounded
-from treespec.draft.grow.builder import Ranked, TreeBuilder, grow_ranked
+from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growth
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.dynamic import AutoTree
@@ -155,9 +155,10 @@ def expansion(
 
 
 @final
-class AutoBuilder(TreeBuilder[AutoTree]):
+class AutoBuilder(TreeBuilder):
     """models: the cost models of the sequence; None before the first cycle."""
 
+    policy: AutoTree
     models: CostModels | None = None
 
     @property
@@ -176,19 +177,16 @@ class AutoBuilder(TreeBuilder[AutoTree]):
         model.start(shape.speed)
         return model.pauses(max(shape.speed, model.speed))
 
-    def grow(
-        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
-    ) -> Growth:
+    def shaped(self) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
-        self.root, self.logits, self.params, self.generator = root, logits, params, generator
         shape = self._shape(model)
         if not (self.one_hot and model.speed > shape.speed):
             model.predict(shape.prediction, model.by_rates)
             return (yield from self.fixed(shape.tree))
-        by = Profitable(self.policy, model, params, self.calibration)
-        tree, kept = yield from grow_ranked(root, logits, by)
+        by = Profitable(self.policy, model, self.params, self.calibration)
+        tree, kept = yield from by.grow(self.root, self.logits)
         model.predict(by.prediction(kept.numpy(), tree.parents.cpu().numpy()), model.by_law)
         return tree
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +15,12 @@ from treespec.draft.grow.growth import (
     Growing,
     Growth,
     Nodes,
-    draft_laws,
+    draft_distributions,
     drafts_of,
     in_turns,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.trees import static
 from treespec.trees.layout import layout
 from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
@@ -30,11 +30,9 @@ from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
-P = TypeVar("P", bound=Policy)
 
-
-class TreeBuilder(Generic[P]):
-    """The trees of one sequence by a policy of type P.
+class TreeBuilder:
+    """The trees of one sequence by a policy.
 
     scheme: makes the draws. calibration: of the head, where it has one. costs: the measured cost by
     batch size; called where a cycle needs it. known: what the policy learned from the sequence.
@@ -46,7 +44,7 @@ class TreeBuilder(Generic[P]):
 
     def __init__(
         self,
-        policy: P,
+        policy: Policy,
         scheme: Scheme,
         calibration: Calibration | None = None,
         costs: CostBy | None = None,
@@ -73,12 +71,16 @@ class TreeBuilder(Generic[P]):
         """Grow the tree of one cycle.
 
         root: [1] int64, the last committed token. logits: [1, V] draft logits of its children, or
-        [1, M, V] of M models (`draft_laws`).
+        [1, M, V] of M models (`draft_distributions`).
         """
         self.root, self.logits, self.params, self.generator = root, logits, params, generator
-        tree = yield from self.policy.grow(self, self.known)
+        tree = yield from self.shaped()
         self.drafted = len(tree.tokens) - 1
         return tree
+
+    def shaped(self) -> Growth:
+        """The tree of the cycle that runs."""
+        return self.policy.grow(self, self.known)
 
     def update(self, path: Sequence[int]) -> None:
         """Learn from a verdict. path: the accepted nodes, without the root."""
@@ -101,33 +103,39 @@ class TreeBuilder(Generic[P]):
         most = min(ranks, self.scheme.max_draws or ranks, laws.shape[1])
         return largest(laws, most)[0].double().cpu().numpy()
 
-    def fixed(self, shape: StaticTree) -> Growth:
-        """One draft step and one batch of draws for each level."""
+    def fixed(self, shape: StaticTree, threshold: float = 0.0) -> Growth:
+        """One draft step and one batch of draws for each level.
+
+        threshold: of a chain; it ends below a token of less draft probability at temperature 1.
+        """
         tokens, levels, logits, scheme = [self.root], list[Drawn](), self.logits, self.scheme
         fixed = layout(shape, logits.device)
         for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
             # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
             #    drafted for as token 0.
             if above:
-                frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
-                logits = yield Frontier(frontier, level.parent_rows)
+                last = tokens[-1][level.nodes - above.first].clamp_min(0)
+                if threshold and not float(logits.float().softmax(-1)[0, last]) >= threshold:
+                    break
+                logits = yield Frontier(last, level.parent_rows)
 
             # 2. The draws at all of these nodes.
             k = int(level.draws.max())
             if scheme.deterministic:
                 q = in_turns(logits, k) if logits.dim() == 3 else logits
             else:
-                q = draft_laws(logits, scheme, self.params, k)
+                q = draft_distributions(logits, scheme, self.params, k)
             drawn = scheme.draw(q, level.draws, self.generator)  # [F, K]
 
             # 3. The children's tokens, and what the verifier needs.
             tokens.append(drawn.tokens[level.rows, level.columns])
             levels.append((level.nodes, q, drawn))
-        drafts = None if scheme.deterministic else drafts_of(levels)
-        return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+        drafts, n = None if scheme.deterministic else drafts_of(levels), sum(map(len, tokens))
+        parts = fixed.parents[:n], fixed.depth[:n], fixed.ancestors[:n, :n]
+        return TokenTree(torch.cat(tokens), *parts, drafts)
 
     def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
-        tree, _ = yield from grow_ranked(self.root, self.logits, Ranked(depth, topk, nodes))
+        tree, _ = yield from Ranked(depth, topk, nodes).grow(self.root, self.logits)
         return tree
 
     def drawn(self, depth: int, price: float) -> Growth:
@@ -169,24 +177,8 @@ class TreeBuilder(Generic[P]):
         return nodes.tree(drafts=drafts_of(levels))
 
     def chain(self, depth: int, threshold: float) -> Growth:
-        """A chain (`treespec.trees.dynamic`). The host waits once a level.
-
-        threshold: γ. A token's confidence is its probability at temperature 1, as in the paper.
-        """
-        nodes, levels, logits, scheme = Nodes(self.root), list[Drawn](), self.logits, self.scheme
-        for level in range(1, depth + 1):
-            # 1. Draw the next token.
-            q = logits if scheme.deterministic else draft_laws(logits, scheme, self.params, 1)
-            drawn, parent = scheme.draw(q, 1, self.generator), self.root.new_tensor([level - 1])
-            nodes.add(drawn.tokens[:, 0], parent)
-            levels.append((parent, q, drawn))
-
-            # 2. Stop below an unsure token, which stays in the chain.
-            last = drawn.tokens[:, 0].clamp_min(0)
-            if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:
-                break
-            logits = yield Frontier(last, torch.zeros_like(last))
-        return nodes.tree(drafts=None if scheme.deterministic else drafts_of(levels))
+        """A chain (`treespec.trees.dynamic`). The host waits once a level. threshold: the paper's γ."""
+        return self.fixed(static.chain(depth), threshold)
 
 
 @dataclass
@@ -217,32 +209,31 @@ class Ranked:
         """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
         return (self.expanded or self.topk) if level < self.depth else 0
 
+    def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
+        """The growth of the tree, and the candidates [N] that it keeps, the root's 0 first.
 
-def grow_ranked(root: Tensor, logits: Tensor, by: Ranked) -> Growing[tuple[TokenTree, Tensor]]:
-    """The growth of a tree of the most likely tokens, and the candidates [N] that it keeps, the root's 0 first.
+        Candidates are numbered level by level. The kept ones stand best first, so that a likely path
+        lies where `commit` leaves it. Of equals the parent comes first, so with a node its parent is
+        kept. root: [1] int64. logits: [1, V] draft logits of its children.
+        """
+        nodes, scores = Nodes(root), list[Tensor]()
+        frontier, above = root.new_zeros(1), None
+        for level in range(1, self.depth + 1):
+            # 1. The most likely children of each frontier node are candidates.
+            tokens, reach = self.below(above, logits, level - 1)  # [F, K]
+            first, width = nodes.count, tokens.shape[1]
+            nodes.add(tokens.flatten(), frontier.repeat_interleave(width))
+            scores.append(reach.flatten())
 
-    Candidates are numbered level by level. The kept ones stand best first, so that a likely path lies
-    where `commit` leaves it. Of equals the parent comes first, so with a node its parent is kept.
-    root: [1] int64. logits: [1, V] draft logits of its children.
-    """
-    nodes, scores = Nodes(root), list[Tensor]()
-    frontier, above = root.new_zeros(1), None
-    for level in range(1, by.depth + 1):
-        # 1. The most likely children of each frontier node are candidates.
-        tokens, reach = by.below(above, logits, level - 1)  # [F, K]
-        first, width = nodes.count, tokens.shape[1]
-        nodes.add(tokens.flatten(), frontier.repeat_interleave(width))
-        scores.append(reach.flatten())
+            # 2. The best of them are the next frontier.
+            expanded = self.width(level, scores)
+            if not expanded:
+                break
+            best = best_first(scores[-1], expanded)
+            frontier, above = first + best, scores[-1][best]
+            logits = yield nodes.frontier(best, best // width)
 
-        # 2. The best of them are the next frontier.
-        expanded = by.width(level, scores)
-        if not expanded:
-            break
-        best = best_first(scores[-1], expanded)
-        frontier, above = first + best, scores[-1][best]
-        logits = yield nodes.frontier(best, best // width)
-
-    # 3. Keep the best of all candidates.
-    kept = 1 + best_first(torch.cat(scores), by.nodes - 1)
-    kept = torch.cat([kept.new_zeros(1), kept])
-    return nodes.tree(kept), kept
+        # 3. Keep the best of all candidates.
+        kept = 1 + best_first(torch.cat(scores), self.nodes - 1)
+        kept = torch.cat([kept.new_zeros(1), kept])
+        return nodes.tree(kept), kept

@@ -106,8 +106,8 @@ def drafts_of(levels: list[Drawn]) -> Drafts | None:
     return Drafts(torch.cat(nodes), table(laws), stack(draws))
 
 
-def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
-    """The laws of k draws at F nodes, as probabilities.
+def draft_distributions(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
+    """The distributions of k draws at F nodes, as probabilities.
 
     [F, V], or [F, K, V] where each draw has a model or a temperature of its own.
     logits: [F, V], or [F, M, V] of M models; draw i uses model i modulo M.

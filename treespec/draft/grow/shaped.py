@@ -3,15 +3,15 @@ forced tokens, which they leave no choice about, as a chain above the drafted tr
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from treespec.draft.drafter import Drafter, Frontier
-from treespec.draft.grow.growth import Growth, drafts_of
+from treespec.draft.drafter import Drafter
+from treespec.draft.grow.growth import drafts_of
 from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
@@ -19,44 +19,14 @@ from treespec.trees.tree import TokenTree, hung_below
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
-Shape = Callable[[Sequence[Path], Tensor], Tensor]
-
-
-def grow_shaped(
-    grow: Callable[[Tensor], Growth],
-    logits: Tensor,
-    shape: Shape,
-    names: Tensor | None,
-    above: Path = (),
-) -> Growth:
-    """The growth that `grow` begins, with shaped logits instead of the draft model's.
-
-    logits: [1, N] draft logits of the root's children. shape: of paths in the target's tokens.
-    names: [N] the target's token for each draft token; None: they are the same. above: the path of
-    the tree's root, where forced tokens stand above it.
-    """
-    paths: list[Path] = [above]
-    growth = grow(shape(paths, logits))
-    try:
-        frontier = next(growth)
-        while True:
-            drafted = yield frontier
-            tokens = frontier.tokens if names is None else names[frontier.tokens]
-            links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
-            paths = [(*paths[row], token) for row, token in links]
-            frontier = growth.send(shape(paths, drafted))
-    except StopIteration as end:
-        tree: TokenTree = end.value
-        return tree
-
 
 def shape_drafts(
-    law: Distribution, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
+    by: Distribution, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
 ) -> Tensor:
-    """Draft logits as the law shapes them, over a draft vocabulary of N tokens or all V = `size`.
+    """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
 
-    A row whose tokens are all forbidden keeps its logits: its draws must come from some law, and
-    the target's law refuses them all. paths: F, in the target's tokens. logits: [F, N], or
+    A row whose tokens are all forbidden keeps its logits: its draws must come from some distribution,
+    and the target refuses them all. paths: F, in the target's tokens. logits: [F, N], or
     [F, M, N] of M draft models. vocabulary: [N] the target's tokens.
     """
     # 1. One row a path, over all V tokens.
@@ -67,10 +37,10 @@ def shape_drafts(
     whole = rows if vocabulary is None else spread(rows, vocabulary, size, -torch.inf)
 
     # 2. The same shapers as the target's, then the draft tokens alone.
-    shaped = law.shape(each, whole)
-    if law.heard is not None:
+    shaped = by.shape(each, whole)
+    if by.heard is not None:
         by_path = shaped.view(*logits.shape[:-1], -1)
-        law.heard.update(zip(paths, by_path, strict=True))
+        by.heard.update(zip(paths, by_path, strict=True))
     if vocabulary is not None:
         shaped = shaped[:, vocabulary]
     empty = shaped.amax(-1, keepdim=True) == -torch.inf
@@ -117,17 +87,6 @@ def in_drafts(
         return tokens
     places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
     return places if torch.equal(vocabulary[places], tokens) else None
-
-
-def below_chain(chain: Tensor, grow: Callable[[Tensor], Growth], logits: Tensor) -> Growth:
-    """The growth that `grow` begins below a chain, along which the draft model steps first.
-
-    chain: [n] draft tokens. logits: [1, N] draft logits below the root.
-    """
-    first_row = chain.new_zeros(1)
-    for token in chain.split(1):
-        logits = yield Frontier(token, first_row)
-    return (yield from grow(logits))
 
 
 class ForcedDrafter(Drafter):

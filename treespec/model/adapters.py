@@ -17,9 +17,7 @@ def adapted(model: PreTrainedModel, path: str) -> PreTrainedModel:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise InputError(
-            f"cannot load the target {path!r}: it is a PEFT adapter; pip install peft"
-        ) from error
+        raise InputError("it is a PEFT adapter; pip install peft") from error
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's own
         wrapped: Any = PeftModel.from_pretrained(model, path)
     inner = unwrapped(wrapped)

@@ -1,8 +1,8 @@
 """What a target's files tell before anything of them is loaded. It loads no torch."""
 
 import json
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,54 @@ WORDS = ("*token*", "vocab*", "merges*", "*.model", "spiece*")  # files of token
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """Inside, an error of any kind becomes one line that names the target."""
+    try:
+        yield
+    except Exception as error:  # a damaged file may raise anything
+        line = first_line(error)
+        if isinstance(error, InputError) and line.startswith("cannot load"):
+            raise
+        # A KeyError is its key alone.
+        reason = line if " " in line else f"{type(error).__name__}: {line}"
+        if isinstance(error, InputError):
+            reason = str(error)
+        elif "trust_remote_code" in str(error):
+            reason = (
+                "it brings Python code of its own (auto_map in config.json), which would run on this "
+                "machine; read it, then give --trust-remote-code"
+            )
+        elif "`CONVERSION` entries" in line:  # of a table that `quiet` hides
+            reason = (
+                "transformers cannot bring its tensors into the form of the model; "
+                "AutoModelForCausalLM.from_pretrained of the same path shows which"
+            )
+        elif type(error).__name__ == "SafetensorError":
+            reason = f"its weights are damaged, fetch them again ({line})"
+        raise InputError(f"cannot load the target {path!r}: {reason}") from error
+
+
 def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
     """The options that every `from_pretrained` of `path` takes.
 
     Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
     directory.
     """
-    start = f"cannot load the target {path!r}"
-    if Path(path).is_dir():
-        if how.revision is not None:
-            raise InputError(
-                f"{start}: --revision {how.revision} names a state of a hub repository, and "
-                "this is a directory: leave it out"
-            )
-        return {"trust_remote_code": how.trust_remote_code}
-    if problem := mistyped(path, "model directory"):
-        raise InputError(f"{start}: {problem}")
-    try:
-        cached = only_cached(path, how.revision)
-    except ValueError as error:
-        raise InputError(f"{start}: {error}") from error
-    revision = {"revision": how.revision} if how.revision else {}
-    offline = {"local_files_only": True} if cached else {}
-    return {"trust_remote_code": how.trust_remote_code} | revision | offline
+    where: dict[str, Any] = {"trust_remote_code": how.trust_remote_code}
+    with loading(path):
+        if Path(path).is_dir():
+            if how.revision is not None:
+                raise InputError(
+                    f"--revision {how.revision} names a state of a hub repository, and this is a "
+                    "directory: leave it out"
+                )
+            return where
+        if problem := mistyped(path, "model directory"):
+            raise InputError(problem)
+        if only_cached(path, how.revision):
+            where["local_files_only"] = True
+    return where | ({"revision": how.revision} if how.revision else {})
 
 
 def check_files(path: str, how: Placement = AS_IT_IS) -> None:
@@ -48,43 +73,40 @@ def check_files(path: str, how: Placement = AS_IT_IS) -> None:
     folder = Path(path)
     if not folder.is_dir() or gguf_file(path, how) or (folder / ADAPTER).exists():
         return
-    # 1. The model's fields.
-    check_fields(path)
+    with loading(path):
+        # 1. The model's fields.
+        check_fields(folder)
 
-    # 2. Its weights: their headers.
-    files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
-    if not files:
-        raise InputError(f"cannot load the target {path!r}: it has no weights: {WEIGHTS[0]}")
-    for file in files:
-        if file.suffix == ".safetensors":
-            check_header(path, file)
+        # 2. Its weights: their headers.
+        files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+        if not files:
+            raise InputError(f"it has no weights: {WEIGHTS[0]}")
+        for file in files:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="numpy"):
+                    pass
 
-    # 3. Its tokenizer.
-    for name, field in (("tokenizer.json", "model"), ("tokenizer_config.json", None)):
-        if damage := not_json(folder / name, field):
-            raise InputError(f"cannot load the tokenizer of {path!r}: {damage}")
+        # 3. Its tokenizer.
+        for name, field in (("tokenizer.json", "model"), ("tokenizer_config.json", None)):
+            if damage := not_json(folder / name, field):
+                raise InputError(f"cannot load the tokenizer of {path!r}: {damage}")
 
 
-def check_fields(path: str) -> None:
+def check_fields(folder: Path) -> None:
     """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
-    folder, start = Path(path), f"cannot load the target {path!r}"
     config = folder / "config.json"
     if not config.is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
-        raise InputError(f"{start}: the directory has no config.json (it holds {held})")
+        raise InputError(f"the directory has no config.json (it holds {held})")
     for file in (config, folder / "generation_config.json"):
         if damage := not_json(file):
-            raise InputError(f"{start}: {damage}")
+            raise InputError(damage)
     fields = json.loads(config.read_text())
     if not fields.get("model_type") and not fields.get("auto_map"):
         raise InputError(
-            f"{start}: config.json names no model_type, so it is no model's (a draft head is given "
-            "as --head)"
+            "config.json names no model_type, so it is no model's (a draft head is given as --head)"
         )
-    try:
-        check_sizes(fields)
-    except InputError as error:
-        raise InputError(f"{start}: {error}") from None
+    check_sizes(fields)
 
 
 def check_sizes(sizes: Mapping[str, object]) -> None:
@@ -95,18 +117,6 @@ def check_sizes(sizes: Mapping[str, object]) -> None:
             raise InputError(
                 f"config.json has {name} = {size!r}; it must be a positive whole number"
             )
-
-
-def check_header(path: str, file: Path) -> None:
-    """Raises InputError for a safetensors file that is cut off or something else."""
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except Exception as error:  # safetensors raises what the header's bytes lead to
-        raise InputError(
-            f"cannot load the target {path!r}: its weights are damaged, fetch them again "
-            f"({file.name}: {first_line(error)})"
-        ) from error
 
 
 def check_words(path: str, how: Placement = AS_IT_IS, chats: bool = False) -> None:
@@ -150,13 +160,11 @@ def gguf_file(path: str, how: Placement) -> Path | None:
     """The file of `gguf:FILE`; None for any other form.
 
     path: the target's directory or hub id, which FILE may lie in. Raises InputError for a file that
-    is not there, and where the gguf package is missing.
+    is not there.
     """
     # 1. A path, or a name in the directory.
     if how.gguf is None:
         return None
-    if find_spec("gguf") is None:
-        raise InputError(f"--load-in {how.load_in} takes one more package: pip install gguf")
     named = Path(how.gguf).expanduser()
     for file in (named, Path(path).expanduser() / named):
         if file.is_file():

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
@@ -38,20 +37,11 @@ def target_identity(name: str, how: Placement = AS_IT_IS) -> str:
     path = model_path(name)
     file = gguf_file(path, how)
     assert file is not None
-    own = identity_of(path, how.revision) if _has_own_files(path, how.revision) else ""
-    return f"{own} as gguf {digest({'': sampled(file)})}".strip()
-
-
-def _has_own_files(path: str, revision: str | None) -> bool:
-    """Whether a model has files beside its GGUF file: repositories of GGUF often lack them."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return any(file.suffix in SUFFIXES for file in folder.iterdir())
     try:
-        commit_of(path, revision)
-    except InputError as error:
-        return not isinstance(error.__cause__, EntryNotFoundError)
-    return True
+        own = identity_of(path, how.revision)
+    except InputError:  # repositories of GGUF often lack other files
+        own = ""
+    return f"{own} as gguf {digest({'': sampled(file)})}".strip()
 
 
 def identity_of(name: str | Path, revision: str | None = None) -> str:
@@ -67,9 +57,8 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
     path = Path(model_path(str(name))).expanduser()
     try:
         if path.is_dir():
-            files = [file for file in path.iterdir() if not file.name.startswith(".")]
-            files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
-            parts = {file.name: sampled(file) for file in files}
+            files = (file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+            parts = {file.name: sampled(file) for file in files if not file.name.startswith(".")}
             base = base_of(path)
             return digest(parts | ({"base": identity_of(base)} if base else {}))
         if path.is_file():

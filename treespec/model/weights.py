@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from treespec.demo.fetch import model_path
-from treespec.errors import InputError, first_line
+from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import adapted
-from treespec.model.folder import SIZES, check_fields, check_sizes, gguf_file, located
+from treespec.model.folder import SIZES, check_fields, check_sizes, gguf_file, loading, located
 from treespec.model.gguf_load import (
     kept_in_blocks,
     source,
@@ -48,47 +48,32 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     path: a directory or a hub id. Raises InputError for a model that cannot be loaded, and for
     weights that do not fit the config.
     """
-    # 1. The config alone, so that its errors differ from those of the weights.
     path = model_path(path)
-    where: dict[str, Any] = located(path, how)
-    if base := base_of(path):
-        model = load_model(base, how)
-        try:
-            return adapted(model, path).eval()
-        except Exception as error:  # the package raises of all kinds
-            raise _cannot(path, error) from error
-    config = load_config(path, how)
+    where = located(path, how)
+    with loading(path):
+        # 1. The config alone, so that its errors differ from those of the weights.
+        if base := base_of(path):
+            return adapted(load_model(base, how), path).eval()
+        config = load_config(path, how)
 
-    # 2. The form of the weights.
-    try:
+        # 2. The form of the weights.
         options = how.options | quantizer_options(how, config)
         file = gguf_file(path, how)
-    except InputError as error:
-        raise InputError(f"cannot load the target {path!r}: {error}") from error
-    if file is not None:
-        where["gguf_file"] = str(file)
-        options["attn_implementation"] = "sdpa"
+        if file is not None:
+            options |= {"gguf_file": str(file), "attn_implementation": "sdpa"}
 
-    # 3. The weights, without transformers' table of misfits: step 4 names them in a line. It looks
-    # for an adapter on the hub unless it is told not to.
-    if "local_files_only" in where:
-        options["adapter_kwargs"] = {"local_files_only": True}
-    try:
+        # 3. The weights, without transformers' table of misfits: step 4 names them in a line. It looks
+        # for an adapter on the hub unless it is told not to.
+        if "local_files_only" in where:
+            options["adapter_kwargs"] = {"local_files_only": True}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with quiet(), kept_in_blocks(file):
-            loaded: Any = auto_class(config).from_pretrained(
-                path,
-                config=config,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
-                **where,
+            model, report = auto_class(config).from_pretrained(
+                path, config=config, **options, **where
             )
-    except Exception as error:
-        raise _cannot(path, error) from error
 
-    # 4. Every tensor must fit.
-    model, report = loaded
-    _check_tensors(path, model, report)
+        # 4. Every tensor must fit.
+        _check_tensors(model, report)
     if file is not None:
         tell_of_unpacked(file, model)
         tell_of_rotary_factors(file, model.config)
@@ -100,24 +85,18 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
 
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
-    # 1. What transformers would pass over, or report unclearly.
     path = model_path(path)
     where, file = located(path, how), gguf_file(path, how)
     if base := base_of(path):
         return load_config(base, how)
-    if file is None and Path(path).is_dir():
-        check_fields(path)
-
-    # 2. The config.
-    try:
+    with loading(path):
+        if file is None and Path(path).is_dir():
+            check_fields(Path(path))  # transformers would pass over some errors
+        where |= source(path, file, "config.json", where)
         with quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                **where, **source(path, file, "config.json", where)
-            )
+            config: PreTrainedConfig = AutoConfig.from_pretrained(**where)
         text = config.get_text_config()
         check_sizes({name: getattr(text, name, None) for name in SIZES})
-    except Exception as error:  # a damaged file may raise anything
-        raise _cannot(path, error) from error
     return config
 
 
@@ -130,15 +109,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
-def _check_tensors(path: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
+def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raises InputError for tensors of the wrong shape, missing tensors and unknown tensors.
 
     report: transformers' loading info.
     """
-    start = f"cannot load the target {path!r}: the weights do not fit config.json: "
+    start = "the weights do not fit config.json: "
     extra = report.get("unexpected_keys", ())
     if forms := [FOREIGN[last] for name in extra if (last := name.split(".")[-1]) in FOREIGN]:
-        raise InputError(f"cannot load the target {path!r}: {foreign(forms[0])}")
+        raise foreign(forms[0])
     if misshapen := sorted(report.get("mismatched_keys", ()), key=str):
         name, found, expected = misshapen[0]
         more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
@@ -174,29 +153,6 @@ def first_not_finite(model: nn.Module) -> str | None:
     return None
 
 
-def _cannot(path: str, error: Exception) -> InputError:
-    """The error of a loader as one line."""
-    if isinstance(error, InputError):
-        return error
-    line = first_line(error)
-    reason = (
-        line if " " in line else f"{type(error).__name__}: {line}"
-    )  # a KeyError is its key alone
-    if "trust_remote_code" in str(error):
-        reason = (
-            "it brings Python code of its own (auto_map in config.json), which would run on this "
-            "machine; read it, then give --trust-remote-code"
-        )
-    elif "`CONVERSION` entries" in line:  # of a table that `quiet` hides
-        reason = (
-            "transformers cannot bring its tensors into the form of the model; "
-            "AutoModelForCausalLM.from_pretrained of the same path shows which"
-        )
-    elif type(error).__name__ == "SafetensorError":
-        reason = f"its weights are damaged, fetch them again ({line})"
-    return InputError(f"cannot load the target {path!r}: {reason}")
-
-
 def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
     """What the config.json of a directory, a hub id or `demo` says.
 
@@ -228,30 +184,23 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     path = model_path(path)
     config = load_config(path, how)
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    count = text.num_hidden_layers
+    layers = {"layer_types": [], "num_hidden_layers": 0}
+    whole = {name: getattr(text, name, None) for name in layers}
     try:
-        if kinds is not None:
-            text.layer_types = []
-        text.num_hidden_layers = 0
+        for name, none in layers.items():
+            if whole[name] is not None:
+                setattr(text, name, none)
 
         # 2. The weights: those of the layers have no place to go.
+        options = how.options | located(path, how) | {"output_loading_info": True}
         with quiet():
-            loaded: Any = auto_class(config).from_pretrained(
-                path,
-                config=config,
-                output_loading_info=True,
-                **how.options,
-                **located(path, how),
-            )
+            model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except Exception:  # what a model's own code makes of no layers
         return None
 
     # 3. Whole again, but for the layers.
-    model, report = loaded
-    text = model.config.get_text_config()
-    text.num_hidden_layers = count
-    if kinds is not None:
-        text.layer_types = kinds
+    for name in reversed(whole):
+        if whole[name] is not None:
+            setattr(model.config.get_text_config(), name, whole[name])
     complete = not report["missing_keys"] and not report.get("mismatched_keys")
     return model.eval() if complete and model.get_output_embeddings() is not None else None

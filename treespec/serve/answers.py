@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar, final
 
 from anyio import fail_after, to_thread
@@ -64,9 +63,12 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
-        state = self.state
+        state, self.prompts, self.samples = self.state, prompts, samples
         engine: Any = state.engine
-        state.check_answers(len(prompts), samples)
+        if len(prompts) * samples > (most := engine.batch + engine.queue):
+            asked = f"n is {samples}" + (f" for {len(prompts)} prompts" if len(prompts) > 1 else "")
+            message = f"{asked}: this server's limit is {most} answers a request"
+            raise ApiError(400, message, "n" if samples > 1 else "prompt")
 
         def submit(first: int, prompt: Sequence[int]) -> None:
             own = None if seed is None else seed + first
@@ -75,12 +77,13 @@ class Answers:
 
         try:
             async with asyncio.timeout_at(self.end):
-                for kind in KINDS:  # a grammar that would hold up the others is refused
-                    if kind in options:
-                        trial = partial(state.trial.run, kind, options[kind])
-                        await to_thread.run_sync(trial, limiter=state.compiling)
-                for first, prompt in zip(count(0, samples), prompts, strict=False):
-                    await run_in_threadpool(submit, first, prompt)
+                for kind in (
+                    options.keys() & KINDS
+                ):  # a grammar that would hold up the others is refused
+                    trial = partial(state.trial.run, kind, options[kind])
+                    await to_thread.run_sync(trial, limiter=state.compiling)
+                for place, prompt in enumerate(prompts):
+                    await run_in_threadpool(submit, place * samples, prompt)
         except BaseException as error:
             self.cancel()
             if isinstance(error, TimeoutError):
@@ -117,7 +120,12 @@ class Answers:
         done: set[int] = set()
         try:
             while len(done) < len(self.answers):
-                arrival = await self._next()
+                arrival: Arrival | None = None
+                with suppress(TimeoutError):
+                    wait = min(self.left, QUIET)
+                    arrival = await asyncio.wait_for(self.arrived.get(), wait)
+                if arrival is None and not self.left:
+                    raise self.state.late()
                 if arrival and arrival[1] is None:
                     answer = self.answers[arrival[0]]
                     if answer.error:
@@ -132,11 +140,3 @@ class Answers:
             self.gone.cancel()
             for number, answer in enumerate(self.answers):
                 self.state.metrics.count(answer, done=number in done)
-
-    async def _next(self) -> Arrival | None:
-        try:
-            return await asyncio.wait_for(self.arrived.get(), min(self.left, QUIET))
-        except TimeoutError:
-            if self.left:
-                return None
-            raise self.state.late() from None

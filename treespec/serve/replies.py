@@ -7,20 +7,19 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any, Protocol, final
+from itertools import accumulate
+from typing import Any, final
 
 from fastapi.responses import StreamingResponse
 
 from treespec.decoding.sequence import Piece
 from treespec.decoding.stats import Stats
-from treespec.requests.output import Completion
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, failed
-from treespec.serve.schema import Sampled
 from treespec.serve.tools import Catcher
 from treespec.text.strings import INCOMPLETE, text_after
 
@@ -33,7 +32,8 @@ LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 class Delta:
     """What is new of a choice. tokens: with log-probabilities, None where nobody asked for them.
 
-    calls: of tools. end: why it ended. begins: whether it is the first of the choice.
+    calls: of tools. end: why it ended. begins: whether it is the first of the choice. offset:
+    characters of the choice's earlier tokens.
     """
 
     index: int
@@ -42,77 +42,97 @@ class Delta:
     calls: Sequence[Fields] = ()
     end: str | None = None
     begins: bool = False
+    offset: int = 0
 
 
-class Form(Protocol):
-    """How an endpoint writes its response. names: of the whole object, a chunk, the id."""
+def chat_choice(delta: Delta, whole: bool) -> Fields:
+    """A delta as /v1/chat/completions streams it, or the whole choice."""
+    calls, first = list(delta.calls), whole or delta.begins
+    written: Fields = {"role": "assistant"} if first else {}
+    written |= {} if delta.text is None else {"content": delta.text}
+    written |= {"refusal": None} if first else {}
+    if calls and whole:
+        written |= {"content": (delta.text or "").strip() or None, "tool_calls": calls}
+    elif calls:
+        written["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+    told = None if delta.tokens is None else {"content": delta.tokens, "refusal": None}
+    fields = {"index": delta.index, "message" if whole else "delta": written, "logprobs": told}
+    return fields | {"finish_reason": delta.end}
 
-    names: tuple[str, str, str]
-    asked: Any
 
-    def begin(self, index: int, place: int) -> Delta | None:
-        """What a choice begins with: number `index` of all, for the prompt with the number `place`."""
-        ...
-
-    def catcher(self) -> Catcher: ...
-
-    def fields(self, delta: Delta, whole: bool) -> Fields:
-        """A delta as it is streamed, or the whole choice."""
-        ...
+def text_choice(delta: Delta, whole: bool) -> Fields:
+    """As `chat_choice`, for /v1/completions."""
+    told: Fields | None = None
+    if delta.tokens is not None:
+        words = [token["token"] for token in delta.tokens]
+        tops = [token["top_logprobs"] for token in delta.tokens]
+        told = {
+            "tokens": words,
+            "token_logprobs": [token["logprob"] for token in delta.tokens],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in of} for of in tops],
+            "text_offset": list(accumulate(map(len, words), initial=delta.offset))[:-1],
+        }
+    fields = {"index": delta.index, "text": delta.text or "", "logprobs": told}
+    return fields | {"finish_reason": delta.end}
 
 
 @final
+@dataclass
 class Reply:
-    """The response to a request. prompts: their token ids, each with equally many choices.
+    """The response to a request, whose answers have been submitted.
 
-    hidden: tokens that are no part of the text, such as the end-of-sequence token.
+    write: `chat_choice` or `text_choice`. names: of the whole object, a chunk, the id. opening: what
+    the choices of each prompt begin with; None: nothing. catcher: makes one for each choice.
+    counted: whether a stream tells its usage. hidden: tokens that are no part of the text, such as
+    the end-of-sequence token.
     """
 
-    def __init__(
-        self, form: Form, answers: Answers, prompts: list[list[int]], hidden: frozenset[int]
-    ) -> None:
-        self.form, self.answers, self.hidden = form, answers, hidden
-        self.state, self.prompts = answers.state, prompts
-        self.samples = len(answers.answers) // len(prompts)
+    answers: Answers
+    write: Callable[[Delta, bool], Fields]
+    names: tuple[str, str, str]
+    opening: Sequence[str | None]
+    catcher: Callable[[], Catcher]
+    counted: bool
+    hidden: frozenset[int]
 
     async def whole(self) -> Fields:
         choices: list[list[Delta]] = [[] for _ in self.answers.answers]
         async for delta in self._deltas():
             if delta:
                 choices[delta.index].append(delta)
-        written = [self.form.fields(joined(deltas), True) for deltas in choices]
+        written = [self.write(joined(deltas), True) for deltas in choices]
         return self._heading(0) | {"choices": written, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Fields | None]:
-        asked: Sampled = self.form.asked
-        heading = self._heading(1) | ({"usage": None} if asked.counted else {})
+        heading = self._heading(1) | ({"usage": None} if self.counted else {})
         async for delta in self._deltas():
-            yield delta and heading | {"choices": [self.form.fields(delta, False)]}
-        if asked.counted:
+            yield delta and heading | {"choices": [self.write(delta, False)]}
+        if self.counted:
             yield heading | {"choices": [], "usage": self._usage()}
 
     def _heading(self, kind: int) -> Fields:
         """The fields that every object and chunk of one response begins with."""
         return {
-            "id": f"{self.form.names[2]}-{uuid.uuid4().hex}",
-            "object": self.form.names[kind],
+            "id": f"{self.names[2]}-{uuid.uuid4().hex}",
+            "object": self.names[kind],
             "created": int(time.time()),
-            "model": self.state.name,
+            "model": self.answers.state.name,
             "system_fingerprint": f"treespec-{version('treespec')}",
         }
 
     async def _deltas(self) -> AsyncIterator[Delta | None]:
         """Deltas of all choices as they come; None where nothing came for a while."""
         # 1. The role of every choice, or the echo of its prompt.
-        tokenizer = self.state.spec.target.tokenizer
-        catchers = [self.form.catcher() for _ in self.answers.answers]
-        before = [self.prompts[index // self.samples][-1] for index in range(len(catchers))]
-        for index in range(len(catchers)):
-            if begun := self.form.begin(index, index // self.samples):
-                yield begun
+        answers, tokenizer = self.answers, self.answers.state.spec.target.tokenizer
+        places = [index // answers.samples for index in range(len(answers.answers))]
+        catchers, offsets = [self.catcher() for _ in places], [0] * len(places)
+        before = [answers.prompts[place][-1] for place in places]
+        for index, place in enumerate(places):
+            if self.opening[place] is not None:
+                yield Delta(index, self.opening[place], begins=True)
 
         # 2. Pieces as they come, and the end of each choice.
-        async for arrival in self.answers:
+        async for arrival in answers:
             if arrival is None:
                 yield None
                 continue
@@ -120,14 +140,15 @@ class Reply:
             if piece:
                 text = catchers[index].show(piece)
                 tokens = told_of(tokenizer, piece, before[index], self.hidden)
-                before[index] = piece.logprobs[-1].token if piece.logprobs else before[index]
                 if text or tokens:
-                    yield Delta(index, text, tokens)
+                    yield Delta(index, text, tokens, offset=offsets[index])
+                before[index] = piece.token_ids[-1]
+                offsets[index] += sum(len(token["token"]) for token in tokens or ())
                 continue
             rest, calls = catchers[index].finish()
             if rest or calls:
                 yield Delta(index, rest or None, calls=[call.fields for call in calls])
-            cut = self.answers.answers[index].stats.truncated
+            cut = answers.answers[index].stats.truncated
             yield Delta(index, end="tool_calls" if calls else "length" if cut else "stop")
 
     def _usage(self) -> Fields:
@@ -135,15 +156,14 @@ class Reply:
         total, answers = Stats(), self.answers.answers
         for answer in answers:
             total.add(answer.stats)
-        prompts: Sequence[Completion] = answers[:: self.samples]
-        prompt = sum(answer.stats.prompt_tokens for answer in prompts)
-        accepted = sum(total.accepted)
+        prompts = [answer.stats for answer in answers[:: self.answers.samples]]
+        prompt, accepted = sum(stats.prompt_tokens for stats in prompts), sum(total.accepted)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": total.new_tokens,
             "total_tokens": prompt + total.new_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(answer.stats.cached_tokens for answer in prompts)
+                "cached_tokens": sum(stats.cached_tokens for stats in prompts)
             },
             "completion_tokens_details": {"accepted_prediction_tokens": accepted},
             "treespec": {
@@ -205,14 +225,14 @@ def words(tokenizer: Any, before: int, token: int) -> tuple[str, bytes]:
     name, letters = tokenizer.convert_ids_to_tokens(token), byte_letters()
     if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return alone, bytes.fromhex(fallback[1])
-    if all(letter in letters for letter in name):
+    if letters.keys() >= {*name}:
         return alone, bytes(letters[letter] for letter in name)
     return alone, alone.encode()
 
 
 @lru_cache
 def byte_letters() -> dict[str, int]:
-    """The byte behind each letter of byte-level BPE."""
+    """The byte of each letter of byte-level BPE."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -224,18 +244,16 @@ def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
     An error amid the answer is an event, too: the status has been sent.
     """
 
+    def event(fields: Fields) -> bytes:
+        return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+
     async def lines() -> AsyncIterator[bytes]:
         try:
             async for chunk in chunks:
                 yield b": waiting\n\n" if chunk is None else event(chunk)
         except Exception as error:
-            told = error if isinstance(error, ApiError) else failed(error)
-            yield event(told.body)
+            yield event((error if isinstance(error, ApiError) else failed(error)).body)
         yield b"data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
-
-
-def event(fields: Fields) -> bytes:
-    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"

@@ -7,8 +7,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 import uvicorn
@@ -114,6 +112,11 @@ class Server(uvicorn.Server):
         self.state = state
         self.told = -AGAIN  # when failing accepts were last told
 
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """Unlike uvicorn's, which raises the signal again at the end. A second Ctrl-C does not wait."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
@@ -153,8 +156,7 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
-        with ended_by_signals():
-            Server(state).run([listening])
+        Server(state).run([listening])
     finally:
         state.engine.close(finish=False)
     print("ended", file=sys.stderr)
@@ -164,33 +166,15 @@ def config_of(state: State) -> uvicorn.Config:
     class Limited(Connection):
         seconds, most = state.config.timeout, state.engine.batch + state.engine.queue + SPARE
 
-    log = state.config.log
+    log, logging_config = state.config.log, copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    logging_config["handlers"]["access"]["stream"] = "ext://sys.stderr"  # requests, too
     return uvicorn.Config(
         app_of(state),
         http=Limited,
-        log_config=_log_config(),
+        log_config=logging_config,
         log_level="info" if log else "error",
         access_log=log,
         server_header=False,
         lifespan="off",
         ws="none",
     )
-
-
-def _log_config() -> dict[str, Any]:
-    """uvicorn's own, with requests on standard error, too."""
-    config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    return config
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Inside, uvicorn's own handlers end the server; the signals that it raises again do nothing."""
-    ends = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(end, lambda *_: None) for end in ends]
-    try:
-        yield
-    finally:
-        for end, handler in zip(ends, before, strict=True):
-            signal.signal(end, handler)

@@ -61,19 +61,12 @@ class State:
         seconds = self.config.timeout
         return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 
-    def check_answers(self, prompts: int, samples: int) -> None:
-        """Raises ApiError for more answers than the engine holds."""
-        most = self.engine.batch + self.engine.queue
-        if prompts * samples > most:
-            asked = f"n is {samples}" + (f" for {prompts} prompts" if prompts > 1 else "")
-            message = f"{asked}: this server's limit is {most} answers a request"
-            raise ApiError(400, message, "n" if samples > 1 else "prompt")
-
-    def check_tokens(self, tokens: int, param: str) -> None:
-        """Raises ApiError for more tokens than this server lets an answer have."""
+    def check_tokens(self, tokens: int, param: str) -> int:
+        """The number itself. Raises ApiError for more than this server lets an answer have."""
         if tokens > self.config.max_tokens:
             message = f"{param} is {tokens}, this server's limit is {self.config.max_tokens}"
             raise ApiError(400, message, param)
+        return tokens
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from treespec.decoding.sequence import Piece
 from treespec.serve.errors import ApiError
 from treespec.serve.schema import ChatRequest, Tool, ToolFunction
+from treespec.shaping.compiled import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -239,8 +240,7 @@ def choice_of(asked: ChatRequest) -> Choice:
     tools, wanted = asked.tools or [], asked.tool_choice
     if wanted in (None, "auto", "none"):
         return ([] if wanted == "none" else tools), None, None
-    format = asked.response_format
-    if asked.regex or asked.grammar or (format and format.type != "text"):
+    if any(kind in asked.options() for kind in KINDS):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
 

@@ -10,7 +10,7 @@ from models import CHAT, tokenizer
 
 from treespec.decoding.sequence import Piece
 from treespec.serve.messages import encoded
-from treespec.serve.schema import Message, Tool
+from treespec.serve.schema import ChatRequest
 from treespec.serve.tools import Call, Catcher, form_of
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
@@ -82,7 +82,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 def said_by(template, messages, variables=None):
     """What a template makes of messages with a tool."""
     spec = tiny_spec(chat_template=template)
-    ids = encoded(spec, [Message(**m) for m in messages], [Tool(**TOOL)], variables)
+    asked = ChatRequest(messages=messages, tools=[TOOL])
+    ids = encoded(spec, asked.messages, asked.tools, variables)
     return spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from treespec.errors import InputError
-from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused
+from treespec.serve.messages import choice_of, encoded, source_of
 from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, memory_of, state_of
-from treespec.serve.tools import Catcher, choice_of, form_of
+from treespec.serve.tools import Catcher, form_of
 from treespec.text.strings import fitting, well_formed
 
 router = APIRouter()
@@ -27,13 +27,13 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     state = state_of(request)
     tools, form, schema = choice_of(asked)
     if tools and form is None:
-        form = form_of(messages.source_of(state.spec, tools))
+        form = form_of(source_of(state.spec, tools))
     most = 1 if asked.parallel_tool_calls is False else None
 
     # 2. The prompt.
     def encode() -> list[list[int]]:
         variables = asked.chat_template_kwargs
-        ids = messages.encoded(state.spec, asked.messages, tools, variables)
+        ids = encoded(state.spec, asked.messages, tools, variables)
         state.check_prompt(ids, "messages")
         return [ids]
 
@@ -61,14 +61,14 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
 
     # 2. Their tokens, and what answers begin with.
     def encode() -> list[list[int]]:
-        encoded = []
+        ids: list[list[int]] = []
         for prompt in prompts:
             try:
-                encoded.append(state.spec.encode(prompt))
+                ids.append(state.spec.encode(prompt))
             except InputError as error:
                 raise refused(error, "prompt") from error
-            state.check_prompt(encoded[-1], "prompt")
-        return encoded
+            state.check_prompt(ids[-1], "prompt")
+        return ids
 
     def echoed(prompt: Any) -> str | None:
         tokenizer = state.spec.target.tokenizer
@@ -143,7 +143,7 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
     if tokenizer is None:
         raise ApiError(400, "the target has no tokenizer")
     if asked.messages is not None:
-        ids = await answers.tokenised(messages.encoded, state.spec, asked.messages)
+        ids = await answers.tokenised(encoded, state.spec, asked.messages)
     else:
         options = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         try:

@@ -7,9 +7,22 @@ from typing import Any
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.serve.errors import ApiError, refused
-from treespec.serve.schema import Message, Tool, ToolCall
-from treespec.serve.tools import has_place, taught, written
+from treespec.serve.schema import ChatRequest, Message, Tool
+from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
+from treespec.shaping.compiled import KINDS
 from treespec.text import templates
+
+Fields = dict[str, Any]
+TEACHING = """\
+You may call functions to help with the user's question. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments between tags:
+<tool_call>
+{"name": "<name>", "arguments": {<arguments>}}
+</tool_call>
+The results follow between <tool_response> tags."""
 
 
 def encoded(
@@ -20,72 +33,121 @@ def encoded(
 ) -> list[int]:
     """The token ids of a conversation. Raises ApiError for what the template refuses.
 
-    variables: of the template, such as enable_thinking.
+    messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
     """
-    tokenizer = spec.target.tokenizer
+    tokenizer, context = spec.target.tokenizer, spec.target.context_length
     if tokenizer is None:
         raise ApiError(400, "the target has no tokenizer: send token ids to /v1/completions")
-    given = [tool.model_dump(exclude_unset=True) for tool in tools]
     source = source_of(spec, tools)
     plain = [_plain(message, place, source) for place, message in enumerate(messages)]
     if not has_place(source):
-        plain, given = _told(plain, given), []
+        plain, tools = _told(plain, tools), ()
+    options: Fields = {"tools": tools or None, "chat_template_kwargs": variables}
     try:
-        return templates.encode(
-            tokenizer,
-            plain,
-            spec.template,
-            spec.target.context_length,
-            tools=given or None,
-            chat_template_kwargs=variables,
-        )
+        return templates.encode(tokenizer, plain, spec.template, context, **options)
     except InputError as error:
         raise refused(error, "messages") from error
 
 
-def _told(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:
+    """The Jinja source of the template; "" for one of fschat's."""
+    tokenizer: Any = spec.target.tokenizer
+    if spec.template is not None or not getattr(tokenizer, "chat_template", None):
+        return ""
+    return str(tokenizer.get_chat_template(tools=list(tools) or None))
+
+
+def _plain(message: Message, place: int, source: str) -> Fields:
+    """One message as templates take it: content a string, arguments of calls as objects."""
+    fields: Fields = {name: value for name, value in message.items() if value is not None}
+    if fields["role"] == "developer" and "developer" not in source:
+        fields["role"] = "system"
+    if "content" not in fields and fields["role"] != "assistant":
+        raise ApiError(400, "a message without content", f"messages[{place}].content")
+    calls = []
+    for number, call in enumerate(fields.get("tool_calls", ())):
+        function, own = call["function"], {"id": call["id"]} if call.get("id") else {}
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            name = f"messages[{place}].tool_calls[{number}].function.arguments"
+            told = f"Invalid '{name}': it must be JSON"
+            raise ApiError(400, told, name, "invalid_value") from None
+        function = {"name": function["name"], "arguments": arguments}
+        calls.append({"type": "function", "function": function} | own)
+    return {"content": ""} | fields | ({"tool_calls": calls} if calls else {})
+
+
+def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
     """The messages with tools, calls and results in their text. Tools end the system message."""
     messages = [written(message) for message in messages]
     if not tools:
         return messages
     begun = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
     rest = messages[1:] if begun else messages
-    return [{"role": "system", "content": begun + taught(tools)}, *rest]
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return [{"role": "system", "content": begun + TEACHING.replace("{tools}", lines)}, *rest]
 
 
-def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:
-    """The Jinja source of the template; "" for one of fschat's."""
-    if spec.template is not None or not getattr(spec.target.tokenizer, "chat_template", None):
-        return ""
-    tokenizer: Any = spec.target.tokenizer
-    return str(
-        tokenizer.get_chat_template(
-            tools=[tool.model_dump(exclude_unset=True) for tool in tools] or None
-        )
-    )
+def written(message: Fields) -> Fields:
+    """A message with its calls, or the result of one, as text in Hermes' form."""
+    content, calls = message["content"], message.get("tool_calls") or ()
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    marked = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return fields | {"content": "\n".join([*([content] if content else []), *marked])}
 
 
-def _plain(message: Message, place: int, source: str) -> dict[str, Any]:
-    """One message as templates take it: content a string, arguments of calls as objects."""
-    fields = message.model_dump(exclude_none=True)
-    if message.role == "developer" and "developer" not in source:
-        fields["role"] = "system"
-    if message.content is None:
-        if message.role != "assistant":
-            raise ApiError(400, "a message without content", f"messages[{place}].content")
-        fields["content"] = ""
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        where = f"messages[{place}].tool_calls"
-        fields["tool_calls"] = [_call(call, f"{where}[{number}]") for number, call in calls]
-    return fields
+Choice = tuple[Sequence[Tool], Form | None, Fields | None]
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        name = f"{where}.function.arguments"
-        raise ApiError(400, f"Invalid '{name}': it must be JSON", name, "invalid_value") from None
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+def choice_of(asked: ChatRequest) -> Choice:
+    """(tools that the template shows, form of the calls, schema of the answer).
+
+    Form and schema are None but where a call must come. Raises ApiError for a choice that names no
+    tool, and beside another format.
+    """
+    # 1. Tools that may be called, or none.
+    tools, wanted = asked.tools or [], asked.tool_choice
+    if wanted in (None, "auto", "none"):
+        return ([] if wanted == "none" else tools), None, None
+    if any(kind in asked.options() for kind in KINDS):
+        message = "a tool that must be called fixes the format of the answer: leave out another"
+        raise ApiError(400, message, "tool_choice")
+
+    # 2. Any of them.
+    functions = [tool["function"] for tool in tools]
+    named = {one["name"]: one.get("parameters") or {"type": "object"} for one in functions}
+    if wanted == "required" and tools:
+        return tools, Form("", "", calls_in, at_start=True), _any_call(named)
+
+    # 3. One by its name.
+    function = wanted.get("function") if isinstance(wanted, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in named:
+        known = ", ".join(named) or "no tools are given"
+        message = f"tool_choice is {wanted!r:.80}: take auto, none, required or a tool ({known})"
+        raise ApiError(400, message, "tool_choice")
+
+    form = Form("", "", lambda text: [Call(name, text)] if values_in(text) else [], at_start=True)
+    return tools, form, named[name]
+
+
+def _any_call(schemas: Mapping[str, Fields]) -> Fields:
+    """The schema of a call of any of the functions, by the schemas of their arguments.
+
+    Definitions go to its root, where references look for them.
+    """
+    calls: list[Fields] = []
+    definitions: Fields = {}
+    for name, schema in schemas.items():
+        arguments = dict(schema)
+        for other, definition in arguments.pop("$defs", {}).items():
+            if definitions.setdefault(other, definition) != definition:
+                raise ApiError(400, f"two tools define {other!r:.80} differently", "tools")
+        properties = {"name": {"const": name}, "arguments": arguments}
+        call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+        calls.append(call | {"additionalProperties": False})
+    return {"anyOf": calls, "$defs": definitions} if definitions else {"anyOf": calls}

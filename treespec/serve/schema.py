@@ -5,10 +5,16 @@ name. `RequestOptions` checks the options that it has; here stand the other fiel
 """
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,  # pydantic reads typing's from Python 3.12 on
+)
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator, with_config
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from treespec.serve.errors import ApiError
 from treespec.text.strings import one_line, text_of
@@ -91,25 +97,42 @@ class Sampled(StrictBody):
         return options
 
 
-class Function(Body):
+@with_config(Body.model_config)
+class Function(TypedDict):
     """A function that the model called. arguments: JSON."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Body):
-    id: str | None = None
-    type: Literal["function"] = "function"
+@with_config(Body.model_config)
+class ToolCall(TypedDict):
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"]]
     function: Function
 
 
-class Message(Body):
+@with_config(Body.model_config)
+class Message(TypedDict):
     """A message; further fields, such as `reasoning_content`, are for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, AfterValidator(text_of)] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: NotRequired[Annotated[Any, AfterValidator(text_of)] | None]
+    tool_calls: NotRequired[list[ToolCall] | None]
+
+
+@with_config(Body.model_config)
+class ToolFunction(TypedDict):
+    """A function that the model may call; its other fields are for the template."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+@with_config(Body.model_config)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: ToolFunction
 
 
 class JsonSchema(Body):
@@ -131,18 +154,6 @@ class ResponseFormat(Body):
         if self.type == "json_schema" and self.json_schema:
             return self.json_schema.json_schema
         return {"type": "object"} if self.type == "json_object" else None
-
-
-class ToolFunction(Body):
-    """A function that the model may call; its other fields are for the template."""
-
-    name: str = Field(min_length=1, max_length=64)
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: ToolFunction
 
 
 class ChatRequest(Sampled):

@@ -19,7 +19,6 @@ RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "paired one.jsonl other.jsonl", r"\+100% \(\+100% to \+100%\)"),
     ("measure", "recurrent --kinds lfm2 --rounds 1 --context 4", r"\| lfm2 \| [\d.]+ \| [\d.]+ \([\d.]+\) \|"),
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
-    ("pages", "--check", ""),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]
 

@@ -9,13 +9,13 @@ for one of them; its clock starts when it is sent.
 """
 
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from treespec.requests.endpoint import Reply, completed, served
@@ -39,42 +39,35 @@ def main(
 ) -> None:  # fmt: skip
     # 1. The questions, and the names of the models.
     conversations, _ = read_conversations(data_file(data, print), answered=False)
-    said = [[m["content"] for m in one.messages if m["role"] == "user"] for one in conversations]
-    questions = [texts[0] for texts in said if texts and 0 < len(texts[0]) <= LONGEST]
+    said = [[m for m in one.messages if m["role"] == "user"] for one in conversations]
+    questions = [turns[:1] for turns in said if turns and 0 < len(turns[0]["content"]) <= LONGEST]
+    options = {"temperature": 0.0, "max_tokens": max_new_tokens}
     bodies = {}
     for server in servers:
         url, _, model = server.partition("=")
         address = f"{url}/v1"
-        options = {"temperature": 0.0, "max_tokens": max_new_tokens}
         bodies[address] = options | {"model": model or served(address)}
-        completed(address, bodies[address] | asking(questions[0]) | {"max_tokens": 8})  # warm
+        completed(address, bodies[address] | {"messages": questions[0], "max_tokens": 8})  # warm
 
     # 2. The same requests at the same times for each.
     coins = random.Random(0)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for count in map(int, clients.split(",")):
-        asked = [asking(coins.choice(questions)) for _ in range(max(8, requests * count))]
+        asked = [{"messages": coins.choice(questions)} for _ in range(max(8, requests * count))]
         waits = [coins.expovariate(rate * count) for _ in asked]
         for address, body in bodies.items():
             replies, spent = loaded(address, [body | one for one in asked], waits, count)
-            tokens = sum(reply.usage["completion_tokens"] for reply in replies)
-            first = [reply.times[0] for reply in replies]
-            each = [
-                (reply.times[-1] - reply.times[0]) / max(reply.usage["completion_tokens"] - 1, 1)
-                for reply in replies
-            ]
-            failed = len(asked) - len(replies)
-            cells = [
-                address.removesuffix("/v1"),
-                count,
-                f"{len(replies)}" + f" and {failed} failed" * bool(failed),
-            ]
-            cells += [f"{tokens / spent:.1f}", *shown(first, "s", 1), *shown(each, "ms", 1000)]
+            failed = f" and {len(asked) - len(replies)} failed" * (len(replies) < len(asked))
+            tokens = np.array([reply.usage["completion_tokens"] for reply in replies] or [0])
+            first, last = np.array(
+                [[reply.times[i] for reply in replies] or [0.0] for i in (0, -1)]
+            )
+            each = 1000 * (last - first) / np.maximum(tokens - 1, 1)
+            cells = [address.removesuffix("/v1"), count, f"{len(replies)}{failed}"]
+            cells += [f"{tokens.sum() / spent:.1f}"]
+            cells += [f"{seconds:.2f} s" for seconds in np.percentile(first, (50, 99))]
+            cells += [f"{ms:.0f} ms" for ms in np.percentile(each, (50, 99))]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
-def asking(question: str) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": question}]}
 
 
 def loaded(
@@ -96,14 +89,6 @@ def loaded(
         elif future.result().times and future.result().usage:
             replies.append(future.result())
     return replies, time.perf_counter() - begun
-
-
-def shown(seconds: Sequence[float], unit: str, scale: int) -> list[str]:
-    """Median and 99th percentile; 0 where nothing was answered."""
-    ordered = sorted(seconds) or [0.0]
-    high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    digits = 2 if unit == "s" else 0
-    return [f"{x * scale:.{digits}f} {unit}" for x in (statistics.median(ordered), high)]
 
 
 if __name__ == "__main__":

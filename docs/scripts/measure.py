@@ -6,12 +6,12 @@ alike. A Markdown table of the medians follows a line about the machine.
 
 import itertools
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -70,21 +70,18 @@ def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
 
 @app.command()
 def long_context(target: str, head: str, length: int, max_new_tokens: int = 64) -> None:
-    """Peak memory, prefill and the stages of a cycle after a long prompt. Linux alone: reads /proc."""
-
-    def peak() -> int:  # MiB
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) // 1024
+    """Peak memory in MiB (Linux counts in KiB), prefill and the stages of a cycle after a long prompt."""
 
     # 1. Warm up with a short prompt: memory is counted from there.
     spec = load(target, head, "dynamic:depth=5,topk=6,nodes=24")
     prompt = [i * 7919 % spec.target.vocab_size for i in range(length)]
     spec.generate(prompt[:64], max_new_tokens=16)
-    before = peak()
+    before = getrusage(RUSAGE_SELF).ru_maxrss
     # 2. The long prompt.
     stats = spec.generate(prompt, max_new_tokens=max_new_tokens).stats
     stages = [stage for stage in stats.seconds if stage not in ("prefill", "total")]
-    cells = [length, f"+{peak() - before} MiB", f"{stats.seconds['prefill']:.1f} s"]
+    grown = getrusage(RUSAGE_SELF).ru_maxrss - before
+    cells = [length, f"+{grown // 1024} MiB", f"{stats.seconds['prefill']:.1f} s"]
     cells += [f"{1e3 * stats.seconds[stage] / stats.cycles:.2f}" for stage in stages]
     show(["prompt", "peak", "prefill", *(f"{stage}, ms a cycle" for stage in stages)], [cells])
 
@@ -100,8 +97,9 @@ def paired(one: Path, other: Path) -> None:
     for file in (one, other):
         answers = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         answers.sort(key=lambda answer: answer["question_id"])
-        choices = [answer["choices"][0] for answer in answers]
-        counts.append(np.array([[sum(c["new_tokens"]), sum(c["decoding_steps"])] for c in choices]))
+        first = [answer["choices"][0] for answer in answers]
+        totals = [[sum(c[name]) for name in ("new_tokens", "decoding_steps")] for c in first]
+        counts.append(np.array(totals))
     draws = resample(len(counts[0]), 1000, seed=0)
     (ours, our_cycles), (theirs, their_cycles) = ((draws @ own).T for own in counts)
     gain, *gains = ours / our_cycles / (theirs / their_cycles) - 1
@@ -172,22 +170,16 @@ def forwards(
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's weights, each stored tensor once."""
 
-    def parts(
-        weight: Tensor,
-    ) -> list[Tensor]:  # the plain tensors inside a quantizer's tensor class
-        flatten = getattr(weight, "__tensor_flatten__", None)
-        return (
-            [part for name in flatten()[0] for part in parts(getattr(weight, name))]
-            if flatten
-            else [weight]
-        )
+    def parts(weight: Tensor) -> list[Tensor]:  # the plain tensors inside a quantizer's class
+        if flatten := getattr(weight, "__tensor_flatten__", None):
+            return [part for name in flatten()[0] for part in parts(getattr(weight, name))]
+        return [weight]
 
-    stored = [part for weight in model.parameters() for part in parts(weight)]
-    sizes = {
-        id(p) if p.is_mkldnn else p.untyped_storage().data_ptr(): p.numel() * p.element_size()
-        for p in stored
-    }
-    return sum(sizes.values())
+    stored = {}
+    for part in (part for weight in model.parameters() for part in parts(weight)):
+        storage = id(part) if part.is_mkldnn else part.untyped_storage().data_ptr()
+        stored[storage] = part.numel() * part.element_size()
+    return sum(stored.values())
 
 
 SIZES: dict[str, Any] = {
@@ -205,8 +197,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "mamba2": {"num_heads": 12, "head_dim": 64, "state_size": 64, "n_groups": 1},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 1},
-    "recurrent_gemma": {"lru_width": 384, "attention_window_size": 1024},
-    "rwkv": {"attention_hidden_size": 384},
 }
 SHAPES = {
     "one token": None,
@@ -244,14 +234,8 @@ def verify(
 ) -> None:  # fmt: skip
     """One verification of a tree of 65 nodes, in ms: node by node as on a CPU, all at once as on a GPU."""
     generator = torch.Generator().manual_seed(0)
-    paths = [
-        (a, b, c)[:depth]
-        for a in range(4)
-        for b in range(3)
-        for c in range(4)
-        for depth in (1, 2, 3)
-    ]
-    shape = StaticTree(tuple(paths))
+    leaves = itertools.product(range(4), range(3), range(4))
+    shape = StaticTree(tuple(dict.fromkeys(leaf[:n] for leaf in leaves for n in (1, 2, 3))))
     logits = 4 * torch.randn(shape.size, vocabulary, generator=generator)  # [N, V]
     laws, rows = TargetDistributions(logits, Distribution(SamplingParams(1.0))), []
     for name in verifiers.split(","):
@@ -259,13 +243,8 @@ def verify(
         tree = drafted(verifier.scheme, shape, logits, generator)
         ways = [verifier, verifier.at_once] if name in SCHEMES else [verifier]
         sides = {way: partial(milliseconds, partial(way, tree, laws, generator)) for way in ways}
-        rows.append(
-            [
-                f"`{name}`",
-                *(f"{ms:.1f}" for ms in medians(sides, rounds).values()),
-                *[""] * (2 - len(ways)),
-            ]
-        )
+        times = [f"{ms:.1f}" for ms in medians(sides, rounds).values()]
+        rows.append([f"`{name}`", *times, *[""] * (2 - len(ways))])
     show(["", "step by step", "at once"], rows)
 
 

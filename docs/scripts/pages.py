@@ -1,40 +1,33 @@
-"""Fills the generated parts of README.md and docs/*.md; with --check it says which are out of date.
+"""Fills the generated parts of README.md and docs/*.md, from treespec's registries and words.toml.
 
 A generated part stands between `<!-- begin: WHAT -->` and `<!-- end -->`. WHAT is the name of a
 table (verifiers, trees, drafters, commands), or `file PATH` for a file of the repository.
 """
 
 import re
-import sys
+import tomllib
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import typer
-from tables import WORDS, drafters, trees, verifiers
 
 from treespec.cli import app
+from treespec.draft.drafters import DRAFTERS, DrafterSpec
+from treespec.draft.pairing import check_named
+from treespec.errors import InputError
+from treespec.trees.policy import POLICIES, policy
+from treespec.verify.facts import NAMES as VERIFIERS
+from treespec.verify.registry import SCHEMES, verifier_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
+HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
+SHAPES = ("chain:2", "2x2", "dynamic", "sampled", "confident", "auto", "ddtree")
+SHOWN = {"chain:2": "chain", "2x2": "static"}  # the kind of tree that an instance stands for
 Click = Any  # a command or parameter of the click that typer brings along
-
-
-def main(check: bool = False) -> None:
-    """check: write nothing; exit 1 for old parts."""
-    texts = {page: page.read_text("utf-8") for page in pages()}
-    old = [page for page, text in texts.items() if filled(text) != text]
-    for page in old:
-        print(f"{page.relative_to(ROOT)} is out of date" if check else f"filled {page}")
-        if not check:
-            page.write_text(filled(texts[page]), "utf-8")
-    if check and old:
-        sys.exit("run python docs/scripts/pages.py")
-
-
-def pages() -> list[Path]:
-    """All pages that people read."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def filled(text: str) -> str:
@@ -46,52 +39,111 @@ def generated(what: str) -> str:
     """One part, with a line break at its end."""
     kind, _, path = what.partition(" ")
     if kind != "file":
-        return {"verifiers": verifiers, "trees": trees, "drafters": drafters, "commands": commands}[
-            what
-        ]()
+        return TABLES[kind]()
     language = {".py": "python", ".toml": "toml"}[Path(path).suffix]
     return f"```{language}\n{(ROOT / path).read_text('utf-8')}```\n"
 
 
+def verifiers() -> str:
+    """All values of --verifier."""
+    rows = []
+    for name in [*(name for name in VERIFIERS if name not in SCHEMES), *SCHEMES]:  # auto first
+        verifier: Any = verifier_by_name(name, allow_lossy=True)
+        scheme: Any = verifier.scheme
+        options = options_of(scheme) if name in SCHEMES else ""
+        kept = "yes" if scheme.lossless else "**no**; asks for `--allow-lossy`"
+        trees = ", ".join(SHOWN.get(tree, tree) for tree in SHAPES if fits(verifier, tree))
+        what, source = WORDS["verifiers"][name]
+        rows.append([f"`{name}`", what, source, options, scheme.max_draws or "any", kept, trees])
+    columns = ["`--verifier`", "children of a node", "source", "options", "draws", "lossless"]
+    return table([*columns, "trees"], rows)
+
+
+def fits(verifier: Any, tree: str) -> bool:
+    """Whether the pairing rules let some head have this verifier and tree."""
+    try:
+        check_named(DrafterSpec.parse(HEAD), verifier, policy(tree))
+    except InputError:
+        return False
+    return True
+
+
+def trees() -> str:
+    """All values of --tree."""
+    rows = []
+    for name in POLICIES:
+        values, what, source = WORDS["trees"][name]
+        tree: Any = policy(values.split("`")[1])
+        rows.append([values, what, source, "" if hasattr(tree, "paths") else options_of(tree)])
+    rows.append(["`tree.json`", "a JSON list of paths, as `treespec tree` writes it", "", ""])
+    return table(["`--tree`", "shape", "source", "options"], rows)
+
+
+def drafters() -> str:
+    """All values of --drafter."""
+    rows = []
+    for row in DRAFTERS.values():
+        values = ", ".join(f"`{form}`" for form in row.forms)
+        rows.append(
+            [values, row.summary, row.source, options_of(row.options) if row.options else ""]
+        )
+    return table(["`--drafter`", "drafts", "source", "options"], rows)
+
+
+def options_of(config: Any) -> str:
+    """The fields of a dataclass as name=default."""
+    shown = []
+    for field in fields(config):
+        value = field.default
+        words = "/".join(f"{x:g}" for x in value) if isinstance(value, tuple) else str(value)
+        unset = value is MISSING or value is None or not words
+        shown.append(f"`{field.name.replace('_', '-')}{'' if unset else f'={words}'}`")
+    return ", ".join(shown)
+
+
 def commands() -> str:
     """A section for each command: what it does, an example, its options."""
-    return "".join(section(name, command) for name, command in named(typer.main.get_command(app)))
+    sections = []
+    for name, command in named(typer.main.get_command(app)):
+        says = "\n".join(line.strip() for line in command.help.strip().splitlines())
+        example = WORDS["examples"].get(name)
+        shell = f"```sh\n{example}\n```\n\n" if example else ""
+        rows = [row(option) for option in command.params if "--help" not in option.opts]
+        options = table(["option", "default", "meaning"], rows)
+        sections.append(f"## treespec {name}\n\n{says}\n\n{shell}{options}\n")
+    return "".join(sections)
 
 
 def named(group: Click, before: str = "") -> Iterator[tuple[str, Click]]:
     """(name, command) of all commands, in the order of --help; those of a group bear its name."""
-    for name, command in getattr(group, "commands", {}).items():
+    for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from named(command, f"{before}{name} ")
         else:
             yield before + name, command
 
 
-def section(name: str, command: Click) -> str:
-    """The Markdown of one command."""
-    says = "\n".join(line.strip() for line in (command.help or "").strip().splitlines())
-    lines = [f"## treespec {name}", "", says, ""]
-    if name in WORDS["examples"]:
-        lines += ["```sh", WORDS["examples"][name], "```", ""]
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    lines += [row(option) for option in command.params if "--help" not in option.opts]
-    return "\n".join([*lines, "", ""])
-
-
-def row(option: Click) -> str:
-    """An option's line of the table."""
+def row(option: Click) -> list[str]:
+    """Flags, default and meaning of an option; no default where an option is off."""
     flags = " / ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
-    default = "required" if option.required else shown(option.default)
-    help = str(getattr(option, "help", "") or "").replace("|", "\\|").replace("<", "&lt;")
-    return f"| {flags} | {default} | {' '.join(help.split())} |"
+    default = "on" if option.default is True else f"`{option.default}`"
+    if str(option.default) in ("None", "False", ""):
+        default = "required" if option.required else ""
+    help = option.help.replace("|", "\\|").replace("<", "&lt;")
+    return [flags, default, " ".join(help.split())]
 
 
-def shown(default: object) -> str:
-    """A default as a person would write it; nothing where an option is off."""
-    if default is None or default is False or default == "":
-        return ""
-    return "on" if default is True else f"`{default}`"
+def table(columns: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
 
+
+TABLES = {"verifiers": verifiers, "trees": trees, "drafters": drafters, "commands": commands}
 
 if __name__ == "__main__":
-    typer.run(main)
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text("utf-8")
+        if filled(text) != text:
+            page.write_text(filled(text), "utf-8")
+            print(f"filled {page.relative_to(ROOT)}")

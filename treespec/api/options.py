@@ -31,7 +31,7 @@ OWN_TREES = (form.example for form in installed("trees").values())
 TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), *OWN_TREES, TREE_FILE])}"
 MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
 VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
-FASTEST = "auto takes the fastest, chosen again in each cycle"
+FASTEST = "auto takes the fastest, chosen again in every cycle"
 PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
 TRUST = "run Python files from the target's directory or repository; read them first"
 QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def chat(config: ChatConfig) -> None:
     """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
-    Through a pipe each line is a message. Answers go to standard output, figures to standard error.
+    Through a pipe every line is a message. Answers go to standard output, figures to standard error.
     """
     # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
     begin_answers(config)

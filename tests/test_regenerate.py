@@ -113,12 +113,12 @@ def test_models_and_data_are_known_by_content(whole, data, tmp_path):
     moved.write_bytes(data.read_bytes())
     regenerate(replace(config, data=str(moved)))
     other = write_questions(tmp_path / "other.jsonl", count=5)
-    with complains("data = "):
+    with complains("another content of data"):
         regenerate(replace(config, data=str(other)))
     moved.write_bytes(other.read_bytes())
     with complains("another content of data"):
         regenerate(replace(config, data=str(moved)))
-    with complains("target = "):
+    with complains("another content of target"):
         regenerate(replace(config, target=str(save_words_model(tmp_path / "model", seed=4))))
 
 

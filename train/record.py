@@ -22,7 +22,7 @@ from treespec.train.data.known import data_file
 from treespec.train.data.prepare import Data
 
 FORMAT = 1
-Record = dict[str, Any]  # the options of a run, and digests under "contents"
+Record = dict[str, Any]  # the options of a run; of target and data digests of their content
 ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
 MAY_CHANGE = ENDS | {
     *("validate_every", "validate_on", "decode_on", "checkpoint_every"),
@@ -68,19 +68,19 @@ class Validation:
 
 
 def record_of(config: TrainConfig) -> Record:
-    """The options of a run as its recipe settles them, and the digests of its target and data.
+    """The options of a run as its recipe settles them, with digests of its target and data.
 
     Raises InputError where one of them is not there.
     """
-    options, recipe = asdict(config), asdict(config.recipe)
-    if config.features is not None:
-        options["features"] = str(Path(config.features).resolve())
+    recipe = asdict(config.recipe)
+    settled = {name: recipe.get(name, value) for name, value in asdict(config).items()}
     contents = {
+        "format": FORMAT,
+        "features": config.features is not None,
         "target": target_identity(config.target, config.placement),
         "data": digest(data_file(config.data)),
     }
-    settled = {name: recipe.get(name, value) for name, value in options.items()}
-    return settled | {"contents": contents, "format": FORMAT}
+    return settled | contents
 
 
 def begun(folder: Path) -> Record | None:
@@ -109,29 +109,21 @@ def finished(folder: Path, before: Record | None, record: Record) -> Validation 
     return Validation(**read_json(result, "delete it, and the same command ends the run again"))
 
 
-def refuse_changed(
-    folder: Path, before: Record, record: Record, may_change: Collection[str]
-) -> set[str]:
+def refuse_changed(folder: Path, before: Record, record: Record, free: Collection[str]) -> set[str]:
     """The names of options that an earlier run had otherwise.
 
-    Of what has a digest the content counts, and not the path. Raises InputError for one that may
-    not change.
+    Raises InputError for one that is not `free` to change.
     """
-    changed = set()
-    for name, now in record.items():
-        then = before.get(name)
-        old, new = before["contents"].get(name), record["contents"].get(name)
-        if name == "contents" or (old == new if old and new else then == now):
-            continue
-        changed.add(name)
-        if name not in may_change:
-            different = f"{name} = {then!r}, not {now!r}"
-            if then == now:
-                different = f"another content of {name} = {now!r}"
+    changed = {name: before.get(name) for name, now in record.items() if before.get(name) != now}
+    for name, then in changed.items():
+        if name not in free:
+            different = f"{name} = {then!r}, not {record[name]!r}"
+            if name in ("target", "data"):
+                different = f"another content of {name}"
             raise InputError(
                 f"{folder} holds a run with {different}; name another --out, or delete it"
             )
-    return changed
+    return set(changed)
 
 
 UNFILLED = "FILL IN"  # stands in a card until someone completes it

@@ -48,7 +48,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if done := finished(folder, before, record):
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
-    examples = read(config, record["contents"], accelerator)
+    examples = read(config, record, accelerator)
 
     # 2. The main process holds the folder until the head is there.
     with locked(folder) if accelerator.is_main_process else nullcontext():

@@ -42,7 +42,7 @@ def read(
 ) -> list[Example]:
     """The conversations of the data as tokens; prints what is wrong with the others.
 
-    contents: digests of the target and of the data.
+    contents: has digests as "target" and "data".
     """
     model = load_config(config.target, config.placement)
     job = Job(
@@ -54,7 +54,8 @@ def read(
         load_in=config.load_in,
         revision=config.revision,
     )
-    return tokenised(job, config.data, contents, accelerator.print)
+    with accelerator.local_main_process_first():  # the others find its tokens in the cache
+        return tokenised(job, config.data, contents, accelerator.print)
 
 
 def prepare(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 
 import treespec.text
 from treespec.errors import InputError
-from treespec.files.atomic import locked, read_tensors, write_tensors
+from treespec.files.atomic import read_tensors, write_tensors
 from treespec.files.downloads import cache_folder
 from treespec.model.placement import Placement
 from treespec.model.tokenizers import load_tokenizer
@@ -72,21 +72,16 @@ def tokenised(
 ) -> list[Example]:
     """The data of a job as tokens, from the cache or made now; says what was left out.
 
-    name: what lines call the data. contents: digests of "data" and "target". Raises InputError
+    name: what lines call the data. contents: has digests as "data" and "target". Raises InputError
     where nothing can be used.
     """
-    # 1. From the cache. One process makes a file that is not there; the others wait.
-    file = cache_folder() / "tokens" / key_of(job, contents) / "tokens.safetensors"
+    # 1. From the cache.
+    file = cache_folder() / "tokens" / f"{key_of(job, contents)}.safetensors"
     whole = kept(file)
-    with ExitStack() as held:
-        if whole is None:
-            with suppress(InputError):  # no cache can be written: each process makes its own
-                held.enter_context(locked(file.parent, lambda holder: None))
-            whole = kept(file)
-        if whole is None:
-            whole = make(job, say)
-            with suppress(InputError):  # no room: it is made again
-                save(file, whole)
+    if whole is None:
+        whole = make(job, say)
+        with suppress(InputError):  # no room: it is made again
+            save(file, whole)
 
     # 2. What was left out.
     say(f"{name}: {whole.read}")

@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
@@ -14,7 +14,7 @@ from treespec.api.engine import Engine
 from treespec.api.load import load_options
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_json, write_json
-from treespec.files.lines import Lines, opened
+from treespec.files.lines import opened
 from treespec.model.identity import target_identity
 from treespec.text.conversations import read_conversations
 from treespec.text.sources import digest
@@ -63,10 +63,13 @@ def regenerate(
     OUT/questions.jsonl. say: receives what is known of the data. Raises InputError for input that cannot be used,
     and where OUT holds rows of other options or models.
     """
+    # 1. What a run before has left, if it is of the same options.
     out, data = Path(config.out), None if config.data is None else data_file(config.data, say)
-    record = record_of(config, data)
+    record: Record = {"answers_by": "a server" if config.endpoint else "the target"}
+    record |= asdict(config) | {"format": FORMAT, "data": data and digest(data)}
+    if config.endpoint is None:
+        record["target"] = target_identity(config.target, config.placement)
     with locked(out), ExitStack() as stack:
-        # 1. What a run before has left, if it is of the same options.
         kept, left_out = (stack.enter_context(opened(out / name)) for name in (OUT, LEFT_OUT))
         if kept.done or left_out.done:
             before = read_json(out / "config.json", f"delete {out} to begin again", FORMAT)
@@ -82,41 +85,32 @@ def regenerate(
             rows = rows_in(config, data, say)
         ended = {line["row"] for line in (*kept.done, *left_out.done)}
         waiting = [row for row in rows if row.key not in ended]
-        finished = len(rows) - len(waiting)
-        report(finished, len(rows), "")
-        if waiting:
-            if config.endpoint:
-                ask = of_server(config)
-            else:
-                ask = of_target(engine or stack.enter_context(engine_of(config)), config)
-            for done, pace in answer_all(config, waiting, ask, kept, left_out):
-                report(finished + done, len(rows), pace)
+        report(len(rows) - len(waiting), len(rows), "")
+        if waiting and config.endpoint:
+            ask = of_server(config)
+        elif waiting:
+            ask = of_target(engine or stack.enter_context(engine_of(config)), config)
 
-        # 3. What is there now.
+        # 3. A thread for each row that is answered at a time; each is kept as it ends.
+        tokens, started = 0, time.perf_counter()
+        pool = stack.enter_context(ThreadPool(config.batch))
+        lines = pool.imap_unordered(lambda row: answered(config, row, ask), waiting)
+        for left, line in zip(reversed(range(len(waiting))), lines, strict=True):
+            (kept if "messages" in line else left_out).append(line)
+            tokens += sum(line.get("tokens", ()))
+            seconds = time.perf_counter() - started
+            rest = timedelta(seconds=round(seconds / (len(waiting) - left) * left))
+            report(len(rows) - left, len(rows), f", {tokens / seconds:,.1f} tokens/s, {rest} left")
+
+        # 4. What is there now.
         reasons = Counter(str(line["problem"]) for line in left_out.done)
-        tokens = sum(sum(line["tokens"]) for line in kept.done)
-        return Result(out / OUT, len(kept.done), tokens, reasons)
+        total = sum(sum(line["tokens"]) for line in kept.done)
+        return Result(out / OUT, len(kept.done), total, reasons)
 
 
-@contextmanager
-def engine_of(config: RegenerateConfig) -> Iterator[Engine]:
+def engine_of(config: RegenerateConfig) -> Engine:
     """The target, loaded, with room for what `config.batch` threads ask."""
-    with Engine(load_options(config), batch=config.batch, queue=config.batch) as engine:
-        yield engine
-
-
-def record_of(config: RegenerateConfig, data: Path | None) -> Record:
-    """The options, with digests of target and data under "contents".
-
-    Raises InputError where one of them is not there.
-    """
-    contents = {}
-    if config.endpoint is None:
-        contents["target"] = target_identity(config.target, config.placement)
-    if data is not None:
-        contents["data"] = digest(data)
-    by = "a server" if config.endpoint else "the target"
-    return {"format": FORMAT, "answers_by": by, **asdict(config), "contents": contents}
+    return Engine(load_options(config), batch=config.batch, queue=config.batch)
 
 
 def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) -> list[Row]:
@@ -130,24 +124,6 @@ def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) ->
             f"--filter {config.filter} leaves no question of {data}: take another filter"
         )
     return in_order(rows, config.seed, config.parts)[: config.limit]
-
-
-def answer_all(
-    config: RegenerateConfig, waiting: Sequence[Row], ask: Ask, kept: Lines, left_out: Lines
-) -> Iterator[tuple[int, str]]:
-    """Answer the rows, a thread for each that is answered at a time, and keep each as it ends.
-
-    left_out: those without an answer. Yields how many are done, and how fast.
-    """
-    tokens, started = 0, time.perf_counter()
-    with ThreadPool(config.batch) as pool:
-        lines = pool.imap_unordered(lambda row: answered(config, row, ask), waiting)
-        for done, line in enumerate(lines, start=1):
-            (kept if "messages" in line else left_out).append(line)
-            tokens += sum(line.get("tokens", ()))
-            seconds = time.perf_counter() - started
-            left = timedelta(seconds=round(seconds / done * (len(waiting) - done)))
-            yield done, f", {tokens / seconds:,.1f} tokens/s, {left} left"
 
 
 def answered(config: RegenerateConfig, row: Row, ask: Ask) -> dict[str, Any]:

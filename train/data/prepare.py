@@ -1,7 +1,7 @@
 """What a run trains on: encoded conversations, split, with their features."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.batches import padded
 from treespec.train.data.features import store
 from treespec.train.data.known import data_file
-from treespec.train.data.tokens import Job, tokenised
+from treespec.train.data.tokens import tokenised
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,11 @@ def read(
     contents: has digests as "target" and "data".
     """
     model = load_config(config.target, config.placement)
-    job = Job(
-        source=str(data_file(config.data, accelerator.print)),
-        target=config.target,
-        template=config.template,
-        max_length=min(config.max_length, context_length(model.get_text_config())[0]),
-        trust_remote_code=config.trust_remote_code,
-        load_in=config.load_in,
-        revision=config.revision,
-    )
+    context, _ = context_length(model.get_text_config())
+    data = str(data_file(config.data, accelerator.print))
+    config = replace(config, data=data, max_length=min(config.max_length, context))
     with accelerator.local_main_process_first():  # the others find its tokens in the cache
-        return tokenised(job, config.data, contents, accelerator.print)
+        return tokenised(config, contents, accelerator.print)
 
 
 def prepare(

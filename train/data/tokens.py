@@ -2,7 +2,7 @@
 
 The file is known by everything that its tokens depend on: the data's and the target's content, the
 template, the length, and the code that reads and encodes rows. Processes take blocks of rows in
-turn; `python -m treespec.train.data.tokens JOB PART OUT` is one of them:
+turn; `python -m treespec.train.data.tokens OPTIONS PARTS PART OUT` is one of them:
 
     rows        0 … 63   64 … 127   128 … 191   192 … 255   …
     process     0        1          0           1              of two
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,31 +30,16 @@ import treespec.text
 from treespec.errors import InputError
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.files.downloads import cache_folder
-from treespec.model.placement import Placement
 from treespec.model.tokenizers import load_tokenizer
 from treespec.text.conversations import Report, refuse_unread
 from treespec.text.encoding import BATCH, Example, encode_some, refuse_unencoded
 from treespec.text.entries import Conversation, UnusableConversation, conversation_of
 from treespec.text.sources import entries, size
 from treespec.text.strings import one_line
+from treespec.train.config import TrainConfig
 
 SHARE = 4 << 20  # bytes of data that are worth a process
 MOST = 8  # processes
-
-
-@final
-@dataclass(frozen=True)
-class Job:
-    """source: a path, or a data set of the hub. parts: processes that share the blocks."""
-
-    source: str
-    target: str
-    template: str | None
-    max_length: int
-    trust_remote_code: bool
-    load_in: str | None = None
-    revision: str | None = None
-    parts: int = 1
 
 
 @final
@@ -68,24 +53,23 @@ class Tokens:
 
 
 def tokenised(
-    job: Job, name: str, contents: Mapping[str, object], say: Callable[[str], None]
+    config: TrainConfig, contents: Mapping[str, object], say: Callable[[str], None]
 ) -> list[Example]:
-    """The data of a job as tokens, from the cache or made now; says what was left out.
+    """The data of a run as tokens, from the cache or made now; says what was left out.
 
-    name: what lines call the data. contents: has digests as "data" and "target". Raises InputError
-    where nothing can be used.
+    contents: has digests as "data" and "target". Raises InputError where nothing can be used.
     """
     # 1. From the cache.
-    file = cache_folder() / "tokens" / f"{key_of(job, contents)}.safetensors"
+    file = cache_folder() / "tokens" / f"{key_of(config, contents)}.safetensors"
     whole = kept(file)
     if whole is None:
-        whole = make(job, say)
+        whole = make(config, say)
         with suppress(InputError):  # no room: it is made again
             save(file, whole)
 
     # 2. What was left out.
-    say(f"{name}: {whole.read}")
-    refuse_unread(name, whole.read)
+    say(f"{config.data}: {whole.read}")
+    refuse_unread(config.data, whole.read)
     refuse_unencoded(whole.encoded)
     if whole.encoded.left_out or whole.encoded.cut or whole.encoded.thoughtless:
         say(f"encoded: {whole.encoded}")
@@ -94,32 +78,44 @@ def tokenised(
     return whole.examples
 
 
-def key_of(job: Job, contents: Mapping[str, object]) -> str:
+def key_of(config: TrainConfig, contents: Mapping[str, object]) -> str:
     """A digest of everything that the tokens depend on."""
     folder = Path(treespec.text.__file__).parent
     code = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.py")
     }
-    parts: list[Any] = [contents["data"], contents["target"], job.template, job.max_length, code]
+    parts: list[Any] = [
+        contents["data"],
+        contents["target"],
+        config.template,
+        config.max_length,
+        code,
+    ]
     parts += [version(name) for name in ("transformers", "tokenizers", "fschat")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def make(job: Job, say: Callable[[str], None]) -> Tokens:
+def make(config: TrainConfig, say: Callable[[str], None]) -> Tokens:
     """Tokenise, with a process for every `SHARE` of the data. Raises InputError as `part_of`."""
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    data = size(job.source)
+    data = size(config.data)
     parts = max(1, min(MOST, free or 1, MOST if data is None else data // SHARE))
     if parts > 1:
-        say(f"{job.source}: {parts} processes make tokens of it")
-    return merged(by_processes(replace(job, parts=parts)) if parts > 1 else [part_of(job)])
+        say(f"{config.data}: {parts} processes make tokens of it")
+    return merged(by_processes(config, parts) if parts > 1 else [part_of(config)])
 
 
-def by_processes(job: Job) -> list[Tokens]:
-    """The parts of a job, each made by a process. Raises InputError as `part_of`."""
+def by_processes(config: TrainConfig, parts: int) -> list[Tokens]:
+    """The parts, each made by a process. Raises InputError as `part_of`."""
     options = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "treespec.train.data.tokens", json.dumps(asdict(job))]
-    with TemporaryDirectory(prefix="treespec-") as folder, ThreadPoolExecutor(job.parts) as pool:
+    words = [
+        sys.executable,
+        "-m",
+        "treespec.train.data.tokens",
+        json.dumps(asdict(config)),
+        str(parts),
+    ]
+    with TemporaryDirectory(prefix="treespec-") as folder, ThreadPoolExecutor(parts) as pool:
 
         def made_by(part: int) -> Tokens:
             out = Path(folder) / f"{part}.safetensors"
@@ -127,29 +123,28 @@ def by_processes(job: Job) -> list[Tokens]:
             done = subprocess.run(command, env=options, stderr=subprocess.PIPE, text=True)
             if done.returncode:  # the last line tells why
                 last = done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
-                raise InputError(f"{job.source} cannot be made tokens of: {last}")
+                raise InputError(f"{config.data} cannot be made tokens of: {last}")
             return load(out)
 
-        return list(pool.map(made_by, range(job.parts)))
+        return list(pool.map(made_by, range(parts)))
 
 
-def part_of(job: Job, part: int = 0) -> Tokens:
-    """The blocks of a part. Raises InputError for a source or a tokenizer that cannot be used."""
-    how = Placement(job.load_in, job.revision, job.trust_remote_code)
-    tokenizer, read = load_tokenizer(job.target, how), Report()
+def part_of(config: TrainConfig, parts: int = 1, part: int = 0) -> Tokens:
+    """The blocks of a part. Raises InputError for data or a tokenizer that cannot be used."""
+    tokenizer, read = load_tokenizer(config.target, config.placement), Report()
     if tokenizer is None:
-        raise InputError(f"the target {job.target} has no tokenizer: training needs one")
+        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
 
     def conversations() -> Iterator[Conversation]:
-        for number, (where, raw) in enumerate(entries(job.source)):
-            if number // BATCH % job.parts == part:
+        for number, (where, raw) in enumerate(entries(config.data)):
+            if number // BATCH % parts == part:
                 try:
                     yield conversation_of(where, raw)
                     read.used += 1
                 except UnusableConversation as error:
                     read.leave_out(where, error)
 
-    examples, encoded = encode_some(tokenizer, conversations(), job.template, job.max_length)
+    examples, encoded = encode_some(tokenizer, conversations(), config.template, config.max_length)
     return Tokens(examples, read, encoded)
 
 
@@ -201,8 +196,8 @@ def kept(file: Path) -> Tokens | None:
 
 
 if __name__ == "__main__":
-    words, number, file = sys.argv[1:]
+    options, *numbers, file = sys.argv[1:]
     try:
-        save(Path(file), part_of(Job(**json.loads(words)), int(number)))
+        save(Path(file), part_of(TrainConfig(**json.loads(options)), *map(int, numbers)))
     except InputError as error:
         sys.exit(f"{error}")

@@ -14,8 +14,8 @@ training-time test, Li et al. 2025, 2503.01840, section 3.2):
     step 2                f1',c f2',d          gives f2'' f3'', distributions of d and e
 
 EAGLE-1's loss is SmoothL1 between features plus the loss between the tokens' distributions (Li et
-al. 2024, 2401.15077, section 4.2). EAGLE-3's is the latter alone, where the target's most likely
-token is one that the head drafts.
+al. 2024, 2401.15077, section 4.2). EAGLE-3's is the latter alone, 0 where the target's most likely
+token is none that the head drafts.
 
 Of Medusa and Hydra, the state at position t drafts tokens t + 2, t + 3, …:
 
@@ -44,7 +44,7 @@ from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.losses.tokens import Guess, Loss, Teacher, chunk_rows, precise, token_losses
+from treespec.train.losses.tokens import Guess, Loss, Teacher, precise, token_losses
 
 STEP_DECAY = 0.8  # weight of a draft step's loss, or of a Medusa head's, relative to the one before
 
@@ -129,21 +129,16 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
 
     model: the head.
     """
-    # 1. The target's distributions, where its most likely token is one that the head drafts.
     head: Eagle3Head = extract_model_from_parallel(model)
     tapped, last = target.parted(batch.features, head.taps)
-    counts, states = batch.counts, batch.states(last)
-    teacher = teacher_of(target, states)
-    if head.vocabulary is not None:
-        drafted, teacher = drafted_teacher(target, states, head.vocabulary)
-        counts = counts.masked_scatter(counts, drafted)
-
-    # 2. The head's, and their losses.
-    steps = model(batch.tokens, tapped[:, :-2].float(), counts, batch.steps)
+    steps = model(batch.tokens, tapped[:, :-2].float(), batch.counts, batch.steps)
     guesses = [
         Guess.by_layer(states, head.lm_head, STEP_DECAY**step) for step, states in enumerate(steps)
     ]
-    return token_losses(guesses, teacher, places_of(counts), config.loss)
+    teacher = teacher_of(target, batch.states(last))
+    if head.vocabulary is not None:
+        teacher = drafted_teacher(target, batch.states(last), head.vocabulary)
+    return token_losses(guesses, teacher, places_of(batch.counts), config.loss)
 
 
 def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
@@ -198,29 +193,16 @@ def text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
     return Teacher(vocab_size, probabilities)
 
 
-def drafted_teacher(target: Target, states: Tensor, vocabulary: Tensor) -> tuple[Tensor, Teacher]:
-    """The target's distributions over a draft vocabulary, where its most likely token is in it.
+def drafted_teacher(target: Target, states: Tensor, vocabulary: Tensor) -> Teacher:
+    """The target's distributions over a draft vocabulary, 0 where its most likely token is not in it.
 
-    states: [M, H]. vocabulary: [Vd] int64. Returns which positions these are, [M] bool, and their
-    distributions. A distribution's sum is the mass that the target has on the vocabulary.
+    states: [M, H]. vocabulary: [Vd] int64. A distribution's sum is the mass that the target has on
+    the vocabulary.
     """
-    # 1. A pass over all tokens keeps two numbers a position: its most likely token, and the logarithm
-    #    of its softmax's denominator.
-    most_likely: list[Tensor] = []
-    denominators: list[Tensor] = []
-    for chunk in states.split(chunk_rows(len(states), target.vocab_size, states.device)):
-        with torch.autocast(states.device.type, enabled=False):
-            logits = target.output_logits(chunk)
-        most_likely.append(logits.argmax(-1))
-        denominators.append(precise(logits).logsumexp(-1))
-    drafted = torch.isin(torch.cat(most_likely), vocabulary)
-
-    # 2. The distributions, over the vocabulary alone.
-    states, scales = states[drafted], torch.cat(denominators)[drafted]
-    output = target.output_rows(vocabulary)
 
     def probabilities(chunk: slice) -> Tensor:
-        logits = precise(target.output_logits(states[chunk], output))
-        return logits.sub_(scales[chunk, None]).exp_()
+        p = precise(target.output_logits(states[chunk])).softmax(-1)
+        drafted = torch.isin(p.argmax(-1), vocabulary)
+        return p[:, vocabulary] * drafted[:, None]
 
-    return drafted, Teacher(len(vocabulary), probabilities)
+    return Teacher(target.vocab_size, probabilities)

@@ -10,7 +10,8 @@ several independent drafts α* is that of the best verifier (`treespec.verify.ra
     lk                λ KL + (1 - λ) (1 - α), with λ = exp(-3 α) held fixed
     acceptance:K      1 - α* of K drafts
 
-p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted.
+p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted. Where
+it sums to 0 a position has no loss.
 Cross-entropy and KL are then those of p divided by its sum, as published.
 
 Logits of all counted positions would take most of a run's memory: at 49,152 tokens 200 kB a
@@ -175,7 +176,8 @@ def token_losses(
     """
     # 1. Zeros to add to, and the positions that each guess reaches, by chunk.
     device, (loss_of, size) = places.device, chosen_loss(loss)
-    rows = rows or chunk_rows(len(places), teacher.width, device, size)
+    elements = ON_CPU if device.type == "cpu" else ELSEWHERE
+    rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
     weights = list({id(weight): weight for guess in guesses for weight in guess.weights}.values())
     learnt = [*(guess.states for guess in guesses), *weights]
     slopes = [torch.zeros_like(tensor) for tensor in learnt]
@@ -194,16 +196,17 @@ def token_losses(
             if first == end:
                 continue
             p = chunk if end - first == len(chunk) else chunk[reached[i][first:end] - start]
+            learns = p.sum(-1) > 0
 
             # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
             #    by the number of positions, much of them would be too small for float16.
             states = guess.states[first:end].detach().requires_grad_()
             with torch.enable_grad():
                 logs = precise(guess.output(states)).log_softmax(-1)
-                values = loss_of(p, logs).sum()
+                values = loss_of(p, logs).where(learns, 0).sum()
             gradients = torch.autograd.grad(values, (states, *guess.weights))
             losses[i] += values.detach()
-            agreeing[i] += (logs.argmax(-1) == p.argmax(-1)).sum()
+            agreeing[i] += (learns & (logs.argmax(-1) == p.argmax(-1))).sum()
             share = guess.share / len(guess.states)
             slope_of[id(guess.states)][first:end] = gradients[0] * share
             for weight, slope in zip(guess.weights, gradients[1:], strict=True):
@@ -235,12 +238,6 @@ class Scaled(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of a chunked loss can be taken once")
         return None, None, *(gradient.mul_(slope) for gradient in gradients)
-
-
-def chunk_rows(count: int, width: int, device: torch.device, size: int = 28) -> int:
-    """Rows of a chunk of `count` rows of `width` numbers, which take `size` bytes each."""
-    elements = ON_CPU if device.type == "cpu" else ELSEWHERE
-    return max(1, min(elements // width, BUDGET * count // size))
 
 
 def precise(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ words of any language, code for example, stays. A question without a letter goes
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -74,13 +74,6 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
         if kept:
             rows.setdefault(row.key, replace(row, questions=kept))
     return list(rows.values())
-
-
-def in_order(rows: Sequence[Row], seed: int, part: tuple[int, int]) -> list[Row]:
-    """The rows of a part (number, parts), shuffled by the seed: the first are a sample of all."""
-    number, parts = part
-    mine = [row for row in rows if drawn(seed, row.key, "part") % parts == number]
-    return sorted(mine, key=lambda row: drawn(seed, row.key, "order"))
 
 
 def drawn(seed: int, key: str, what: str | int) -> int:

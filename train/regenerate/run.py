@@ -23,7 +23,7 @@ from treespec.train.record import Record, refuse_changed
 from treespec.train.regenerate.ask import Answer, Ask, LeftOut, Messages, of_server, of_target
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import own_rows
-from treespec.train.regenerate.questions import Row, drawn, in_order, rows_of
+from treespec.train.regenerate.questions import Row, drawn, rows_of
 
 OUT, LEFT_OUT, QUESTIONS = "conversations.jsonl", "left-out.jsonl", "questions.jsonl"
 FORMAT = 1  # of config.json
@@ -114,7 +114,10 @@ def engine_of(config: RegenerateConfig) -> Engine:
 
 
 def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) -> list[Row]:
-    """The rows that are asked, in their order. Raises InputError where there is none."""
+    """The rows that are asked, shuffled by the seed: the first of them are a sample of all.
+
+    Raises InputError where there is none.
+    """
     conversations, report = read_conversations(data, answered=False)
     say(f"{data}: {report}")
     rows = rows_of(conversations, config.turns, config.filter)
@@ -123,7 +126,9 @@ def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) ->
         raise InputError(
             f"--filter {config.filter} leaves no question of {data}: take another filter"
         )
-    return in_order(rows, config.seed, config.parts)[: config.limit]
+    number, parts = config.parts
+    mine = [row for row in rows if drawn(config.seed, row.key, "part") % parts == number]
+    return sorted(mine, key=lambda row: drawn(config.seed, row.key, "order"))[: config.limit]
 
 
 def answered(config: RegenerateConfig, row: Row, ask: Ask) -> dict[str, Any]:

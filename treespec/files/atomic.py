@@ -176,8 +176,6 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
     """
     # 1. The folder and its lock file.
     folder = Path(folder)
-    if folder.is_file():
-        raise InputError(f"cannot write into {folder}: it is a file, name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")

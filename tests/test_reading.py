@@ -18,9 +18,10 @@ from refusals import complains
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, split
 from treespec.text.sources import digest
+from treespec.train.config import TrainConfig
 from treespec.train.data import tokens as tokenise
 from treespec.train.data.batches import epoch_batches
-from treespec.train.data.tokens import Job, by_processes, kept, load, merged, part_of, save, tokenised
+from treespec.train.data.tokens import by_processes, kept, load, merged, part_of, save, tokenised
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
@@ -142,7 +143,7 @@ def job(folder, tmp_path):
     rows = [{"messages": turns([f"u number {i}", f"a {i} it is"][: 1 + (i % 7 > 0)])} for i in range(150)]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    return Job(str(file), str(folder), None, 20, False)
+    return TrainConfig(target=str(folder), data=str(file), out="out", max_length=20)
 
 
 def same(ones, others):
@@ -155,7 +156,7 @@ def test_several_processes_make_the_tokens_of_one(job, tmp_path):
     whole = merged([part_of(job)])
     assert whole.read.left_out.total() == 22
     assert whole.encoded.cut
-    several = merged(by_processes(replace(job, parts=2)))
+    several = merged(by_processes(job, 2))
     assert same(several.examples, whole.examples)
     for name in ("used", "cut", "left_out"):
         assert getattr(several.read, name) == getattr(whole.read, name)
@@ -166,7 +167,7 @@ def test_several_processes_make_the_tokens_of_one(job, tmp_path):
     assert (again.read, again.encoded) == (whole.read, whole.encoded)
     assert kept(tmp_path / "absent.safetensors") is None
     with complains("No such file"):
-        by_processes(replace(job, source=str(tmp_path / "absent.jsonl"), parts=1))
+        by_processes(replace(job, data=str(tmp_path / "absent.jsonl")), 1)
 
 
 def test_tokens_are_made_once_and_again_where_anything_changed(job, tmp_path, monkeypatch):
@@ -176,21 +177,21 @@ def test_tokens_are_made_once_and_again_where_anything_changed(job, tmp_path, mo
     monkeypatch.setattr(tokenise, "make", lambda *words: made.append(1) or make(*words))
 
     def run(some=job, target="a"):
-        contents = {"data": digest(some.source), "target": target}
-        return tokenised(some, "rows", contents, said.append)
+        contents = {"data": digest(some.data), "target": target}
+        return tokenised(some, contents, said.append)
 
     first = run()
     assert same(run(), first)
     assert said[: len(said) // 2] == said[len(said) // 2 :]  # what was left out is told again
     assert len(made) == 1
-    (file,) = (tmp_path / "cache").rglob("tokens.safetensors")
+    (file,) = (tmp_path / "cache").rglob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert same(run(), first)  # a damaged file is made again
     assert len(made) == 2
     run(replace(job, max_length=19))
     run(target="b")
-    with open(job.source, "a") as rows:
+    with open(job.data, "a") as rows:
         rows.write("\n" + json.dumps({"messages": turns(["u one more", "a yes"])}))
     assert len(run()) == len(first) + 1
     assert len(made) == 5

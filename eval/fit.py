@@ -15,7 +15,7 @@ from treespec.api.calibrate import Row, calibrate
 from treespec.api.spec import Spec
 from treespec.draft.calibration import FILE, save_calibration
 from treespec.draft.cost.measure import cost_for
-from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.eval.common import Step
@@ -112,7 +112,7 @@ def rows_of(spec: Spec, passages: list[Passage]) -> Iterator[Row]:
     """
     assert spec.head
     for passage in passages:
-        features = spec.target.features(passage.tokens[None], spec.head.taps, last=True)[0]
+        features = spec.target.features(passage.tokens[None], spec.head.aux_layers, last=True)[0]
         yield passage.tokens.to(features.device), passage.counts.to(features.device), features
 
 
@@ -132,14 +132,14 @@ def accuracies(
     total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
     for tokens, counts, features in rows:
         # 1. The target's probabilities of token t + 1 in row t, [T, V].
-        inputs, last = target.parted(features, head.taps)
+        inputs, last = target.parted(features, head.aux_layers)
         p = probs(target.output_logits(last), SamplingParams(temperature))
 
         # 2. The positions whose first draft counts; draft step d from t is of token t + d + 2.
         starts = max(0, len(tokens) - depth - 1)
         chosen = counts[2 : 2 + starts].nonzero().squeeze(1)
         positions += len(chosen)
-        for d, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, inputs, depth)):
+        for d, logits in enumerate(rollout(head, target, tokens, inputs, depth)):
             top = largest(logits[chosen], ranks)[1]
             total[d] += p[chosen + d + 1].gather(1, top).sum(0).double().cpu()
     if not positions:

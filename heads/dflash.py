@@ -1,38 +1,37 @@
 """DFlash (Chen et al. 2026, 2602.06036): a block of mask tokens, filled in by one forward.
 
-The target's features at tapped layers, fused by `fc`, become keys and values of every layer of the
-head; they have no rows of their own. The block is the text's last token and mask tokens behind it,
+The target's features at aux layers, fused by `fc`, become keys and values of every layer of the
+head; they have no rows of their own. The block is the sequence's last token and mask tokens after it,
 which all see each other. Five tokens, a block of four:
 
     position      0    1    2    3    4    5    6    7
     token         a    b    c    d    e    m    m    m
     keys from     g0   g1   g2   g3   the block's own rows
-    head gives                             1    2    3       the laws of the tokens after e
+    head gives                             1    2    3       distributions of the tokens after e
 
-With `sample_from_anchor` each row drafts the token after its own place, so the block of four
+With `sample_from_anchor` each row drafts the token after its own position, so the block of four
 drafts four levels.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
-from treespec.heads.block import BlockHead, Pairs, check_mask_token
-from treespec.heads.head import EMBEDDING, Config, Embed, MappedHead, OutputPath
-from treespec.heads.layers import Attention, KeyValues, Layer, RMSNorm, Rotary, windows_of
+from treespec.heads.eagle3 import default_aux_layers
+from treespec.heads.head import Config, Embed, TargetFacts
+from treespec.heads.layers import KeyValues, Layer, RMSNorm, windows_of
+from treespec.heads.llama import BlockHead, Pairs
 
 
 @final
-class DFlashHead(MappedHead, BlockHead):
+class DFlashHead(BlockHead):
     """Parameter names are the published checkpoint's.
 
     config: Llama's fields for Qwen3's layers, and
-    - `taps`, `mask_token_id`, `block_size`.
+    - `aux_hidden_state_layer_ids`, `mask_token_id`, `block_size`.
     - `sample_from_anchor` (false if absent): whether the last token's row drafts too.
     - `layer_types` and `sliding_window`, as for `Eagle3Head`. `causal`: for each layer, whether a
       block row sees no later one; if absent, the layers with a window.
@@ -44,51 +43,39 @@ class DFlashHead(MappedHead, BlockHead):
 
     kind: str = "dflash"
     known_as: ClassVar[str] = "a DFlash head"
-    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
 
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
-        super().__init__()
-        llama = LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"})
-        width, eps = llama.hidden_size, llama.rms_norm_eps
-        self.config, self.vocab_size = config, llama.vocab_size
-        self.taps = tuple(int(k) for k in config["taps"])
-        self.block, self.mask_token = int(config["block_size"]), config["mask_token_id"]
-        self.from_anchor = bool(config.get("sample_from_anchor"))
+        super().__init__(config)
+        width, eps = self.hidden_size, self.llama.rms_norm_eps
+        self.aux_layers = tuple(int(k) for k in config["aux_hidden_state_layer_ids"])
+        self.block, self.from_anchor = int(config["block_size"]), config.get("sample_from_anchor")
         self.max_depth = self.block if self.from_anchor else self.block - 1
         if self.max_depth < 1:
             raise ValueError(f"block_size is {self.block}, must be at least 2")
-        check_mask_token(self.mask_token, self.vocab_size)
+        self.check_mask_token()
         self.windows = windows_of(config)
         self.causal = config.get("causal") or [window is not None for window in self.windows]
         self.layer_count = len(self.windows)
 
         # 2. The modules, by their published names.
-        self.hidden_size = width
-        self.feature_size = len(self.taps) * (config.get("target_hidden_size") or width)
+        self.feature_size = len(self.aux_layers) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(self.feature_size, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
-        layers = [Layer(llama, qk_norm=True) for _ in self.windows]
-        self.layers, self.rotary = nn.ModuleList(layers), Rotary(llama)
-        embedding = nn.Embedding(self.vocab_size, width).requires_grad_(False)
-        self.embed_tokens: nn.Embedding | None = embedding
-        self.lm_head: nn.Linear | None = None
-        self.output: nn.Module | None = None
-        drafted = config.get("draft_vocab_size") or self.vocab_size
+        self.layers = nn.ModuleList(Layer(self.llama, qk_norm=True) for _ in self.windows)
         if config.get("own_output"):
-            self.lm_head = nn.Linear(width, drafted, bias=False)
-        self.draft(None if drafted == self.vocab_size else torch.arange(drafted))
+            self.draft_first(config.get("draft_vocab_size"))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
-        own = self.embed_tokens  # None: `run` is given the target's, which a target may scale
-        if own is None or isinstance(weight, nn.Module):
-            return
-        if own.weight.device == weight.device and torch.equal(own.weight, weight):
-            own.weight = weight
+    @classmethod
+    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+        own = {
+            "model_type": cls.kind,
+            "aux_hidden_state_layer_ids": list(default_aux_layers(target.layers)),
+            "block_size": 8,
+            "mask_token_id": target.vocab_size - 1,
+            "target_hidden_size": target.config.hidden_size,
+        }
+        return super().config_for(target, **own | fields)
 
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
@@ -108,47 +95,34 @@ class DFlashHead(MappedHead, BlockHead):
         # 2. The layers. Without a block they take the keys and values of the features alone.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
             layer = cast(Layer, module)
-            known = layer.self_attn.keys_values(context, before)
+            attention = layer.self_attn
+            known = attention.keys_values(context, before)
             if roots is None:
                 cache.update(*known)
                 continue
-            mask = self._mask(number, places, seen[:, n:])
-            x = layer(x, partial(attend, layer.self_attn, within, known, cache, mask))
+            normed = layer.input_layernorm(x)
+            q, *own = attention.project(normed, within)
+            columns = cache.update(
+                *(torch.cat(pair, dim=2) for pair in zip(known, own, strict=True))
+            )
+            mask = self._mask(number, places, seen[:, n:])[:, None]
+            x = x + attention.joined(
+                F.scaled_dot_product_attention(
+                    q, *columns, attn_mask=mask, enable_gqa=attention.grouped
+                )
+            )
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
         return None, self.norm(x)
 
     def _mask(self, number: int, places: Tensor, seen: Tensor) -> Tensor:
         """[B, S, T] the columns that the block's rows see in a layer: causality and its window."""
         window, size = self.windows[number], seen.shape[1]
         if self.causal[number]:
-            later = torch.ones(size, size, dtype=torch.bool, device=seen.device).triu(1)
-            seen = seen.clone()
-            seen[..., -size:] &= ~later
+            own = torch.ones(size, size, dtype=torch.bool, device=seen.device).tril()
+            seen = torch.cat([seen[..., :-size], seen[..., -size:] & own], dim=-1)
         if window is not None:
             seen = seen & (places[:, None] > places[:, -size:, None] - window)
         return seen
 
     def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
         return block if self.from_anchor else block[:, 1:]
-
-    def logits(self, states: Tensor, target: OutputPath) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head(states)
-        return target.output_logits(states, self.output)
-
-
-def attend(
-    attention: Attention,
-    angles: tuple[Tensor, Tensor],
-    known: tuple[Tensor, Tensor],
-    cache: KeyValues,
-    mask: Tensor,
-    x: Tensor,
-) -> Tensor:
-    """[B, S, H] rows of the block -> [B, S, H]. known: keys and values of the new features."""
-    q, *own = attention.project(x, angles)
-    keys, values = (torch.cat(pair, dim=2) for pair in zip(known, own, strict=True))
-    columns = cache.update(keys, values)
-    out = F.scaled_dot_product_attention(
-        q, *columns, attn_mask=mask[:, None], enable_gqa=attention.grouped
-    )
-    return attention.joined(out)

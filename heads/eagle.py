@@ -9,48 +9,165 @@ output path turns that into the logits of token t + 2. Five tokens:
     feature       f0   f1   f2   f3   .        from the target
     head sees     f0,b f1,c f2,d f3,e          rotary positions 0 1 2 3
     head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
+
+EAGLE-3's heads are of this family: a step takes the feature at position t and the embedding of
+token t + 1, and returns the feature at t + 1. To draft deeper, the head takes what it returned.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, cast, final
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads.features import FeatureHead
-from treespec.heads.head import Config, MappedHead, OutputPath
-from treespec.heads.layers import Attend, Attention, Layer
+from treespec.heads.head import Config, TargetFacts
+from treespec.heads.layers import Attend, Attention, KeyValues, Layer
+from treespec.heads.llama import LlamaHead
+from treespec.heads.unrolled import UnrolledAttention
+
+
+class FeatureHead(LlamaHead):
+    """A head that drafts by features. Its subclass has one decoder layer or more after `fc`.
+
+    config: as for `LlamaHead`, and `embed_scale` (1 if absent; for targets that scale their
+    embeddings).
+    """
+
+    @classmethod
+    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+        if (scale := target.embed_scale) != 1.0:
+            fields = {"embed_scale": scale} | fields
+        return super().config_for(target, **fields)
+
+    @property
+    def embed_scale(self) -> float:
+        return float(self.config.get("embed_scale", 1.0))
+
+    @property
+    def lacks_embedding(self) -> bool:
+        return self.embed_tokens is None
+
+    @property
+    @abstractmethod
+    def attentions(self) -> Sequence[Attention]:
+        """The attention of each decoder layer."""
+
+    @abstractmethod
+    def extrapolate(
+        self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
+        """[B, T, H] embeddings and features -> [B, T, H] the features that follow.
+
+        attends: one for each decoder layer.
+        """
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., F] the target's features -> [..., H] the features that `step` takes: the same."""
+        return features
+
+    def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
+        """Draft from every position at once, on its own features (training-time test, section 3.2).
+
+        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
+        counts: [B, R] bool: whether the law of token t + 2 is wanted. steps: at most R are
+        computed.
+        Returns for each step the states [M, H] of its wanted rows, which the output layer turns into
+        logits. Five tokens, of which d and e are wanted:
+
+            row t     0  1  2
+            counts    0  1  1
+            step 0    c  d  e       row t of step s is for token t + s + 2,
+            step 1    d  e          and is wanted where counts[t + s]
+            step 2    e
+        """
+        steps_of = self.unrolled(tokens, self.fuse(features), steps)
+        return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
+
+    def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Draft from every position at once, from step 2 on the head's own features; for training.
+
+        tokens: [B, T] int64. features: [B, R, H] fused, of the first R = T - 2 positions. steps: at
+        most R are computed. Yields for each step s, from 0, the features [B, R - s, H] that follow:
+        row t stands for position t + s + 1.
+        """
+        attentions = [UnrolledAttention(attention) for attention in self.attentions]
+        for step in range(min(steps, features.shape[1])):
+            rows = tokens.shape[1] - 2 - step
+            positions = torch.arange(step, step + rows, device=features.device)
+            angles = self.rotary(positions, features.dtype)
+            attends = [partial(attention, angles=angles) for attention in attentions]
+            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], features.dtype)
+            features = self.extrapolate(embeddings, features[:, :rows], attends)
+            yield features
+
+    def step(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        caches: Sequence[KeyValues] | None = None,
+    ) -> Tensor:
+        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
+
+        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
+        mask: [T, P + T] or [B, 1, T, P + T] bool, what each position attends to; None is causal.
+        caches: keys and values of each decoder layer.
+        """
+        angles = self.rotary(positions, features.dtype)
+        attends = [
+            partial(
+                attention, angles=angles, mask=mask, cache=None if caches is None else caches[i]
+            )
+            for i, attention in enumerate(self.attentions)
+        ]
+        return self.extrapolate(self.embedded(tokens, features.dtype), features, attends)
+
+    def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
+        assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
+        embeddings = self.embed_tokens(tokens)
+        if self.embed_scale != 1.0:
+            embeddings = embeddings * self.embed_scale
+        return embeddings.to(dtype)
+
+    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """[2, T, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features.
+
+        The steps are at positions far apart, so that another rotary scaling gives other logits.
+        """
+        count = features.shape[1]
+        tokens = torch.randint(self.vocab_size, (1, count + 1), generator=generator)
+        if self.lacks_embedding:
+            weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator)
+            self.share_embedding(nn.Parameter(weight, requires_grad=False))
+        hidden, steps = self.fuse(features), []
+        for step in range(2):
+            positions = 97 * torch.arange(step, step + count)
+            hidden = self.step(tokens[:, step : step + count], hidden, positions)
+            steps += [self.lm_head(self.normed(hidden)) if self.lm_head is not None else hidden]
+        return torch.cat(steps)
 
 
 @final
-class EagleHead(MappedHead, FeatureHead):
+class EagleHead(FeatureHead):
     """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
-    config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent),
-    `qkv_bias` (false if absent) and `embed_scale` (1 if absent; for targets that scale their
-    embeddings).
-    output: rows of the target's output embedding, for a head that is restricted to few tokens. They
-    are not saved with the weights.
+    config: as for `FeatureHead`, with `bias` (of fc, true if absent) and `qkv_bias` (false if
+    absent).
     """
 
     kind: str = "eagle"
     known_as: ClassVar[str] = "an EAGLE-1 or EAGLE-2 head"
 
     def __init__(self, config: Config) -> None:
-        llama = LlamaConfig(**config)
-        super().__init__(config, llama)
-        width = self.feature_size = llama.hidden_size
+        super().__init__(config)
+        width = self.feature_size = self.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
-        layer = Layer(llama, qkv_bias=config.get("qkv_bias", False), normed=False)
+        layer = Layer(self.llama, qkv_bias=config.get("qkv_bias", False), normed=False)
         self.layers = nn.ModuleList([layer])
-        self.lm_head: nn.Linear | None = None
-        self.output: nn.Module | None = None
-        self.draft(None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.layers.parameters()).dtype
 
     @property
     def layer(self) -> Layer:
@@ -60,65 +177,7 @@ class EagleHead(MappedHead, FeatureHead):
     def attentions(self) -> list[Attention]:
         return [self.layer.self_attn]
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] the target's features -> [..., H] the features that `step` takes: the same."""
-        return features
-
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
         return self.layer(self.fc(torch.cat([embeddings, features], dim=-1)), attends[0])
-
-    def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
-        """[..., H] features of `step` -> [..., N] logits, by the target's output path."""
-        return target.output_logits(hidden, self.output)
-
-
-def config_for(
-    target: PretrainedConfig, width: int, vocab_size: int, embed_scale: float = 1.0
-) -> Config:
-    """The head's config.json for a target: the same widths, head counts and rotary settings.
-
-    width: of the hidden states that enter the target's output embedding. In some models (OPT) it
-    differs from `hidden_size`. For targets without rotary positions or gated layers the head takes
-    Llama's defaults.
-    """
-    # 1. Sizes. As attributes, those that differ by layer raise an error.
-    fields = target.to_dict()
-    fields |= {name: fields.get(stored) for name, stored in target.attribute_map.items()}
-    inner = fields.get("intermediate_size") or 4 * width
-    heads = fields.get("num_attention_heads") or max(1, width // 64)  # Mamba: none
-    if width % heads:
-        heads = 1
-    config: Config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": max(inner) if isinstance(inner, list) else inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
-        "head_dim": fields.get("head_dim") or width // heads,
-        "vocab_size": vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.get("rms_norm_eps") or 1e-6,
-        "max_position_embeddings": fields.get("max_position_embeddings") or 2048,
-        "bias": True,
-    }
-
-    # 2. Rotary positions, and the scale of the embeddings.
-    rope = fields.get("rope_parameters") or {}
-    if "full_attention" in rope:  # parameters by layer type
-        rope = rope["full_attention"]
-    if rope:
-        rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
-        config["rope_parameters"] = rope
-        config["rope_theta"] = rope.get("rope_theta", 10000.0)
-    if embed_scale != 1.0:
-        config["embed_scale"] = embed_scale
-
-    # 3. The KV heads must divide the heads.
-    if config["num_attention_heads"] % config["num_key_value_heads"]:
-        config["num_key_value_heads"] = heads
-    return config

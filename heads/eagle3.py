@@ -1,6 +1,6 @@
-"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features in, logits of its own out.
+"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): aux hidden states in, logits of its own out.
 
-`fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
+`fc` fuses the target's hidden states at position t, of three aux layers, into one. The head sees it
 with the embedding of token t + 1, and its logits are for token t + 2. To draft deeper, it takes its
 last layer's output as the feature at t + 1: before the last norm, or, in EAGLE-3.1, after it.
 Training does not compare that feature with the target's.
@@ -16,36 +16,33 @@ Five tokens:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, cast, final
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads import eagle
-from treespec.heads.features import FeatureHead
-from treespec.heads.head import Config, MappedHead, OutputPath
+from treespec.heads.eagle import FeatureHead
+from treespec.heads.head import Config, TargetFacts
 from treespec.heads.layers import Attend, Attention, Eagle3Layer, Layer, RMSNorm, windows_of
 
-TAPS = 3
+AUX_LAYERS = 3
 
 
-@final
-class Eagle3Head(MappedHead, FeatureHead):
+class Eagle3Head(FeatureHead):
     """Parameter names are the published checkpoint's.
 
     config: the content of config.json, Llama's fields plus
     - `draft_vocab_size` Vd (V if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i
       is the target's i + d2t[i], and t2d [V] bool marks these.
-    - `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent
-      they follow from the target's depth), and `embed_scale` (1 if absent).
+    - `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the aux layers; if
+      absent they follow from the target's depth), and `embed_scale` (1 if absent).
     - `num_hidden_layers` (1 if absent). The first layer is `midlayer`, the next ones are Llama's.
     - `layer_types`, one for each layer: "full_attention", which all are if it is absent, or
       "sliding_attention", which sees `sliding_window` positions, its own included.
     - `qkv_bias` and `norm_before_residual`, of the first layer, and `qk_norm`, which makes all
       layers Qwen3's (false if absent).
-    - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one over all taps together, before
-      `fc`. `fc_norm`: one for each tap. `norm_output`: the normed state is the next feature, and
+    - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one over all aux hidden states together,
+      before `fc`. `fc_norm`: one for each of them. `norm_output`: the normed state is the next feature, and
       the plain one otherwise; the logits come from the normed state in any case.
 
     Raises ValueError for `norm_before_fc` together with `fc_norm`, and for layers of other types.
@@ -53,35 +50,36 @@ class Eagle3Head(MappedHead, FeatureHead):
 
     kind: str = "eagle3"
     known_as: ClassVar[str] = "an EAGLE-3 head"
+    lm_head: nn.Linear
 
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
-        llama = LlamaConfig(**config)
-        super().__init__(config, llama)
-        width = llama.hidden_size
+        super().__init__(config)
+        width, eps = self.hidden_size, self.llama.rms_norm_eps
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
-        self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
+        ids = config.get("eagle_aux_hidden_state_layer_ids") or ()
+        self.aux_layers = tuple(int(k) for k in ids)
         if config.get("norm_before_fc") and config.get("fc_norm"):
             raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
         self.norm_output = bool(config.get("norm_output"))
         first_window, *windows = windows_of(config)
 
         # 2. The modules, by their published names.
-        taps, eps = len(self.taps) or TAPS, llama.rms_norm_eps
-        tap_width = config.get("target_hidden_size") or width
-        self.feature_size = taps * tap_width
-        self.fc = nn.Linear(taps * tap_width, width, bias=False)
+        count = len(self.aux_layers) or AUX_LAYERS
+        aux_width = config.get("target_hidden_size") or width
+        self.feature_size = count * aux_width
+        self.fc = nn.Linear(self.feature_size, width, bias=False)
         self.input_norm: RMSNorm | None = None
         self.fc_norm: nn.ModuleList | None = None
         if config.get("norm_before_fc"):
-            self.input_norm = RMSNorm(taps * tap_width, eps=eps)
+            self.input_norm = RMSNorm(self.feature_size, eps=eps)
         if config.get("fc_norm"):
-            self.fc_norm = nn.ModuleList(RMSNorm(tap_width, eps=eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(RMSNorm(aux_width, eps=eps) for _ in range(count))
         qk_norm = bool(config.get("qk_norm"))
         self.midlayer = Eagle3Layer(
-            llama,
+            self.llama,
             norm_before_residual=config.get("norm_before_residual", False),
             qkv_bias=config.get("qkv_bias", False),
             qk_norm=qk_norm,
@@ -89,84 +87,57 @@ class Eagle3Head(MappedHead, FeatureHead):
         )
         self.layers = nn.ModuleDict()
         for number, window in enumerate(windows, start=1):
-            self.layers[str(number)] = Layer(llama, qk_norm=qk_norm, window=window)
+            self.layers[str(number)] = Layer(self.llama, qk_norm=qk_norm, window=window)
         self.norm = RMSNorm(width, eps=eps)
-        self.lm_head: nn.Linear = nn.Linear(width, drafted, bias=False)
-        self.draft(None if drafted == self.vocab_size else torch.arange(drafted))
+        self.draft_first(drafted)
+
+    @classmethod
+    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+        own = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": target.vocab_size,
+            "target_hidden_size": target.config.hidden_size,
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(default_aux_layers(target.layers)),
+        }
+        return super().config_for(target, **own | fields)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def later_layers(self) -> list[Layer]:
-        """The layers after the first."""
-        return [cast(Layer, layer) for layer in self.layers.values()]
+    def all_layers(self) -> list[Layer]:
+        return [self.midlayer, *(cast(Layer, layer) for layer in self.layers.values())]
 
     @property
     def attentions(self) -> list[Attention]:
-        return [self.midlayer.self_attn, *(layer.self_attn for layer in self.later_layers)]
+        return [layer.self_attn for layer in self.all_layers]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[..., F] the target's features -> [..., H] the features that a step takes."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            taps = features.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+            aux_layers = features.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(state) for norm, state in zip(self.fc_norm, aux_layers, strict=True)]
             features = torch.cat(normed, dim=-1)
         return self.fc(features)
 
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H] the features that follow.
-
-        They are normed if `norm_output` says so.
-        """
-        first, *later = attends
-        hidden = self.midlayer(embeddings, features, first)
-        for layer, attend in zip(self.later_layers, later, strict=True):
+        """As for `FeatureHead`; they are normed if `norm_output` says so."""
+        hidden = torch.cat([embeddings, features], dim=-1)
+        for layer, attend in zip(self.all_layers, attends, strict=True):
             hidden = layer(hidden, attend)
         return self.norm(hidden) if self.norm_output else hidden
 
-    def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
-        """[..., H] features of `step` -> [..., Vd] logits of its tokens; `target` is not used."""
-        return self.lm_head(self.normed(hidden))
-
     def normed(self, hidden: Tensor) -> Tensor:
-        """[..., H] features of `step` -> [..., H] what `lm_head` takes."""
         return hidden if self.norm_output else self.norm(hidden)
 
-    def settle_taps(self, layers: int) -> None:
-        """If the config names no taps, take the published ones for a target of `layers` layers."""
-        self.taps = self.taps or default_taps(layers)
+    def settle_aux_layers(self, layers: int) -> None:
+        """If the config names no aux layers, take those published for `layers` layers."""
+        self.aux_layers = self.aux_layers or default_aux_layers(layers)
 
 
-def config_for(
-    target: PretrainedConfig,
-    width: int,
-    vocab_size: int,
-    taps: tuple[int, ...],
-    embed_scale: float = 1.0,
-) -> Config:
-    """The head's config.json for a target's (text) config, as `eagle.config_for`.
-
-    width: of the target's embedding.
-    """
-    config = eagle.config_for(target, width, vocab_size, embed_scale)
-    del config["bias"]
-    return config | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": vocab_size,
-        "target_hidden_size": target.hidden_size,
-        "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": list(taps),
-    }
-
-
-def default_taps(layers: int) -> tuple[int, int, int]:
-    """The published taps for `layers` target layers: the inputs of a low, middle and high layer.
+def default_aux_layers(layers: int) -> tuple[int, int, int]:
+    """The published ones for `layers` target layers: the inputs of a low, middle and high layer.
 
     In a target of fewer than 7 layers these are not distinct and ascending; there, take the inputs
     of the last three layers.

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from treespec.files import checksum
+from treespec.files.checksum import Fields as Config
 
-Config = checksum.Fields  # of a config.json
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
 Stored = tuple[Config, Tensors]  # what a head's directory holds
 Embed = Callable[[Tensor], Tensor]  # [...] tokens -> [..., H] embeddings
@@ -29,49 +29,88 @@ class OutputPath(Protocol):
         ...
 
 
+class TargetFacts(Protocol):
+    """What a new head is built from: the target's (text) config, sizes, layers, embedding's factor.
+
+    feature_width: of the hidden states that enter the target's output embedding. In some models
+    (OPT) it differs from `hidden_size`.
+    """
+
+    config: PretrainedConfig
+    feature_width: int
+    vocab_size: int
+    layers: int
+
+    @property
+    def embed_scale(self) -> float: ...
+
+
 class Head(nn.Module, ABC):
     """Drafts for one target. Its shapes follow from its config.
 
     kind: its name in `heads.registry`, and as `--drafter` and `--head` take it. known_as: in
     messages, such as "an EAGLE-3 head". optional: tensors a checkpoint may lack, as the target has
     them. config: the content of its config.json.
-    taps: target layers whose inputs it takes as features; (): the state after the final norm.
+    aux_layers: target layers whose inputs it takes as features; (): the state after the final norm.
     max_depth: levels that it can draft; None: any number. vocab_size: V of its target. hidden_size:
     H, the width of the states that it computes. feature_size: F, the width of the target's
-    features, all taps together. restricted: [N] int64 the tokens of `restrict`, None before it.
-    embed_tokens: of kinds with an embedding; None where the checkpoint has none and no target has
-    given its own yet.
+    features, all aux layers together.
+    lm_head: an output layer of its own. output: rows of the target's output embedding, for a head
+    without one that drafts few tokens. d2t [Vd] int64 says that draft token i is the target's
+    i + d2t[i], and t2d [V] bool marks these; None: it drafts all tokens. They are saved with
+    `lm_head`, by their published names.
+    embed_tokens: None where the checkpoint has none and no target has given its own yet.
     """
 
     kind: str
     known_as: ClassVar[str]
     optional: ClassVar[frozenset[str]] = frozenset()
-    config: Config
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     max_depth: int | None = None
-    vocab_size: int
     hidden_size: int
     feature_size: int
-    restricted: Tensor | None = None
+    lm_head: nn.Linear | None
+    output: nn.Module | None
     embed_tokens: nn.Module | None
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.lm_head = self.output = self.embed_tokens = None
+        self.draft(None)
 
     @property
     def vocabulary(self) -> Tensor | None:
         """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
-        return self.restricted
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the features that it takes; its embedding may have the target's dtype."""
-        return next(self.parameters()).dtype
+        weights = self.named_parameters()
+        return next(weight.dtype for name, weight in weights if name != EMBEDDING)
 
     @property
     def lacks_embedding(self) -> bool:
-        """Whether its checkpoint has no embedding, and no target has given it one yet."""
+        """Whether it needs an embedding, and no target has given it one yet."""
         return False
 
-    def settle_taps(self, layers: int) -> None:
-        """If the config names no taps, take the published ones for a target of `layers` layers."""
+    @property
+    def output_layers(self) -> list[nn.Linear]:
+        """Its own output layers, H -> N."""
+        return [self.lm_head] if self.lm_head is not None else []
+
+    @classmethod
+    @abstractmethod
+    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+        """The config.json of a new head for a target. fields: that it has otherwise."""
+
+    def settle_aux_layers(self, layers: int) -> None:
+        """If the config names no aux layers, take those published for `layers` layers."""
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         """Take the target's embedding [V, E] instead of an equal copy of it, or of none.
@@ -79,9 +118,34 @@ class Head(nn.Module, ABC):
         weight: its weight, or the module itself where that holds no plain matrix.
         """
 
-    @abstractmethod
-    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
+    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """Outputs on random tokens, to compare a head with its export. features: [1, T, F]."""
+        raise NotImplementedError(f"{self.known_as} has no export")
+
+    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
+        """Draft only these of the target's tokens from now on, [N] int64 ascending.
+
+        It cuts the output layers, d2t and t2d.
+        """
+        drafted = self.vocabulary
+        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
+        kept = rows if drafted is None else drafted[rows]
+        for layer in self.output_layers:
+            layer.out_features = len(rows)
+            for name, value in list(layer.named_parameters()):
+                part = value.detach()[rows.to(value.device)]
+                setattr(layer, name, nn.Parameter(part, value.requires_grad))
+        if self.lm_head is not None:
+            self.config = self.config | {"draft_vocab_size": len(kept)}
+        elif not self.output_layers:
+            assert target is not None
+            self.output = target.output_rows(kept)
+        self.draft(kept)
+
+    def draft(self, tokens: Tensor | None) -> None:
+        """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
+        for name, value in mapping_of(tokens, self.vocab_size).items():
+            self.register_buffer(name, value, persistent=self.lm_head is not None)
 
     def fill(self, tensors: Tensors) -> None:
         """Take a checkpoint's tensors, whose names and shapes are right.
@@ -91,73 +155,28 @@ class Head(nn.Module, ABC):
         if EMBEDDING in self.optional - tensors.keys():
             self.embed_tokens = None
         self.load_state_dict(tensors, assign=True)
+        if self.d2t is not None and self.t2d is not None:
+            check_mapping(self.d2t, self.t2d)
 
 
-class MappedHead(Head):
-    """A head that may have an output layer of its own, `lm_head`, with d2t and t2d for its rows.
-
-    d2t [Vd] int64 says that draft token i is the target's i + d2t[i], and t2d [V] bool marks these,
-    by their published names. They are saved with an output layer of the head's own.
-    output: rows of the target's output embedding, for a head without one that drafts few tokens.
-    """
-
-    lm_head: nn.Linear | None
-    output: nn.Module | None
-    d2t: Tensor | None
-    t2d: Tensor | None
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
-        drafted, layer = self.vocabulary, self.lm_head
-        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
-        kept = rows if drafted is None else drafted[rows]
-        if layer is not None:
-            cut = nn.Linear(layer.in_features, len(rows), bias=False, device="meta")
-            cut.weight = nn.Parameter(layer.weight.detach()[rows])
-            self.lm_head, self.config = cut, self.config | {"draft_vocab_size": len(kept)}
-        else:
-            assert target is not None
-            self.output = target.output_rows(kept)
-        self.draft(kept)
-
-    def draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
-        for name, value in zip(("d2t", "t2d"), mapping_of(tokens, self.vocab_size), strict=True):
-            self.register_buffer(name, value, persistent=self.lm_head is not None)
-
-    def fill(self, tensors: Tensors) -> None:
-        super().fill(tensors)
-        check_mapping(self.d2t, self.t2d, self.vocab_size)
-
-
-def mapping_of(tokens: Tensor | None, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
-    """d2t and t2d for these tokens of the target, [Vd] ascending; None twice for all tokens."""
+def mapping_of(tokens: Tensor | None, vocab_size: int) -> dict[str, Tensor | None]:
+    """d2t and t2d for these tokens of the target, [Vd] ascending; None for all tokens."""
     if tokens is None or len(tokens) == vocab_size:
-        return None, None
-    d2t = tokens - torch.arange(len(tokens), device=tokens.device)
+        return {"d2t": None, "t2d": None}
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
-    return d2t, t2d.index_fill(0, tokens, True)
+    d2t = tokens - torch.arange(len(tokens), device=tokens.device)
+    return {"d2t": d2t, "t2d": t2d.index_fill(0, tokens, True)}
 
 
-def check_mapping(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> None:
+def check_mapping(d2t: Tensor, t2d: Tensor) -> None:
     """Raises ValueError unless d2t and t2d name the same tokens of the target, each once."""
-    if d2t is None or t2d is None:
-        return
     for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
-    tokens = d2t + torch.arange(len(d2t))
-    if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
-        raise ValueError(
-            f"d2t leads to token {int(outside[0])}, outside the vocabulary of {vocab_size}"
-        )
-    times = tokens.bincount(minlength=vocab_size)
+    tokens, size = d2t + torch.arange(len(d2t)), len(t2d)
+    if len(outside := tokens[(tokens < 0) | (tokens >= size)]):
+        raise ValueError(f"d2t leads to token {int(outside[0])}, outside the vocabulary of {size}")
+    times = tokens.bincount(minlength=size)
     if len(twice := (times > 1).nonzero()):
         raise ValueError(f"d2t leads to token {int(twice[0])} twice")
     if len(other := ((times > 0) != t2d).nonzero()):

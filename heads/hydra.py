@@ -12,17 +12,17 @@ Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") has a decoder layer of its
 norm. It runs over all hidden states up to position t, and its output takes the place of h.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, cast, final
+from itertools import chain
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.head import Config
+from treespec.heads.head import Config, TargetFacts
 from treespec.heads.layers import KeyValues, Layer, RMSNorm, Rotary
-from treespec.heads.levels import ARCHITECTURES
+from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads, ResBlock, last_linear
 
 
@@ -53,40 +53,52 @@ class Prefix(nn.Module):
         return self.norm(layer(states, attend))
 
 
-@final
 class HydraHead(DepthHeads):
     """K times `hydra_num_layers` residual blocks and an output layer, by their published names.
 
-    config: as for `DepthHeads`, with `hydra_head_arch` "mlp" or "prefix-mlp" ("mlp" if absent), and
-    Llama's fields for the prefix layer. The embeddings are the target's.
+    config: as for `DepthHeads`, with `hydra_head_arch` ("mlp" if absent). The embeddings are the
+    target's. gaps: whether modules are numbered as in the published Hydra++, which has a dropout
+    before each. new_blocks: blocks of a new head.
+    cached_layers: layers with keys and values.
     Raises ValueError for other architectures, and for heads that see no tokens (`grounded_heads`
     false).
     """
 
+    kind: str = "hydra"
     known_as: ClassVar[str] = "Hydra or Hydra++ heads"
+    name = "hydra"
+    new_heads = 4
+    architecture: ClassVar[str] = "mlp"
+    gaps: ClassVar[bool] = False
+    new_blocks: ClassVar[int] = 1
+    cached_layers: ClassVar[int] = 0
 
     def __init__(self, config: Config) -> None:
-        # 1. The kind, the number of heads, and their blocks.
-        kind = kind_of(config)
-        super().__init__(config, "hydra")
+        # 1. The architecture, the number of heads, and their blocks.
+        super().__init__(config)
+        if (named := config.get("hydra_head_arch", "mlp")) != self.architecture:
+            raise ValueError(f"hydra_head_arch is {named!r}, must be one of mlp, prefix-mlp")
         if not config.get("grounded_heads", True):
             raise ValueError("grounded_heads is false: such heads see no tokens, and are Medusa's")
-        self.kind: str = kind
-        plus = kind == "hydra++"
-        width = self.hidden_size
 
-        # 2. The prefix layer and the blocks. Head i takes the state and the i + 1 tokens after it.
-        self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if plus else None
-        self.hydra_mlp = nn.ModuleList()
+        # 2. Head i takes the state and the i + 1 tokens after it.
+        width = self.hidden_size
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(self.max_depth):
             blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
-            self.hydra_mlp.append(in_line(blocks, gaps=plus))
+            self.hydra_mlp.append(self._in_line(*blocks))
+        for _ in range(self.max_depth):
+            output = nn.Linear(width, self.vocab_size)
+            self.hydra_lm_head.append(self._in_line(output) if self.gaps else output)
 
-        # 3. The output layers.
-        outputs = [nn.Linear(width, self.vocab_size) for _ in range(self.max_depth)]
-        self.hydra_lm_head = nn.ModuleList(
-            in_line([output], gaps=True) if plus else output for output in outputs
-        )
+    def _in_line(self, *modules: nn.Module) -> nn.Sequential:
+        parts = ([nn.Identity(), module] if self.gaps else [module] for module in modules)
+        return nn.Sequential(*chain.from_iterable(parts))
+
+    @classmethod
+    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+        own = {"hydra_num_layers": cls.new_blocks, "hydra_head_arch": cls.architecture}
+        return super().config_for(target, heads, **own | {"grounded_heads": True} | fields)
 
     @property
     def output_layers(self) -> list[nn.Linear]:
@@ -101,11 +113,10 @@ class HydraHead(DepthHeads):
     ) -> Tensor:
         """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
 
-        mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is causal.
+        positions: [T] or [B, T]. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None
+        is causal.
         """
-        if self.prefix_embeding_layer is None:
-            return features
-        return self.prefix_embeding_layer(features, positions, mask, cache)
+        return features
 
     def hidden(self, i: int, states: Tensor) -> Tensor:
         """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., H] before the output."""
@@ -129,19 +140,29 @@ class HydraHead(DepthHeads):
         return hidden
 
 
-def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:
-    """gaps: number them as the published Hydra++ does, which has a dropout before each."""
-    return nn.Sequential(
-        *(part for module in modules for part in ((nn.Identity(), module) if gaps else (module,)))
-    )
+@final
+class HydraPlusHead(HydraHead):
+    """With a prefix layer. config: as for `HydraHead`, and Llama's fields for the layer."""
 
+    kind: str = "hydra++"
+    architecture = "prefix-mlp"
+    gaps = True
+    new_blocks = 4
+    cached_layers = 1
 
-def kind_of(config: Config) -> str:
-    """Hydra or Hydra++, by the architecture. Raises ValueError for others."""
-    named = config.get("hydra_head_arch", "mlp")
-    kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == named]
-    if not kinds:
-        raise ValueError(
-            f"hydra_head_arch is {named!r}, must be one of {', '.join(ARCHITECTURES.values())}"
-        )
-    return kinds[0]
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.prefix_embeding_layer = Prefix(LlamaConfig(**config))
+
+    @classmethod
+    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+        return LlamaHead.config_for(target, **super().config_for(target, heads, **fields))
+
+    def states(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        return self.prefix_embeding_layer(features, positions, mask, cache)

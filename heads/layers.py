@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from treespec.heads.head import Config
+from treespec.files.checksum import Fields as Config
 
 Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -191,11 +191,12 @@ class Eagle3Layer(Layer):
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:  # type: ignore[override]
-        """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """[B, T, 2 H] embeddings and features side by side -> [B, T, H]. attend: from 2 H to H."""
+        embeddings, features = x.chunk(2, dim=-1)
         normed = self.hidden_norm(features)
-        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        x = (normed if self.norm_before_residual else features) + attend(x)
+        x = attend(torch.cat([self.input_layernorm(embeddings), normed], dim=-1))
+        x = x + (normed if self.norm_before_residual else features)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -204,7 +205,7 @@ def windows_of(config: Config) -> list[int | None]:
 
     Raises ValueError for layer types that no EAGLE-3 head has, and for a window that is missing.
     """
-    layers = config.get("num_hidden_layers", 1)
+    layers, window = config.get("num_hidden_layers", 1), config.get("sliding_window")
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
     types: Sequence[str] = config.get("layer_types") or [FULL] * layers
@@ -212,7 +213,6 @@ def windows_of(config: Config) -> list[int | None]:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
     if other := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise ValueError(f"layer_types has {other[0]!r}, must be {FULL} or {SLIDING}")
-    window = config.get("sliding_window")
     if SLIDING in types and (not isinstance(window, int) or window < 1):
         raise ValueError(f"layer_types has {SLIDING}, and sliding_window is {window!r}")
     return [window if kind == SLIDING else None for kind in types]

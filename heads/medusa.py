@@ -13,13 +13,13 @@ Hydra's heads share `DepthHeads`: for each depth residual blocks and an output l
 """
 
 from abc import abstractmethod
-from typing import ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.head import Config, Head, OutputPath
+from treespec.heads.head import Config, Head, TargetFacts
 
 
 @final
@@ -51,29 +51,36 @@ class DepthHeads(Head):
     """K heads: head i, from 0, drafts the token at depth i + 1. They store no embedding.
 
     config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if
-    absent), `hidden_size` and `vocab_size`. name: "medusa" or "hydra".
+    absent), `hidden_size` and `vocab_size`. name: NAME, "medusa" or "hydra". new_heads: K of a new
+    one.
     Raises ValueError for a config without heads or blocks.
     """
 
+    name: ClassVar[str]
+    new_heads: ClassVar[int]
     max_depth: int
 
-    def __init__(self, config: Config, name: str) -> None:
-        super().__init__()
-        heads, blocks = f"{name}_num_heads", f"{name}_num_layers"
+    def __init__(self, config: Config) -> None:
+        heads, blocks = f"{self.name}_num_heads", f"{self.name}_num_layers"
         for field in (heads, "hidden_size", "vocab_size"):
             if field not in config:
                 raise ValueError(f"{field} is missing")
-        self.config = config
+        super().__init__(config, int(config["vocab_size"]))
         self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
-        self.hidden_size, self.vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
-        self.feature_size = self.hidden_size
+        self.hidden_size = self.feature_size = int(config["hidden_size"])
         if min(self.max_depth, self.blocks) < 1:
             raise ValueError(f"{heads} and {blocks} must be at least 1")
 
-    @property
-    @abstractmethod
-    def output_layers(self) -> list[nn.Linear]:
-        """The heads' last layers, H -> V."""
+    @classmethod
+    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+        own = {
+            "model_type": cls.name,
+            f"{cls.name}_num_heads": heads or cls.new_heads,
+            f"{cls.name}_num_layers": 1,
+            "hidden_size": target.feature_width,
+            "vocab_size": target.vocab_size,
+        }
+        return own | fields
 
     @abstractmethod
     def hidden(self, i: int, states: Tensor) -> Tensor:
@@ -82,15 +89,6 @@ class DepthHeads(Head):
     def step(self, i: int, states: Tensor) -> Tensor:
         """As `hidden` -> [..., V] logits of head i."""
         return self.output_layers[i](self.hidden(i, states))
-
-    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """Draft only these tokens from now on, [N] int64 ascending: cut the output layers."""
-        self.restricted = tokens
-        for layer in self.output_layers:
-            layer.out_features = len(tokens)
-            for name, value in list(layer.named_parameters()):
-                rows = value.detach()[tokens.to(value.device)]
-                setattr(layer, name, nn.Parameter(rows, requires_grad=False))
 
 
 def last_linear(head: nn.Module) -> nn.Linear:
@@ -107,9 +105,11 @@ class MedusaHead(DepthHeads):
 
     kind: str = "medusa"
     known_as: ClassVar[str] = "Medusa heads"
+    name = "medusa"
+    new_heads = 5
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, "medusa")
+        super().__init__(config)
         for i in range(self.max_depth):
             blocks = [ResBlock(self.hidden_size) for _ in range(self.blocks)]
             output = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
@@ -131,3 +131,7 @@ class MedusaHead(DepthHeads):
         features: [B, T, H] the target's. counts: [K, B, T] bool, which of them count for each head.
         """
         return [self.hidden(i, features[kept]) for i, kept in enumerate(counts)]
+
+    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """[K, T, V] logits of each head."""
+        return torch.cat([self.step(i, features) for i in range(self.max_depth)])

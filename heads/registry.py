@@ -1,8 +1,7 @@
-"""The kinds of draft head: one row each says its class, its formats, its marks and its training.
+"""The table of the kinds of draft head. It loads no torch.
 
-It loads no torch: a name such as `module:function` is imported when it is needed. A new kind is a
-module here with a row below, a loss in `treespec.train.losses`, and what drafts with it in
-`treespec.draft.trained`.
+A name such as `module:function` is imported when it is needed. A new kind is a module here and a row,
+a format, and a proposer where none of the others drafts with it.
 """
 
 import re
@@ -15,11 +14,12 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.checksum import Fields as Config
-from treespec.heads import levels
+from treespec.heads import folder as folders
 from treespec.heads.folder import written
 
 FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
+PROPOSERS = "treespec.draft.trained.proposers"
 DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
 KIND = "speculators_model_type"
 
@@ -71,14 +71,15 @@ class HeadKind:
     """head: name of its class, which builds it with random weights from a config.json, and raises
     for one that describes none.
 
-    read: name of the function that turns what the directory holds, in the format of any project,
-    into the config and the tensors that the class and its `fill` take; it raises ValueError for
-    what it does not understand. engines: the formats that `write` has, the name of (head, target,
-    format) -> config and tensors to write, which raises ValueError for a head that the format
-    cannot describe. embedded: whether these formats store the target's embedding. outputs: name of
-    (head, features [1, T, F], generator) -> logits on random tokens, to compare a head with its
-    export. architectures: the names in config.json that its readers know; none: they read no names.
-    training: None where treespec does not train it.
+    proposer: name of (head, target) -> what drafts trees with it. read: name of the function that
+    turns what the directory holds, in the format of any project, into the config and the tensors
+    that the class and its `fill` take; it raises ValueError for what it does not understand.
+    summary, source: what it drafts from, and the paper. at_once: whether it drafts all levels from
+    the sequence alone.
+    engines: the formats that `write` has, the name of (head, target, format) -> config and tensors
+    to write, which raises ValueError for a head that the format cannot describe. embedded: whether
+    these formats store the target's embedding. architectures: the names in config.json that its
+    readers know; none: they read no names. training: None where treespec does not train it.
 
     A directory is of this kind by any of its marks, where the field `needs` has its value. types:
     of the fields model_type and speculators_model_type. fields: of config.json. architecture: a
@@ -88,11 +89,14 @@ class HeadKind:
     """
 
     head: str
+    proposer: str
     read: str
+    summary: str = ""
+    source: str = ""
+    at_once: bool = False
     write: str = ""
     engines: tuple[str, ...] = ()
     embedded: bool = False
-    outputs: str = ""
     architectures: tuple[str, ...] = ()
     training: Training | None = None
     types: tuple[str, ...] = ()
@@ -123,23 +127,30 @@ EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
 )
+EAGLE3 = tuple(f"{name}ForCausalLM" for name in ("Llama", "Eagle3Llama", "Eagle3Qwen3"))
+EAGLE3 += ("LlamaForCausalLMEagle3",)
 HYDRA = HeadKind(
     head="treespec.heads.hydra:HydraHead",
+    proposer=f"{PROPOSERS}:HydraProposer",
     read=f"{FORMATS}.depths:read_hydra",
+    summary="the same, each sees the drafts before",
+    source="Hydra, Ankner et al. 2024",
     types=("hydra",),
     fields=("hydra_num_heads",),
     tensors=r"hydra_(mlp|lm_head)\.",
-    levels=levels.hydra_levels,
+    levels=folders.hydra_levels,
 )
 # `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
 HEADS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
-        read=f"{FORMATS}.eagle:read",
-        write=f"{FORMATS}.eagle:write",
+        proposer=f"{PROPOSERS}:EagleProposer",
+        read=f"{FORMATS}.eagle:read_eagle",
+        summary="extrapolates the target's features",
+        source="EAGLE-1 and 2, Li et al. 2024",
+        write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        outputs=f"{FORMATS}.eagle:outputs",
         architectures=("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         architecture="",  # all others have marks
         training=Training(
@@ -150,14 +161,13 @@ HEADS: dict[str, HeadKind] = {
     ),
     "eagle3": HeadKind(
         head="treespec.heads.eagle3:Eagle3Head",
-        read=f"{FORMATS}.eagle3:read",
-        write=f"{FORMATS}.eagle3:write",
+        proposer=f"{PROPOSERS}:EagleProposer",
+        read=f"{FORMATS}.eagle:read_eagle3",
+        summary="the same, over three of the target's layers",
+        source="EAGLE-3, Li et al. 2025",
+        write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "eagle", "treespec"),
-        outputs=f"{FORMATS}.eagle:outputs",
-        architectures=(
-            *("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
-            *("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
-        ),
+        architectures=EAGLE3,
         fields=("draft_vocab_size", KIND),
         architecture="eagle3",
         training=Training(
@@ -170,32 +180,19 @@ HEADS: dict[str, HeadKind] = {
             restricted_first=True,
         ),
     ),
-    "p-eagle": HeadKind(
-        head="treespec.heads.p_eagle:PEagleHead",
-        read=f"{FORMATS}.block:read_p_eagle",
-        types=(P_EAGLE, "peagle"),
-        architecture="peagle",
-        tensors=r"mask_hidden\Z",
-        levels=levels.p_eagle_levels,
-    ),
-    "dflash": HeadKind(
-        head="treespec.heads.dflash:DFlashHead",
-        read=f"{FORMATS}.block:read_dflash",
-        types=(DFLASH,),
-        fields=("dflash_config",),
-        architecture="dflash",
-        levels=levels.dflash_levels,
-    ),
     "medusa": HeadKind(
         head="treespec.heads.medusa:MedusaHead",
+        proposer=f"{PROPOSERS}:MedusaProposer",
         read=f"{FORMATS}.depths:read_medusa",
+        summary="a head for each token ahead",
+        source="Medusa, Cai et al. 2024",
+        at_once=True,
         write=f"{FORMATS}.depths:write_medusa",
         engines=("vllm",),
-        outputs=f"{FORMATS}.depths:medusa_outputs",
         types=("medusa",),
         fields=("medusa_num_heads",),
         tensors=r"\d+\.|blocks\.\d+\.|medusa_heads?\.",
-        levels=levels.medusa_levels,
+        levels=folders.medusa_levels,
         training=Training(
             objective=f"{LOSSES}.objectives:depth_objective",
             # This one and Hydra++'s as in the commands of their repositories' README.md.
@@ -222,7 +219,9 @@ HEADS: dict[str, HeadKind] = {
     ),
     "hydra++": replace(
         HYDRA,
-        needs=("hydra_head_arch", levels.ARCHITECTURES["hydra++"]),
+        head="treespec.heads.hydra:HydraPlusHead",
+        summary="Hydra with a layer of its own",
+        needs=("hydra_head_arch", "prefix-mlp"),
         training=Training(
             objective=f"{LOSSES}.objectives:depth_objective",
             recipe=Recipe(
@@ -240,6 +239,30 @@ HEADS: dict[str, HeadKind] = {
             options=("draft_heads",),
         ),
     ),
+    "dflash": HeadKind(
+        head="treespec.heads.dflash:DFlashHead",
+        proposer=f"{PROPOSERS}:BlockProposer",
+        read=f"{FORMATS}.eagle:read_dflash",
+        summary="all levels in one forward, a block of mask tokens",
+        source="DFlash, 2602.06036",
+        at_once=True,
+        types=(DFLASH,),
+        fields=("dflash_config",),
+        architecture="dflash",
+        levels=folders.dflash_levels,
+    ),
+    "p-eagle": HeadKind(
+        head="treespec.heads.p_eagle:PEagleHead",
+        proposer=f"{PROPOSERS}:BlockProposer",
+        read=f"{FORMATS}.eagle:read_p_eagle",
+        summary="all levels in one forward of EAGLE-3's head",
+        source="P-EAGLE, 2602.01469",
+        at_once=True,
+        types=(P_EAGLE, "peagle"),
+        architecture="peagle",
+        tensors=r"mask_hidden\Z",
+        levels=folders.p_eagle_levels,
+    ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},
 }
 TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training}
@@ -253,7 +276,7 @@ def kind_of(config: Config, names: Collection[str]) -> str:
 def kind_in(folder: Path) -> str | None:
     """The kind of the head in a directory; None where its files do not tell."""
     config, names = written(folder)
-    return None if names is None else kind_of(config, names)
+    return kind_of(config, names) if names is not None else None
 
 
 def levels_in(folder: Path) -> int | None:

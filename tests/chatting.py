@@ -14,7 +14,7 @@ import transformers as hf
 from models import GROUPED, random_model, tokenizer
 
 from treespec.cli.answer import ChatConfig, load_spec
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.text.strings import CONTROL
 
@@ -41,7 +41,7 @@ def save_models(folder):
     model.save_pretrained(folder / "target")
     words.save_pretrained(folder / "target")
     torch.manual_seed(0)
-    save_head(new_head(load_spec(ChatConfig(target=str(folder / "target"))).target), folder / "head")
+    save_head(new_head("eagle", load_spec(ChatConfig(target=str(folder / "target"))).target), folder / "head")
 
 
 def chat_config(folder):

@@ -11,8 +11,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from treespec.draft.trained.kinds import new_eagle as new_head
-from treespec.draft.trained.kinds import new_eagle3
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
@@ -106,13 +105,13 @@ def what(outputs):
 
 def random_head(target, seed=0):
     torch.manual_seed(seed)
-    return new_head(target).eval()
+    return new_head("eagle", target).eval()
 
 
 def random_eagle3(target, seed=0, drafted=None):
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
-    head = new_eagle3(target).eval()
+    head = new_head("eagle3", target).eval()
     nn.init.normal_(head.lm_head.weight)
     if drafted is not None:
         restrict(head, target, drafted)

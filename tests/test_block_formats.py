@@ -7,7 +7,7 @@ from refusals import complains
 from test_block_heads import TEXT, dflash, p_eagle
 from test_formats import write
 
-from treespec.draft.trained.kinds import new_dflash
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.load import trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
@@ -71,8 +71,7 @@ def with_output(head):
 
 
 def of_eagle3(head):
-    inner = {name.replace("midlayer.", "layers.0."): value for name, value in head.eagle3.state_dict().items()}
-    return inner | {"mask_hidden": head.mask_hidden.detach()}
+    return {name.replace("midlayer.", "layers.0."): value for name, value in head.state_dict().items()}
 
 
 def own_output(head):
@@ -127,9 +126,9 @@ FORMATS = {  # config.json, tensors of a head, the head, what it is built from
 def levels(head):
     """[D, N] draft logits after a text."""
     model = target("llama")
-    head.settle_taps(model.layers)
+    head.settle_aux_layers(model.layers)
     proposer = BlockProposer(head, model)
-    follow(proposer, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    follow(proposer, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
     proposer.begin(TEXT[-1:])
     return proposer.levels(0)
 
@@ -161,7 +160,7 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
         ("z-lab", {"dflash_config": [1]}, "head: "),
         ("P-EAGLE of SpecForge", {"speculators_config": [1]}, "head: "),
         ("z-lab", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ("speculators", {"aux_hidden_state_layer_ids": None}, "the layers that it taps"),
+        ("speculators", {"aux_hidden_state_layer_ids": None}, "the layers that it reads"),
         ("P-EAGLE of speculators", {"mask_token_id": None}, "add the token that the head was trained with"),
     ],
 )
@@ -196,7 +195,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(name, dropped, tmp_path):
 
 def test_a_head_that_drafts_by_the_targets_output_is_restricted_to_rows_of_it():
     model, tokens = target("llama"), torch.tensor([3, 8, 40])
-    head = new_dflash(model)
+    head = new_head("dflash", model)
     states = torch.randn(2, head.hidden_size)
     whole = head.logits(states, model)
     head.restrict(tokens, model)

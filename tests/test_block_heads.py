@@ -10,7 +10,7 @@ from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import KINDS, new_dflash, new_p_eagle
+from treespec.draft.trained.kinds import new_head, rollout
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.shaping.distribution import node_paths
 from treespec.shaping.sampling import SamplingParams
@@ -20,7 +20,7 @@ TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 def dflash(name="llama", **changes):
     torch.manual_seed(0)
-    head = new_dflash(target(name), block_size=5, layers=2)
+    head = new_head("dflash", target(name), block_size=5, num_hidden_layers=2)
     head = type(head)(head.config | changes)
     head.embed_tokens = None
     return sharp(head)
@@ -28,10 +28,10 @@ def dflash(name="llama", **changes):
 
 def p_eagle(name="llama", **changes):
     torch.manual_seed(0)
-    head = new_p_eagle(target(name), levels=4)
-    embedding = head.eagle3.embed_tokens
+    head = new_head("p-eagle", target(name), levels=4)
+    embedding = head.embed_tokens
     head = type(head)(head.config | changes)
-    head.eagle3.embed_tokens = embedding
+    head.embed_tokens = embedding
     return sharp(head)
 
 
@@ -74,7 +74,7 @@ def attended(attention, queries, keys, places, seen, rotary):
 def plain_dflash(head, model, text):
     """[D, V] the draft logits after a text, without a cache."""
     n, size = len(text) - 1, head.block
-    context = head.hidden_norm(head.fc(model.features(text[None, :-1], head.taps)[0]))
+    context = head.hidden_norm(head.fc(model.features(text[None, :-1], head.aux_layers)[0]))
     x = model.embeddings(torch.tensor([int(text[-1]), *[head.mask_token] * (size - 1)]))
     places = torch.arange(n + size)
     for number, layer in enumerate(head.layers):
@@ -92,12 +92,12 @@ def plain_dflash(head, model, text):
 @torch.no_grad()
 def plain_p_eagle(head, model, text):
     """The same of P-EAGLE: EAGLE-3's head over pairs and masks at once, causal, without a cache."""
-    eagle3, n = head.eagle3, len(text) - 1
+    n = len(text) - 1
     learnt = head.mask_hidden[0].expand(head.block, -1)
-    fused = eagle3.fuse(torch.cat([model.features(text[None, :-1], head.taps)[0], learnt]))
+    fused = head.fuse(torch.cat([model.features(text[None, :-1], head.aux_layers)[0], learnt]))
     tokens = torch.cat([text[1:], torch.full((head.block,), head.mask_token)])
-    hidden = eagle3.step(tokens[None], fused[None], torch.arange(len(tokens)))[0]
-    return eagle3.logits(hidden[n - 1 :])
+    hidden = head.step(tokens[None], fused[None], torch.arange(len(tokens)))[0]
+    return head.logits(hidden[n - 1 :], model)
 
 
 HEADS = {
@@ -122,12 +122,12 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
     other = torch.tensor([4, 44, 2])
     proposer = BlockProposer(head, model, chunk=3)
     earlier = torch.tensor([7, 3, 9, 1, 1, 1])
-    follow(proposer, model.features(earlier[None, :-1], head.taps)[0], earlier[1:])
+    follow(proposer, model.features(earlier[None, :-1], head.aux_layers)[0], earlier[1:])
     proposer.begin(earlier[-1:])
     proposer.rewind([2])
     beside = proposer.new()
     proposer.join([beside])
-    features = [model.features(text[None, :-1], head.taps)[0] for text in (TEXT, other)]
+    features = [model.features(text[None, :-1], head.aux_layers)[0] for text in (TEXT, other)]
     proposer.observe([features[0][2:4], features[1]], [TEXT[2:5], other])
     proposer.begin(torch.tensor([int(TEXT[4]), 2]))
     proposer.observe([features[0][4:], features[1][:0]], [TEXT[4:], other[-1:]])
@@ -141,7 +141,7 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
         torch.testing.assert_close(firsts[row], expected[:1], atol=2e-4, rtol=1e-4)
     below = proposer.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0])), None])
     assert torch.equal(below[0], proposer.levels(0)[1].expand(2, -1))
-    rolled = list(KINDS[head.kind].rollout(head, model, TEXT, features[0], 2))
+    rolled = list(rollout(head, model, TEXT, features[0], 2))
     for row in range(len(TEXT) - 3):
         expected = plain(head, model, TEXT[: row + 2])[:2]
         torch.testing.assert_close(torch.stack([step[row] for step in rolled]), expected, atol=2e-4, rtol=1e-4)
@@ -164,7 +164,7 @@ def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
 def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
     head, model = dflash(), target("llama")
     drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter
-    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
     tree = draft_tree(drafter, TEXT[-1:], SamplingParams(), torch.Generator())
     best = drafter.proposer.levels(0).double().softmax(-1).topk(19)
     levels = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -181,7 +181,7 @@ def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
     head, model = p_eagle(), target("llama")
     spec = Spec(model, head, "ddtree:nodes=12", "rrs")
     drafter = spec.decoder.drafter
-    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
     params, shapes, tokens = SamplingParams(temperature=1.0), set(), set()
     for seed in range(4):
         tree = draft_tree(drafter, TEXT[-1:], params, torch.Generator().manual_seed(seed))
@@ -189,7 +189,7 @@ def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
         tokens.add(tuple(tree.tokens.tolist()))
         follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))
         drafter.rewind([7])
-        follow(drafter, model.features(TEXT[None, :-1], head.taps)[0][7:], TEXT[8:])
+        follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0][7:], TEXT[8:])
     assert len(shapes) == 1
     assert len(tokens) > 1
     with complains("needs a head that drafts all levels at once"):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from models import random_head, target
 from test_losses import plain as losses_of
 
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import rollout
 from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import STEP_DECAY, Batch, eagle_objective
 from treespec.train.losses.tokens import Guess, Teacher, precise, token_losses
@@ -83,7 +83,7 @@ def test_eagles_later_steps_are_those_of_each_position_alone():
     model = target("llama")
     head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(1))
     features = model.features(tokens)
-    rolled = list(KINDS["eagle"].rollout(head, model, tokens[0], features[0], 3))
+    rolled = list(rollout(head, model, tokens[0], features[0], 3))
     steps = list(head.unrolled(tokens, features[:, :-2], 3))
     assert [given.shape[1] for given in steps] == [7, 6, 5]
     for start in range(5):

@@ -7,7 +7,7 @@ from models import save_model
 from test_recurrent import save
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -56,7 +56,7 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     """Its logits are transformers' own after loading; layers that round inputs keep their own forward."""
     folder = save_model(tmp_path / "plain", **SIZES)
     own = compress(folder, tmp_path / "own", bits, inputs)
-    save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
+    save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
     spec = load(str(own), tmp_path / "head", "4x2", dtype="float32")
     answer = spec.generate(PROMPT, max_new_tokens=12).token_ids
     assert answer == spec.baseline().generate(PROMPT, max_new_tokens=12).token_ids

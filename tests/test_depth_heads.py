@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head, proposer_of, rollout
 from treespec.draft.trained.load import fit
 from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
@@ -29,7 +29,7 @@ PATHS = [(), (5,), (6,), (7,), (5, 8), (7, 9), (7, 10), (6, 11)]
 def heads_for(model, kind, heads=4, seed=0):
     """Heads far from their start, so that a wrong input or order shows."""
     torch.manual_seed(seed)
-    head = KINDS[kind].new(model, heads).eval()
+    head = new_head(kind, model, heads=heads).eval()
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -149,11 +149,11 @@ def test_new_heads_draft_by_the_targets_output_embedding():
     tokens = torch.randint(3, 64, (9,), generator=torch.Generator().manual_seed(5))
     features = model.features(tokens[None])[0]
     for kind in ("medusa", "hydra"):  # Hydra's first block adds SiLU of a random bias, as Medusa's does
-        head = KINDS[kind].new(model, 2)
+        head = new_head(kind, model, heads=2)
         for name, value in head.named_parameters():
             if name.endswith("linear.bias"):
                 value.zero_()
-        for logits in KINDS[kind].rollout(head, model, tokens, features, 2):
+        for logits in rollout(head, model, tokens, features, 2):
             assert torch.allclose(logits, model.output_logits(features[: len(logits)]), atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_tree_drafting_equals_each_path_alone(kind):
         embedded = model.model.get_input_embeddings()(torch.tensor([int(text[-1]), *tokens]))  # Gemma scales its own
         return head.step(len(tokens), torch.cat([state, *embedded]))
 
-    logits = drafted(KINDS[kind].proposer(head, model), model, text, features)
+    logits = drafted(proposer_of(head, model), model, text, features)
     torch.testing.assert_close(logits, torch.stack([alone(path) for path in PATHS]), rtol=0, atol=1e-4)
 
 
@@ -211,7 +211,7 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     model = target("llama")
     head, root = head_of(model, kind), torch.tensor([7])
     text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
-    used, fresh = (KINDS[kind].proposer(head, model) for _ in range(2))
+    used, fresh = (proposer_of(head, model) for _ in range(2))
     follow(used, features[:5], text[:5])
     used.begin(root, model.new_cache())
     used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
@@ -255,9 +255,9 @@ def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     wanted = [spec.token_ids for spec in Spec(model, None).generate(prompts(), max_new_tokens=16)]
     text, vocabulary = torch.tensor(prompts()[1]), torch.arange(1, 64, 2)
     features = model.features(text[None])[0]
-    whole = list(KINDS[kind].rollout(head, model, text, features, 3))
+    whole = list(rollout(head, model, text, features, 3))
     restrict(head, model, vocabulary)
-    for all_of_them, logits in zip(whole, KINDS[kind].rollout(head, model, text, features, 3), strict=True):
+    for all_of_them, logits in zip(whole, rollout(head, model, text, features, 3), strict=True):
         assert torch.allclose(logits[:, vocabulary], all_of_them[:, vocabulary], atol=1e-5)
         assert logits[:, ::2].isneginf().all()
     assert [out.token_ids for out in Spec(model, head, "2x3").generate(prompts(), max_new_tokens=16)] == wanted

@@ -9,18 +9,18 @@ from models import target
 from test_depth_heads import SEVERAL, heads_for
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head, rollout
 from treespec.heads.registry import TRAINING
 from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import Batch
 from treespec.train.run import train
 
 
-def batch_of(model, taps=()):
+def batch_of(model, aux_layers=()):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 64, (2, 12), generator=generator)
     mask = torch.rand(2, 12, generator=generator) < 0.5
-    return Batch(tokens, mask, model.features(tokens, taps, last=True), torch.tensor([12, 12]), generator)
+    return Batch(tokens, mask, model.features(tokens, aux_layers, last=True), torch.tensor([12, 12]), generator)
 
 
 @pytest.mark.parametrize("loss", ["published", "tv"])
@@ -33,7 +33,7 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
     for i in range(4):
         losses = []
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
-            *_, logits = KINDS[kind].rollout(head, model, tokens, features, i + 1)
+            *_, logits = rollout(head, model, tokens, features, i + 1)
             for t, row in enumerate(logits):
                 law = model.output_logits(features[t + 1 + i]).softmax(-1)
                 if (kind, loss) == ("medusa", "published"):
@@ -49,8 +49,8 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", *SEVERAL])
 def test_a_batch_without_an_assistants_token_has_no_loss_and_zero_gradients_for_every_weight(kind):
     model = target("llama")
-    head = KINDS[kind].new(model)
-    batch = batch_of(model, head.taps)._replace(loss_mask=torch.zeros(2, 12, dtype=torch.bool), steps=2)
+    head = new_head(kind, model)
+    batch = batch_of(model, head.aux_layers)._replace(loss_mask=torch.zeros(2, 12, dtype=torch.bool), steps=2)
     config = TrainConfig(target="target", data="data", out="out", head=kind)
     total = TRAINING[kind].loss()(config, model, head, batch).total
     total.backward()

@@ -16,7 +16,7 @@ from treespec.api.spec import Spec
 from treespec.draft.trained.load import fit
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.eagle3 import default_taps
+from treespec.heads.eagle3 import default_aux_layers
 from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
@@ -54,7 +54,7 @@ SHAPES = {
 
 @pytest.fixture
 def published(tmp_path):
-    """A directory as SafeAILab/EAGLE publishes it, at tiny size: half precision, no embedding, taps not said."""
+    """A directory as SafeAILab/EAGLE publishes it, at tiny size: half precision, no embedding, aux layers not said."""
     folder = tmp_path / "published"
     folder.mkdir()
     torch.manual_seed(0)
@@ -94,12 +94,12 @@ def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_hea
     assert load_head(published).vocabulary is None
 
 
-def test_a_head_without_embedding_and_taps_takes_its_targets(published):
+def test_a_head_without_embedding_and_aux_layers_takes_its_targets(published):
     model = target("llama")
     head = load_head(published, torch.float32)
     assert head.embed_tokens is None
     fit(head, model, "h")
-    assert head.taps == (0, 1, 2)
+    assert head.aux_layers == (0, 1, 2)
     assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
     assert head.vocabulary.tolist() == HALF.tolist()
     wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
@@ -109,11 +109,12 @@ def test_a_head_without_embedding_and_taps_takes_its_targets(published):
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"), [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))]
+    ("layers", "aux_layers"),
+    [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))],
 )
-def test_the_published_taps_and_three_of_a_small_target(layers, taps):
-    assert default_taps(layers) == taps
-    assert all(0 <= tap < layers for tap in taps)
+def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers):
+    assert default_aux_layers(layers) == aux_layers
+    assert all(0 <= layer < layers for layer in aux_layers)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +153,9 @@ def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, conf
         load_head(published)
 
 
-def test_a_head_that_taps_layers_its_target_lacks_is_refused(published):
+def test_a_head_that_reads_layers_its_target_lacks_is_refused(published):
     (published / "config.json").write_text(json.dumps(PUBLISHED | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
-    with complains(r"taps layer 16, the target has 3: it is for another"):
+    with complains(r"reads layer 16, the target has 3: it is for another"):
         source_of(f"eagle3:{published}", target("llama"))
     (published / "config.json").write_text(json.dumps(PUBLISHED))
     with complains(rf"of kind eagle3: write eagle3:{re.escape(str(published))}"):
@@ -168,9 +169,9 @@ def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp
     save_head(head, tmp_path)
     loaded = load_head(tmp_path)
     fit(loaded, model, "h")
-    assert loaded.taps == head.taps == (0, 1, 2)
+    assert loaded.aux_layers == head.aux_layers == (0, 1, 2)
     assert loaded.config["draft_vocab_size"] == 32
-    tokens, features = torch.randint(3, 64, (1, 6)), model.features(torch.randint(3, 64, (1, 6)), head.taps)
+    tokens, features = torch.randint(3, 64, (1, 6)), model.features(torch.randint(3, 64, (1, 6)), head.aux_layers)
     one, two = (h.logits(h.step(tokens, h.fuse(features), torch.arange(6))) for h in (head, loaded))
     assert torch.equal(one, two)
 

@@ -10,11 +10,11 @@ from test_formats import DRAFTED, EIGHT
 from test_unrolled import one_by_one
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import KINDS, new_eagle3
+from treespec.draft.trained.kinds import new_head, rollout
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.eagle3 import parts_of
+from treespec.heads.formats.engines import parts_of
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.train.run import train
 
@@ -35,7 +35,7 @@ VARIANTS = {
 def made(parts, model=EIGHT, drafted=DRAFTED):
     """A head with these fields of its config, every norm's weights away from one, so that a wrong one shows."""
     torch.manual_seed(0)
-    head = new_eagle3(model, parts).eval()
+    head = new_head("eagle3", model, **parts).eval()
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             parameter.data.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
@@ -54,8 +54,8 @@ def test_the_norms_stand_where_their_names_say():
     before = made({"norm_before_fc": True})
     torch.testing.assert_close(before.fuse(features), before.fc(rms(features) * before.input_norm.weight))
     each = made({"fc_norm": True})
-    taps = [rms(tap) * norm.weight for tap, norm in zip(features.chunk(3, -1), each.fc_norm, strict=True)]
-    torch.testing.assert_close(each.fuse(features), each.fc(torch.cat(taps, -1)))
+    aux_layers = [rms(state) * norm.weight for state, norm in zip(features.chunk(3, -1), each.fc_norm, strict=True)]
+    torch.testing.assert_close(each.fuse(features), each.fc(torch.cat(aux_layers, -1)))
     after = made({"norm_output": True})
     after.load_state_dict(plain.state_dict())
     tokens, fused = torch.randint(3, 64, (2, 5)), plain.fuse(features)
@@ -90,12 +90,12 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     model, steps = target("llama"), 3
     head = made(VARIANTS[name] if name else {}, model)
     tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(2))
-    features = model.features(tokens, head.taps)
+    features = model.features(tokens, head.aux_layers)
     counts = torch.ones(1, 7, dtype=torch.bool)
     at_once = [head.lm_head(states) for states in head(tokens, features[:, :-2], counts, steps)]
     alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
     torch.testing.assert_close(torch.cat(at_once), torch.cat(alone), rtol=0, atol=1e-4)
-    rollouts = KINDS["eagle3"].rollout(head, model, tokens[0], features[0], steps)
+    rollouts = rollout(head, model, tokens[0], features[0], steps)
     for rolled, rows in zip(rollouts, alone, strict=True):
         torch.testing.assert_close(rolled, whole(rows, head, model)[: len(rolled)], rtol=0, atol=1e-4)
 

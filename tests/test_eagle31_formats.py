@@ -12,9 +12,9 @@ from test_export import SERVED, saved
 from test_formats import EIGHT, IDS, LLAMA, SPECULATORS, THREE, layered, write
 
 from treespec.cli import app, run
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.eagle3 import PARTS, parts_of
+from treespec.heads.formats.engines import PARTS, parts_of
 from treespec.heads.formats.export import export, outputs
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 8}
@@ -133,7 +133,7 @@ def test_norm_output_can_be_said_otherwise_than_the_file_says(tmp_path, monkeypa
         assert torch.equal(outputs(load_head(tmp_path / to)), outputs(head))
     assert f"treespec chat --target {tmp_path / 'target'} --head {tmp_path / 'treespec'}" in capsys.readouterr().out
     with complains("norm_output is for EAGLE-3 heads, it is an EAGLE-1 or EAGLE-2 head"):
-        load_head(saved(KINDS["eagle"].new(EIGHT), tmp_path / "one"), norm_output=False)
+        load_head(saved(new_head("eagle", EIGHT), tmp_path / "one"), norm_output=False)
 
 
 NOT_READ = "is no architecture of an EAGLE-.* head that treespec reads$"

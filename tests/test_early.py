@@ -10,7 +10,7 @@ from models import hollow_model, random_eagle3, random_head, target
 from test_command_line import Terminal
 
 from treespec.cli import app, run
-from treespec.draft.trained.kinds import new_hydra, new_hydra_plus, new_medusa
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.options import DTYPES
 
@@ -206,8 +206,9 @@ def wrong(tmp_path_factory):
         for file in (folder / name).glob(left_out):
             file.unlink()
     loaded = target("llama")
-    heads = {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded), "medusa": new_medusa(loaded, 4)}
-    heads |= {"hydra": new_hydra(loaded, 3), "hydra++": new_hydra_plus(loaded, 3)}
+    heads = {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded)}
+    depths = {"medusa": 4, "hydra": 3, "hydra++": 3}
+    heads |= {kind: new_head(kind, loaded, heads=heads) for kind, heads in depths.items()}
     for name, head in heads.items():
         save_head(head, folder / name)
     for name, file, content in [

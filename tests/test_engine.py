@@ -120,9 +120,9 @@ def test_memory_bounds_how_many_run_at_a_time(head, monkeypatch):
     """Each row counts as long as the longest: beside one of 40 columns, 100 columns hold one more of any length."""
     original, together = Target.forward_trees, []
 
-    def counted(self, cache, trees, taps=()):
+    def counted(self, cache, trees, aux_layers=()):
         together.append(len(trees))
-        return original(self, cache, trees, taps)
+        return original(self, cache, trees, aux_layers)
 
     monkeypatch.setattr(Target, "forward_trees", counted)
     with Engine(head, batch=8, columns=100) as engine:
@@ -177,8 +177,8 @@ def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, monkeypatch, temper
     original, prompts = Target.forward_trees, random_prompts(3)
     options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
 
-    def forward_trees(self, cache, trees, taps=()):
-        outs = original(self, cache, trees, taps)
+    def forward_trees(self, cache, trees, aux_layers=()):
+        outs = original(self, cache, trees, aux_layers)
         if len(outs) == 3:
             outs[1].logits.fill_(float("nan"))
         return outs
@@ -197,11 +197,11 @@ def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, monkeypatch, temper
 def test_an_error_of_the_models_ends_all_that_run_and_the_next_are_answered(spec, monkeypatch):
     original, prompts = Target.forward_trees, random_prompts(3)
 
-    def forward_trees(self, cache, trees, taps=()):
+    def forward_trees(self, cache, trees, aux_layers=()):
         if len(trees) == 2 and not lost.is_set():
             lost.set()
             raise RuntimeError("device lost")
-        return original(self, cache, trees, taps)
+        return original(self, cache, trees, aux_layers)
 
     lost = Event()
     monkeypatch.setattr(Target, "forward_trees", forward_trees)
@@ -257,7 +257,7 @@ def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, fini
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_no_caller_waits_for_a_thread_that_is_gone(head, monkeypatch):
-    def ended(self, cache, trees, taps=()):
+    def ended(self, cache, trees, aux_layers=()):
         raise SystemExit(3)
 
     monkeypatch.setattr(Target, "forward_trees", ended)

@@ -12,13 +12,14 @@ from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
+from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
-    **{kind: f"{kind}:{{home}}/{kind}" for kind in KINDS},
+    **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
     "mtp": "mtp",
@@ -50,9 +51,9 @@ def home(tmp_path_factory):
     add_tensors(folder, mtp_tensors(model, "mimo"))
     save_model(home / "small", num_hidden_layers=1)
     target = Target(AutoModelForCausalLM.from_pretrained(folder))
-    for kind, made in KINDS.items():
+    for kind in HEADS:
         torch.manual_seed(0)
-        save_head(made.new(target), home / kind)
+        save_head(new_head(kind, target), home / kind)
     words = AutoTokenizer.from_pretrained(folder)
     build([words.encode(TEXT)] * 3, words, home / "store")
     save_skip_set(SkipSet(3, attention=(1,), mlp=(2,)), home / "skip.json", {"target": str(folder)})

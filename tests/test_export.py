@@ -80,7 +80,7 @@ def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
     done = export(saved(head, tmp_path / "head"), to, tmp_path / "out", SERVED)
     loaded = load_head(tmp_path / "out")
     assert done.kind == loaded.kind == head.kind
-    assert loaded.taps == head.taps
+    assert loaded.aux_layers == head.aux_layers
     assert torch.equal(outputs(loaded), outputs(head))
     assert done.compared == outputs(head).numel()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
@@ -178,10 +178,10 @@ def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
 
-def tapping(*taps):
+def reading(*aux_layers):
     def make():
         head = random_eagle3(EIGHT, drafted=DRAFTED)
-        head.taps, head.config = taps, head.config | {IDS: list(taps)}
+        head.aux_layers, head.config = aux_layers, head.config | {IDS: list(aux_layers)}
         return head
 
     return make
@@ -195,9 +195,9 @@ def tapping(*taps):
         ("vllm", lambda: heads_for(EIGHT, "hydra"), {}, "is of kind hydra"),
         ("vllm", one, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
         ("sglang", biased, {}, "its queries, keys and values have biases"),
-        ("sglang", tapping(0, 4, 5), {}, "taps the target's embedding, which SGLang cannot: export it to vllm"),
-        ("eagle", tapping(1, 4, 5), {}, r"taps 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
-        ("vllm", tapping(2, 4, 8), {}, "taps layer 8, the target has 8"),
+        ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),
+        ("eagle", reading(1, 4, 5), {}, r"reads layers 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
+        ("vllm", reading(2, 4, 8), {}, "reads layer 8, the target has 8"),
         ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm and speculators"),
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
@@ -239,8 +239,8 @@ def test_one_number_that_differs_is_found():
     other.midlayer.mlp.up_proj.weight[3, 5] += 0.01
     with pytest.raises(ValueError, match="read back its logits differ by up to"):
         compare(head, other)
-    other = tapping(1, 4, 5)()
-    with pytest.raises(ValueError, match=r"read back it taps \(1, 4, 5\), the head \(2, 4, 5\)"):
+    other = reading(1, 4, 5)()
+    with pytest.raises(ValueError, match=r"read back it reads layers \(1, 4, 5\), the head \(2, 4, 5\)"):
         compare(three(), other)
 
 

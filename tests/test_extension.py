@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import save_model
 
-from treespec.draft.trained.kinds import new_medusa
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -30,7 +30,8 @@ CAREFUL = Walk(TopK())
     "mine": """
 from treespec.heads.registry import HeadKind
 
-ROW = HeadKind(head="treespec.heads.medusa:MedusaHead", read="my_kind:read", types=("mine",))
+MEDUSA = "treespec.heads.medusa:MedusaHead"
+ROW = HeadKind(head=MEDUSA, proposer="", read="my_kind:read", types=("mine",))
 """,
     "my_kind": """
 def read(config, tensors):
@@ -78,7 +79,7 @@ def site(tmp_path_factory):
 
 def test_every_command_knows_its_names(site, tmp_path):
     model = str(save_model(tmp_path / "target"))
-    head = new_medusa(Target.load(model))
+    head = new_head("medusa", Target.load(model))
     head.config |= {"model_type": "mine"}
     save_head(head, tmp_path / "head")
     options = ["generate", "--target", model, "--dtype", "float32", "--max-new-tokens", "24", "--prompt", "the user"]

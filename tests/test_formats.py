@@ -12,9 +12,8 @@ from test_depth_heads import heads_for
 from transformers import LlamaConfig
 
 from treespec.draft.drafters import TRAINED
-from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
+from treespec.heads.formats.engines import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.model.target import Target
@@ -163,7 +162,7 @@ def test_a_directory_gives_the_logits_of_the_head_that_it_was_built_from(name, t
     assert loaded.kind == head.kind
     assert torch.equal(logits_of(loaded), logits_of(head))
     if IDS in str(DIRECTORIES[name][1]):
-        assert loaded.taps == head.taps == (2, 4, 5)
+        assert loaded.aux_layers == head.aux_layers == (2, 4, 5)
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -207,7 +206,7 @@ def test_speculators_heads_norm_their_residual_where_they_do_not_say(tmp_path):
 
 
 @torch.no_grad()
-def test_a_tap_is_the_layer_that_it_enters_and_sglangs_id_the_one_it_leaves():
+def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leaves():
     """hidden_states[k] enters layer k and leaves layer k - 1."""
     left = {}
 
@@ -220,7 +219,7 @@ def test_a_tap_is_the_layer_that_it_enters_and_sglangs_id_the_one_it_leaves():
         handle.remove()
     assert torch.equal(features, torch.cat([left[k] for k in to_sglang_ids((2, 4, 5))], dim=-1))
     assert tuple(from_sglang(to_sglang_ids((2, 40, 77)))) == (2, 40, 77)
-    with pytest.raises(ValueError, match="taps the target's embedding"):
+    with pytest.raises(ValueError, match="reads the target's embedding"):
         to_sglang_ids((0, 1, 2))
 
 
@@ -256,9 +255,8 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
 
 
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
-    assert set(HEADS) == set(KINDS)
     for kind in HEADS.values():
         objective = kind.training.objective if kind.training else ""
-        named = (kind.head, kind.read, kind.write, kind.outputs, objective)
+        named = (kind.head, kind.read, kind.write, kind.proposer, objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert set(TRAINING) == set(TRAINED) == set(KINDS) - {"dflash", "p-eagle"}
+    assert set(TRAINING) == set(TRAINED) == set(HEADS) - {"dflash", "p-eagle"}

@@ -16,7 +16,7 @@ from training import small_run, write_data
 from treespec.api.load import load
 from treespec.demo.fetch import gguf_from_package
 from treespec.demo.known import DEMO_MODEL
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.gguf_blocks import BlockEmbedding
@@ -64,7 +64,7 @@ def test_blocks_have_the_logits_of_the_unpacked_file(kind, tied, tmp_path):
 
 
 def test_a_head_without_an_embedding_reads_the_blocks(folder, tmp_path):
-    head = new_head(loaded(folder)).eval()
+    head = new_head("eagle", loaded(folder)).eval()
     head.embed_tokens = None
     save_head(head, tmp_path / "head")
     spec = load(str(folder), tmp_path / "head", "4x2", load_in="gguf:tiny.gguf", dtype="float32")

@@ -9,7 +9,7 @@ from models import random_head, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
 
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.load import fit
 from treespec.heads.checkpoint import load_head, save_head
 
@@ -162,6 +162,6 @@ def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, lea
 def test_the_head_sees_embeddings_as_its_target_does():
     model = target("gemma3")
     tokens = torch.tensor([[3, 4, 5]])
-    head = new_head(model)
+    head = new_head("eagle", model)
     scaled = model.model.get_input_embeddings()(tokens)
     assert torch.allclose(head.embed_tokens(tokens) * head.embed_scale, scaled)

@@ -13,7 +13,6 @@ from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINES
 from treespec.draft.drafters import DRAFTERS as ROWS
-from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
 from treespec.heads.registry import HEADS, TRAINING
@@ -91,7 +90,7 @@ def test_every_command_that_loads_a_target_may_trust_its_code():
 
 
 def test_the_names_that_help_lists_are_those_of_the_registries():
-    assert {name for name, row in ROWS.items() if row.is_head} == {"head", *KINDS}
+    assert {name for name, row in ROWS.items() if row.is_head} == {"head", *HEADS}
     assert tuple(SETS) == options.QUESTIONS
     assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.engines}
 

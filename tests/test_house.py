@@ -84,6 +84,9 @@ def test_the_package_list_is_what_lies_on_the_disk():
         assert not (ROOT / "treespec" / folder).exists()
 
 
+ASKING = "import treespec.heads.mtp_layouts as file\nprint(file.__file__)"
+
+
 @pytest.mark.parametrize("place", [".", "treespec", "/"])
 def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
     """In the parent of a clone, the clone itself would pass for a namespace package of that name."""
@@ -92,10 +95,9 @@ def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    found = f"site.addsitedir({str(tmp_path / 'site')!r}); import treespec.heads.levels as file; print(file.__file__)"
-    code = f"import site; {found}"
+    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n{ASKING}"
     done = subprocess.run([sys.executable, "-SEc", code], cwd=tmp_path / place, capture_output=True, text=True)
-    assert done.stdout.strip() == str(ROOT / "heads" / "levels.py"), done.stderr
+    assert done.stdout.strip() == str(ROOT / "heads" / "mtp_layouts.py"), done.stderr
 
 
 def test_a_room_imports_the_floors_below_its_own():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
@@ -62,7 +62,7 @@ def bytes_each(target, head, kind, loss):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
     counted, lengths = torch.ones_like(tokens, dtype=torch.bool), torch.full((TEXTS,), LENGTH)
-    features = target.features(tokens, head.taps, last=True)
+    features = target.features(tokens, head.aux_layers, last=True)
     batch = Batch(tokens, counted, features, lengths, generator, TRAINING[kind].recipe.unrolled_steps)
     with Live() as live:
         TRAINING[kind].loss()(config, target, head, batch).total.backward()
@@ -86,11 +86,11 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "loss"), CASES)
 def test_a_step_takes_at_most_six_bytes_a_position_and_token(target, kind, loss):
-    assert 0 < bytes_each(target, KINDS[kind].new(target), kind, loss) < 6
+    assert 0 < bytes_each(target, new_head(kind, target), kind, loss) < 6
 
 
 def test_so_does_a_step_over_a_draft_vocabulary(target):
     """EAGLE-3 over half of the tokens."""
-    head = KINDS["eagle3"].new(target)
+    head = new_head("eagle3", target)
     head.restrict(torch.arange(4096), target)
     assert 0 < bytes_each(target, head, "eagle3", "published") < 6

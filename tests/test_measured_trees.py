@@ -12,7 +12,7 @@ from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
 from treespec.cli import app, run
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head, rollout
 from treespec.eval.config import TreeConfig
 from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
@@ -109,14 +109,14 @@ def test_medusas_published_tree_has_its_63_nodes():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_accuracies_equal_counting_position_by_position(kind, temperature):
     model = target("llama")
-    head = heads_for(model, kind) if kind != "eagle" else KINDS[kind].new(model)
+    head = heads_for(model, kind) if kind != "eagle" else new_head(kind, model)
     generator, rows = torch.Generator().manual_seed(0), []
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
         rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
     found, wanted, positions = accuracies(Spec(model, head), rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
     for tokens, counts, features in rows:
-        drafts = list(KINDS[kind].rollout(head, model, tokens, features, 3))
+        drafts = list(rollout(head, model, tokens, features, 3))
         for t in range(len(tokens) - 4):
             if counts[t + 2]:
                 positions += 1

@@ -19,7 +19,7 @@ from treespec.draft.models.other_vocabulary import (
     shared_vocabulary,
     start_of,
 )
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
@@ -171,8 +171,9 @@ class TestHeads:
         home = tmp_path_factory.mktemp("heads")
         save_model(home / "target")
         other, words = model_of(sentence_piece()), sentence_piece()
-        for kind, made in {"eagle": random_head, "eagle3": random_eagle3, "medusa": KINDS["medusa"].new}.items():
-            save_head(made(other), home / kind)
+        made = {"eagle": random_head(other), "eagle3": random_eagle3(other), "medusa": new_head("medusa", other)}
+        for kind, head in made.items():
+            save_head(head, home / kind)
             words.save_pretrained(home / kind)
         save_head(random_head(other), home / "bare")
         return home

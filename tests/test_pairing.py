@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from treespec.cli import app, run
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import model_of
-from treespec.draft.trained.kinds import new_hydra, new_medusa
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import levels_in
 
@@ -19,8 +19,9 @@ def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairing")
     hollow_model(folder / "target")
     loaded = target("llama")
-    heads = {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded)}
-    for name, head in (heads | {"medusa": new_medusa(loaded, 4), "hydra": new_hydra(loaded, 3)}).items():
+    heads = {kind: new_head(kind, loaded, heads=heads) for kind, heads in (("medusa", 4), ("hydra", 3))}
+    heads |= {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded)}
+    for name, head in heads.items():
         save_head(head, folder / name)
     return folder
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.cost.measure import dependencies
-from treespec.draft.trained.kinds import embedding_of, new_eagle3, new_medusa
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import embedding_of, new_head
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
@@ -48,7 +47,7 @@ def wide(tmp_path_factory):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = save_model(home / "target", **sizes)
     write_gguf(hf.AutoModelForCausalLM.from_pretrained(folder), folder / "tiny.gguf")
-    save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), home / "head")
+    save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), home / "head")
     return home
 
 
@@ -81,11 +80,11 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     own = whole.output_logits(hidden, whole.output_rows(tokens))
     torch.testing.assert_close(own, whole.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
     torch.testing.assert_close(embedding_of(whole)[tokens], model.get_input_embeddings()(tokens))
-    for new in (new_head, new_eagle3, new_medusa):
-        head = new(whole)
+    for kind in ("eagle", "eagle3", "medusa"):
+        head = new_head(kind, whole)
         restrict(head, whole, tokens)
         assert head.vocabulary.tolist() == tokens.tolist()
-    output = new_medusa(whole).output_layers[0](hidden)
+    output = new_head("medusa", whole).output_layers[0](hidden)
     torch.testing.assert_close(output, whole.output_logits(hidden), rtol=0, atol=1e-5)
 
 

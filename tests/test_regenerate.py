@@ -9,7 +9,7 @@ from regenerating import by_row, config_for, killed_after, lines_of, save_words_
 
 from treespec import load
 from treespec.cli import app, run
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
@@ -124,7 +124,7 @@ def test_models_and_data_are_known_by_content(whole, data, tmp_path):
 
 def test_a_head_changes_no_greedy_answer(model, data, tmp_path):
     head = tmp_path / "head"
-    save_head(new_head(Target.load(str(model), dtype="float32")), head)
+    save_head(new_head("eagle", Target.load(str(model), dtype="float32")), head)
     plain = config_for(model, data, tmp_path / "plain", greedy=1.0)
     drafted = config_for(model, data, tmp_path / "drafted", greedy=1.0, head=str(head), tree="2x2", verifier="greedy")
     regenerate(plain)

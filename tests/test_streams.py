@@ -134,7 +134,7 @@ def test_threads_that_generate_with_one_spec_take_turns(spec, wanted):
 
 
 def test_threads_with_a_spec_each_share_the_target(spec, wanted):
-    """Whatever drafts: layers that are skipped, and features that are tapped, are those of one thread's forward."""
+    """Whatever drafts: layers that are skipped, and aux hidden states are those of one thread's forward."""
     specs = [spec, spec.new(), spec_by("self"), spec_by("snapkv"), spec_by("baseline")]
     found = together(*(lambda one=one: answer(one, ONE) for one in specs))
     assert found == [wanted[len(ONE)]] * len(specs)

@@ -75,13 +75,13 @@ def test_prefill_in_chunks_equals_prefill_at_once(name):
     assert whole.lengths == parts.lengths == [23]
 
 
-def test_taps_are_transformers_hidden_states():
+def test_aux_layers_are_transformers_hidden_states():
     model, text = target("llama"), prefix()
-    taps = (0, 1, 2)
-    features = model.prefill(model.new_cache(), text, taps, chunk=4)
+    aux_layers = (0, 1, 2)
+    features = model.prefill(model.new_cache(), text, aux_layers, chunk=4)
     with torch.inference_mode():
         states = model.model(input_ids=text, output_hidden_states=True).hidden_states
-    assert torch.allclose(features, torch.cat([states[k] for k in taps], dim=-1), atol=TOLERANCE)
+    assert torch.allclose(features, torch.cat([states[k] for k in aux_layers], dim=-1), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CANNOT_BRANCH)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from training import beside, killed, refused, same_weights, trained, weights
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import rollout
 from treespec.train.data.batches import epoch_batches
 from treespec.train.loop.run import validate
 from treespec.train.run import train
@@ -32,8 +32,8 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     features = model.features(tokens[None])[0]
     result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
     law = model.output_logits(features).argmax(-1)
-    rollout = [rows.argmax(-1) for rows in KINDS["eagle"].rollout(head, model, tokens, features, 3)]
-    agree = [[bool(rows[t] == law[t + step]) for step, rows in enumerate(rollout, 1)] for t in range(56)]
+    drafted = [rows.argmax(-1) for rows in rollout(head, model, tokens, features, 3)]
+    agree = [[bool(rows[t] == law[t + step]) for step, rows in enumerate(drafted, 1)] for t in range(56)]
     runs = [next((i for i, good in enumerate(row) if not good), 3) for row in agree]
     assert result.positions == 56
     assert result.acceptance_length == pytest.approx(1 + sum(runs) / 56)

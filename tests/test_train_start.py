@@ -19,7 +19,7 @@ from training import (
 )
 from transformers import LlamaConfig
 
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
@@ -33,7 +33,7 @@ from treespec.train.start import RIDGE, begin, fit_feature, sides, take_trained,
 
 def test_a_head_that_drafts_other_tokens_gives_the_rows_that_both_draft(model_folder):
     model = Target.load(str(model_folder), dtype="float32")
-    trained, fresh = KINDS["eagle3"].new(model), KINDS["eagle3"].new(model)
+    trained, fresh = new_head("eagle3", model), new_head("eagle3", model)
     with torch.no_grad():
         trained.lm_head.weight += 1
     restrict(trained, model, torch.arange(10, 50))
@@ -47,7 +47,7 @@ def test_a_head_that_drafts_other_tokens_gives_the_rows_that_both_draft(model_fo
 
 def test_a_head_without_a_bias_starts_one_with_a_bias_of_nothing(model_folder):
     model = Target.load(str(model_folder), dtype="float32")
-    plain, biased = KINDS["eagle"].new(model, bias=False), KINDS["eagle"].new(model)
+    plain, biased = new_head("eagle", model, bias=False), new_head("eagle", model)
     take_trained(plain, biased, "the head")
     assert not biased.fc.bias.any()
     assert torch.equal(biased.fc.weight, plain.fc.weight)

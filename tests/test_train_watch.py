@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from training import folder_of, metrics_of, trained, weights
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.train.loop import run as watch
@@ -21,7 +21,7 @@ from treespec.train.run import train
 
 def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
     model = Target.load(str(model_folder), dtype="float32")
-    head, prompts = KINDS["eagle"].new(model), [[3, 4, 5], [7, 8, 9, 10]]
+    head, prompts = new_head("eagle", model), [[3, 4, 5], [7, 8, 9, 10]]
     save_head(head, tmp_path / "head")
     spec = load(str(model_folder), str(tmp_path / "head"), "chain:3", "topk", dtype="float32")
     stats = [spec.generate(prompt, temperature=0.0, max_new_tokens=20).stats for prompt in prompts]

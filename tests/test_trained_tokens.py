@@ -9,7 +9,7 @@ from refusals import complains
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.load import FEW, FIELD, trained_head, with_tokens
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -29,7 +29,7 @@ def home(tmp_path_factory):
     save_model(home / "target", vocab_size=SIZE)
     words(0).save_pretrained(home / "target")
     target = Target.load(str(home / "target"), dtype="float32")
-    head = new_head(target)
+    head = new_head("eagle", target)
     save_head(head, home / "older")
     head.config = with_tokens(head.config, target)
     save_head(head, home / "head")

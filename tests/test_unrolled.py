@@ -68,7 +68,7 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
     model, steps = target("llama"), 4
     head = random_eagle3(model, drafted=SOME)
     tokens = text(10)
-    features = model.features(tokens, head.taps)[:, :-2]
+    features = model.features(tokens, head.aux_layers)[:, :-2]
     counts = torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
     found, slopes = [], []
@@ -90,13 +90,13 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
     tokens, mask = text(9), torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
-    features = model.features(tokens, head.taps, last=True)
+    features = model.features(tokens, head.aux_layers, last=True)
     config = TrainConfig(target="target", data="data", out="out", head="eagle3")
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=3)
     found = eagle3_objective(config, model, head, batch)
 
     logits = model.output_logits(model.features(tokens))
-    given, _ = model.parted(features, head.taps)
+    given, _ = model.parted(features, head.aux_layers)
     counts = torch.tensor(
         [[bool(mask[b, t + 2]) and int(logits[b, t + 1].argmax()) in SOME.tolist() for t in range(7)] for b in (0, 1)]
     )

@@ -68,7 +68,7 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
     logits = []
     theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
-    features = EIGHT.features(TOKENS, head.taps)[:, :rows]
+    features = EIGHT.features(TOKENS, head.aux_layers)[:, :rows]
     theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
     first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
     agree(logits[0], head.lm_head(first))
@@ -87,7 +87,7 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     if drafted is None:
         del theirs.d2t, theirs.t2d  # as their loader does
     theirs.load_state_dict(load_file(out / "model.safetensors"))
-    features, tokens = EIGHT.features(TOKENS, head.taps)[:, :N], TOKENS[:, 1:]
+    features, tokens = EIGHT.features(TOKENS, head.aux_layers)[:, :N], TOKENS[:, 1:]
     hidden, cache = theirs(features, tokens, use_cache=True)
     ours = head.step(tokens, head.fuse(features), torch.arange(N))
     agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))

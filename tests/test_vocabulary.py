@@ -13,7 +13,7 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
@@ -128,7 +128,7 @@ def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, 
 
 def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     model = str(save_model(tmp_path / "model"))
-    save_head(new_head(Target.load(model)), tmp_path / "head")
+    save_head(new_head("eagle", Target.load(model)), tmp_path / "head")
     save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
     spec = load(model, str(tmp_path / "head"), "eagle", "rrs-wo", dtype="bfloat16")
     assert type(spec.head.output) is not nn.Linear

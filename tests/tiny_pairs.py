@@ -27,9 +27,10 @@ from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.options import RestOptions, SuffixOptions
 from treespec.draft.source import Source
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict
+from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
 VOCAB, PROMPT, NEW, END = 4, [1, 0, 2, 1, 0, 1, 2], 3, 3
@@ -66,7 +67,7 @@ def recurrent(end):
 def trained(kind, target):
     """A head far from its start, so that a wrong input or order shows."""
     torch.manual_seed(2)
-    head = KINDS[kind].new(target, 4).eval()
+    head = new_head(kind, target, heads=4).eval()
     for parameter in head.parameters():
         if parameter.requires_grad and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.4)
@@ -102,7 +103,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle": lambda target: random_head(target, seed=2),
     "eagle, half the tokens": half,
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
-    **{kind: lambda target, kind=kind: trained(kind, target) for kind in KINDS if not kind.startswith("eagle")},
+    **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEADS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
     "models": lambda target: SeveralModels([ModelProposer(near(seed), target) for seed in (2, 3)]),
     "other vocabulary": other_words,

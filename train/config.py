@@ -36,12 +36,14 @@ class Eagle3Options(CommandOptions):
 
     PANEL = "EAGLE-3 heads"
 
-    fc_norm: bool = option("EAGLE-3.1: give each tapped layer a norm of its own before fc", False)
+    fc_norm: bool = option(
+        "EAGLE-3.1: give each aux hidden state a norm of its own before fc", False
+    )
     norm_output: bool = option(
         "EAGLE-3.1: the normed state is the next draft step's feature", False
     )
     norm_before_fc: bool = option(
-        "one norm over all tapped layers before fc, instead of --fc-norm", False
+        "one norm over all aux hidden states before fc, instead of --fc-norm", False
     )
     norm_before_residual: bool = option("the first layer's residual is the normed feature", False)
     layer_family: str = option(

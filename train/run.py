@@ -60,7 +60,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         set_seed(config.seed)
         target = load_target(config, accelerator, ends=config.features is not None)
         head = untrained(config, target)
-        data = prepare(config, target, head.taps, examples, accelerator)
+        data = prepare(config, target, head.aux_layers, examples, accelerator)
         vocabulary, recipe = begin(config, target, head, data, accelerator), config.recipe
         optimizer = torch.optim.AdamW(
             [parameter for parameter in head.parameters() if parameter.requires_grad],

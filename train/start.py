@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.load import with_tokens
 from treespec.draft.vocabulary import load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
@@ -28,6 +28,7 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.folder import head_folder
 from treespec.heads.head import Head
+from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.checkpoints import latest_step, trained
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
@@ -44,9 +45,12 @@ def untrained(config: TrainConfig, target: Target) -> Head:
 
     What it shares with a target elsewhere is copied and not moved.
     """
-    several = () if config.draft_heads is None else (config.draft_heads,)
-    options = {"eagle": (config.bias,), "eagle3": (config.parts(),)}.get(config.head, several)
-    head, device = KINDS[config.head].new(target, *options), target.output_device
+    options, fields = TRAINING[config.head].options, config.parts()
+    if "bias" in options:
+        fields["bias"] = config.bias
+    if "draft_heads" in options:
+        fields["heads"] = config.draft_heads
+    head, device = new_head(config.head, target, **fields), target.output_device
     head.config = with_tokens(head.config, target)
     for module in cast(nn.Module, head).modules():
         for name, weight in module.named_parameters(recurse=False):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step, differences
@@ -137,10 +137,11 @@ def logits_of(
     for number, passage in enumerate(passages):
         rows = wanted[number][chosen[number]]
         if len(rows):
-            features = target.features(passage.tokens[None], head.taps, last=True)[0]  # [T, F]
-            inputs, last = target.parted(features, head.taps)
+            aux_layers = head.aux_layers
+            features = target.features(passage.tokens[None], aux_layers, last=True)[0]  # [T, F]
+            inputs, last = target.parted(features, aux_layers)
             tokens = passage.tokens.to(features.device)
-            *_, draft_logits = KINDS[head.kind].rollout(head, target, tokens, inputs, step)
+            *_, draft_logits = rollout(head, target, tokens, inputs, step)
             p.append(target.output_logits(last[rows + step]).cpu())
             q.append(draft_logits[rows].cpu())
             group.append(torch.full((len(rows),), passage.group))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import rollout
 from treespec.eval.certify import statistics
 from treespec.eval.certify.draws import Cycle, placed
 from treespec.eval.certify.samples import Sample
@@ -53,7 +53,7 @@ def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[Pl
     coins, target = torch.Generator().manual_seed(len(samples)), spec.target
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * target.vocab_size))
-    layers = spec.head.taps if spec.head else ()
+    layers = spec.head.aux_layers if spec.head else ()
     for start in range(0, len(samples), size):
         # 1. One plain forward over several sequences, padded on the right.
         some = samples[start : start + size]
@@ -123,7 +123,7 @@ def q_of(
     head, target = spec.head, spec.target
     if head is None:
         return repeats(tokens, first, target.vocab_size)
-    drafted = next(KINDS[head.kind].rollout(head, target, tokens, features, 1), None)
+    drafted = next(rollout(head, target, tokens, features, 1), None)
     even = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
     if drafted is None:
         return even

@@ -3,11 +3,10 @@ of zankner/Hydra. Their configs lack some of the target's sizes, which the tenso
 """
 
 import torch
-from torch import Tensor
 
+from treespec.heads.folder import BLOCK, WHOLE, hydra_heads, medusa_heads
 from treespec.heads.formats.engines import Served, dtype_of, renamed
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.levels import BLOCK, WHOLE, hydra_heads, medusa_heads
 from treespec.heads.medusa import MedusaHead
 
 # vLLM's blocks.{head}.layers.{block} and lm_heads.{head}
@@ -85,11 +84,6 @@ def write_medusa(head: MedusaHead, served: Served, to: str) -> Stored:
         "torch_dtype": dtype_of(head),
     }
     return config, renamed(head.state_dict(), *TO_VLLM)
-
-
-def medusa_outputs(head: MedusaHead, features: Tensor, generator: torch.Generator) -> Tensor:
-    """[K, T, V] logits of each head. features: [1, T, H]."""
-    return torch.cat([head.step(i, features) for i in range(head.max_depth)])
 
 
 def read_hydra(config: Config, tensors: Tensors) -> Stored:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import check_new, head_folder
-from treespec.heads.formats.eagle3 import DRAFTED
-from treespec.heads.formats.engines import Served
+from treespec.heads.formats.engines import DRAFTED, Served
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 
@@ -115,7 +114,7 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
             "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
         )
     paths = f"--base-model-path {target} --ea-model-path {folder}"
-    three = " --use_eagle3" if head.taps else ""
+    three = " --use_eagle3" if head.aux_layers else ""
     qwen = "Qwen3ForCausalLM" in served.architectures
     prompts = "qwen3" if qwen else "llama3chat"  # the project has a script for Vicuna too
     return f"python -m eagle.evaluation.gen_ea_answer_{prompts} {paths}{three}"
@@ -126,8 +125,8 @@ def compare(one: Head, other: Head) -> int:
 
     Raises ValueError where one differs.
     """
-    if one.taps != other.taps:
-        raise ValueError(f"read back it taps {other.taps}, the head {one.taps}")
+    if one.aux_layers != other.aux_layers:
+        raise ValueError(f"read back it reads layers {other.aux_layers}, the head {one.aux_layers}")
     computed = [outputs(head.float()) for head in (one, other)]
     if difference := float((computed[0] - computed[1]).abs().max()):
         raise ValueError(f"read back its logits differ by up to {difference:.3g}")
@@ -139,22 +138,21 @@ def outputs(head: Head) -> Tensor:
     """[steps, TOKENS, N] logits of a head in float32 on random text; of EAGLE-1 the features."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
-    logits: Tensor = resolve_name(HEADS[head.kind].outputs)(head, features, generator)
-    return logits
+    return head.trial(features, generator)
 
 
 def check(head: Head, served: Served, engine: bool = True) -> None:
-    """Raises ValueError for a head of another target, and for taps that no engine has."""
+    """Raises ValueError for a head of another target, and for aux layers that no engine has."""
     if head.vocab_size != served.vocab_size:
         raise ValueError(
             f"it is for a vocabulary of {head.vocab_size}, the target's is {served.vocab_size}"
         )
-    head.settle_taps(served.layers)
-    if beyond := [k for k in head.taps if not 0 <= k < served.layers]:
-        raise ValueError(f"it taps layer {beyond[0]}, the target has {served.layers}")
-    if engine and len(head.taps) not in (0, 3):
-        raise ValueError(f"it taps {len(head.taps)} layers, where the engines take 3")
-    width = (len(head.taps) or 1) * served.hidden_size
+    head.settle_aux_layers(served.layers)
+    if beyond := [k for k in head.aux_layers if not 0 <= k < served.layers]:
+        raise ValueError(f"it reads layer {beyond[0]}, the target has {served.layers}")
+    if engine and len(head.aux_layers) not in (0, 3):
+        raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
+    width = (len(head.aux_layers) or 1) * served.hidden_size
     if head.feature_size != width:
         raise ValueError(
             f"it is for features of width {head.feature_size}, the target's are {width}"

@@ -1,6 +1,6 @@
 """The target's features: as training goes, or stored once in safetensors shards.
 
-F values a position: what the head taps, followed by the last hidden state, or that alone. A thread
+F values a position: what the head reads, then the last hidden state, or that alone. A thread
 reads the rows of the next batch, and no other of their shards, while a step computes.
 
 In 8 bits (`--feature-dtype int8`) each row of 64 values has a scale, so that the few values of a
@@ -113,7 +113,7 @@ def store(
     config: TrainConfig,
     target: Target,
     rows: list[Tensor],
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     accelerator: Accelerator,
 ) -> StoredFeatures:
     """The features of all rows; each process writes its share of what is missing.
@@ -124,12 +124,14 @@ def store(
     # 1. Everything that the features depend on, and how much they take.
     digest = hashlib.blake2b(digest_size=8)
     identity = target_identity(config.target, config.placement)
-    digest.update(f"{FORMAT} {identity} {target.dtype} {taps} {config.feature_dtype}".encode())
+    digest.update(
+        f"{FORMAT} {identity} {target.dtype} {aux_layers} {config.feature_dtype}".encode()
+    )
     for row in rows:
         digest.update(row.numpy().tobytes())
     folder = Path(config.features or "") / digest.hexdigest()
     stored = StoredFeatures(folder, target.dtype, config.feature_dtype == "int8")
-    width = target.feature_width + len(taps) * target.config.hidden_size
+    width = target.feature_width + len(aux_layers) * target.config.hidden_size
     per_token = stored.stored(torch.zeros(1, width, dtype=target.dtype)).nbytes
     needed = per_token * sum(map(len, rows)) / 2**30
     accelerator.print(f"features: {needed:.2f} GiB, {per_token:,} bytes per token, in {folder}")
@@ -157,9 +159,9 @@ def store(
         if most:
             with whole(target, config, accelerator, "store its features") as full:
                 for shard, batches in work.items():
-                    stored.write(shard, computed(full, rows, taps, batches))
+                    stored.write(shard, computed(full, rows, aux_layers, batches))
                 for _ in range(most - own):
-                    full.features(rows[0][None], taps, last=True)
+                    full.features(rows[0][None], aux_layers, last=True)
         accelerator.wait_for_everyone()
     return stored
 
@@ -172,10 +174,10 @@ def batches_of(shard: int, rows: Sequence[Tensor], size: int) -> list[list[int]]
 
 
 def computed(
-    target: Target, rows: Sequence[Tensor], taps: tuple[int, ...], batches: list[list[int]]
+    target: Target, rows: Sequence[Tensor], aux_layers: tuple[int, ...], batches: list[list[int]]
 ) -> Iterator[tuple[int, Tensor]]:
     """(number, [T, F] features) of conversations, by the target."""
     for numbers in batches:
-        features = target.features(padded([rows[i] for i in numbers]), taps, last=True).cpu()
+        features = target.features(padded([rows[i] for i in numbers]), aux_layers, last=True).cpu()
         for i, row in zip(numbers, features, strict=True):
             yield i, row[: len(rows[i])]

@@ -55,11 +55,11 @@ def read(
 def prepare(
     config: TrainConfig,
     target: Target,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     examples: list[Example],
     accelerator: Accelerator,
 ) -> Data:
-    """Split the conversations; with --features store them. taps: the head's."""
+    """Split the conversations; with --features store them. aux_layers: the head's."""
     largest = max((int(example.input_ids.max()) for example in examples), default=0)
     if largest >= target.vocab_size:
         raise InputError(
@@ -80,9 +80,9 @@ def prepare(
     rows = [example.input_ids for example in train]
 
     def computed(numbers: list[int]) -> Tensor:
-        return target.features(padded([rows[i] for i in numbers]), taps, last=True)
+        return target.features(padded([rows[i] for i in numbers]), aux_layers, last=True)
 
     if config.features is None:
         return Data(train, held_out, computed, stored=False)
-    stored, device = store(config, target, rows, taps, accelerator), accelerator.device
+    stored, device = store(config, target, rows, aux_layers, accelerator), accelerator.device
     return Data(train, held_out, lambda numbers: stored.batch(numbers).to(device), stored=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from treespec.api.spec import Spec
 from treespec.decoding.stats import Stats
-from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
@@ -80,7 +80,7 @@ class Run:
         """Tokens [T], loss mask [T] and features [T, F] of conversations to validate on."""
         for example in self.data.held_out[: self.config.validate_on]:
             tokens = example.input_ids.to(self.target.output_device)
-            features = self.target.features(tokens[None], self.head.taps, last=True)[0]
+            features = self.target.features(tokens[None], self.head.aux_layers, last=True)[0]
             yield tokens, example.loss_mask.to(tokens.device), features
 
     def agreed(self, value: float) -> float:
@@ -122,9 +122,9 @@ def validate(
     steps = draft_steps(head, steps)
     agreeing, runs, positions = torch.zeros(steps), 0.0, 0
     for tokens, mask, features in rows:
-        tapped, last = target.parted(features, head.taps)
+        inputs, last = target.parted(features, head.aux_layers)
         wanted = target.output_logits(last).argmax(-1)  # [T]
-        drafted = KINDS[head.kind].rollout(head, target, tokens, tapped, steps)
+        drafted = rollout(head, target, tokens, inputs, steps)
         found = [
             logits.argmax(-1) == wanted[step : step + len(logits)]
             for step, logits in enumerate(drafted, start=1)

@@ -130,8 +130,8 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     model: the head.
     """
     head: Eagle3Head = extract_model_from_parallel(model)
-    tapped, last = target.parted(batch.features, head.taps)
-    steps = model(batch.tokens, tapped[:, :-2].float(), batch.counts, batch.steps)
+    inputs, last = target.parted(batch.features, head.aux_layers)
+    steps = model(batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps)
     guesses = [
         Guess.by_layer(states, head.lm_head, STEP_DECAY**step) for step, states in enumerate(steps)
     ]

@@ -12,7 +12,7 @@ from treespec.decoding.sequence import Request
 from treespec.decoding.stats import Stats
 from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features_of, outline
 from treespec.draft.drafter import Proposer
-from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.head import Head
@@ -66,7 +66,7 @@ def calibrate(
     greedy = of_tops(top, top_hit, weight)
 
     # 3. Rates counted while the target writes.
-    proposer, prompts = KINDS[head.kind].proposer(head, target), prompts_of(rows, target)
+    proposer, prompts = proposer_of(head, target), prompts_of(rows, target)
     rates = {f"{t:g}": own_rates(target, proposer, prompts, t) for t in (COLDEST, *TEMPERATURES)}
     weights = [tuple(fitted.tolist()) for fitted in (tops, draws, greedy)]
     return Calibration(weights[0], weights[1], weights[2], rates)
@@ -106,10 +106,10 @@ def outcomes(
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
-        given, last = target.parted(known, head.taps)
+        given, last = target.parted(known, head.aux_layers)
         law = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
-        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
+        for step, logits in enumerate(rollout(head, target, tokens, given, depth)):
             q = probs(logits, params)
             p = law[step + 1 : step + 1 + len(q)]
             following = tokens[step + 2 : step + 2 + len(q), None]

@@ -207,8 +207,8 @@ class Batch:
         text, drafter, start = own.text, own.drafter, len(own.text.committed)
         if count := min(most, STRETCH, own.left):
             tokens = torch.tensor(text.prompt[start : start + count + 1])
-            taps = drafter.taps if drafter else ()
-            features = self.target.prefill(own.cache, tokens[None, :-1], taps)
+            aux_layers = drafter.aux_layers if drafter else ()
+            features = self.target.prefill(own.cache, tokens[None, :-1], aux_layers)
             if drafter:
                 drafter.observe([features[0]], [tokens.to(features.device)])
             text.committed = text.prompt[: start + count]

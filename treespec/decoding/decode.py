@@ -131,7 +131,9 @@ class Decoder:
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
-                outs = self.target.forward_trees(self.cache, trees, drafter.taps if drafter else ())
+                outs = self.target.forward_trees(
+                    self.cache, trees, drafter.aux_layers if drafter else ()
+                )
 
             # 3. Verify: an accepted path and one more token for each text. A listener is given the
             #    distributions of this cycle, so they are shaped before the answer grows.

@@ -68,7 +68,7 @@ class Observer(Renewed, PerText, ABC):
     """Observes B sequences, one at first, and drafts for them."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose inputs it observes as features; () is the last hidden state."""
         return ()
 
@@ -135,8 +135,8 @@ class Proposer(Observer):
         return f"{self.head.kind} head" if self.head else ""
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.head.taps if self.head else ()
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.head.aux_layers if self.head else ()
 
     @property
     def max_depth(self) -> int | None:

@@ -17,6 +17,7 @@ from treespec.demo.known import head_of
 from treespec.draft import options
 from treespec.draft.options import HEAD, DrafterKind, options_of, parts_of
 from treespec.errors import InputError
+from treespec.heads.registry import HEADS
 from treespec.options import either, installed, nearest
 
 FREE = "treespec.draft.model_free"
@@ -39,48 +40,11 @@ def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterK
 
 ROWS = (
     of_head("head", "a trained head; its files name the kind"),
-    of_head(
-        "eagle",
-        "extrapolates the target's features",
-        "EAGLE-1 and 2, Li et al. 2024",
-        trained=True,
-    ),
-    of_head(
-        "eagle3",
-        "the same, over three of the target's layers",
-        "EAGLE-3, Li et al. 2025",
-        trained=True,
-    ),
-    of_head(
-        "medusa",
-        "a head for each token ahead",
-        "Medusa, Cai et al. 2024",
-        at_once=True,
-        trained=True,
-    ),
-    of_head(
-        "hydra",
-        "the same, each sees the drafts before",
-        "Hydra, Ankner et al. 2024",
-        trained=True,
-    ),
-    of_head(
-        "hydra++",
-        "Hydra with a layer of its own",
-        "Hydra, Ankner et al. 2024",
-        trained=True,
-    ),
-    of_head(
-        "dflash",
-        "all levels in one forward, a block of mask tokens",
-        "DFlash, 2602.06036",
-        at_once=True,
-    ),
-    of_head(
-        "p-eagle",
-        "all levels in one forward of EAGLE-3's head",
-        "P-EAGLE, 2602.01469",
-        at_once=True,
+    *(
+        of_head(
+            name, kind.summary, kind.source, at_once=kind.at_once, trained=kind.training is not None
+        )
+        for name, kind in HEADS.items()
     ),
     DrafterKind(
         "lookup",

@@ -22,8 +22,7 @@ class DrafterKind:
     before torch loads. place: whether a directory, file or hub id comes first: "" no, "must", "may".
     options: a frozen dataclass. first: the option that may be given without its name.
     one_hot: whether its tokens are found, not drawn: they have no draft distribution.
-    family: of a trained head of a package, the `Kind` that makes it and drafts with it. at_once: whether the
-    head drafts all levels from the sequence alone. trained: whether `treespec train` makes it.
+    at_once: whether a head drafts all levels from the sequence alone. trained: whether `treespec train` makes it.
     several: whether + joins several directories.
     """
 
@@ -37,7 +36,6 @@ class DrafterKind:
     options: type[Any] | None = None
     first: str = ""
     one_hot: bool = False
-    family: str = ""
     at_once: bool = False
     trained: bool = False
     several: bool = False

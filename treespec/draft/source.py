@@ -13,7 +13,7 @@ from treespec.draft.drafter import Drafter, Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
 from treespec.draft.pairing import check_one_hot, default_tree
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.kinds import proposer_of
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.model.target import Target
@@ -93,7 +93,7 @@ def source_for(drafting: Drafting, target: Target) -> Source:
         return Source(OneHotDrafter(drafting))
     if isinstance(drafting, Proposer | Drafter):
         return Source(drafting)
-    return Source(KINDS[drafting.kind].proposer(drafting, target))
+    return Source(proposer_of(drafting, target))
 
 
 def load_source(spec: DrafterSpec, target: Target) -> Source:

@@ -170,8 +170,8 @@ class TreeDrafter(ForcedDrafter):
         return shape_drafts(self.distributions[row], self.paths[row], logits, *parts)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.proposer.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.proposer.aux_layers
 
     @property
     def timed(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a forward of the target gives: hidden states, the inputs of tapped layers, logits."""
+"""What a forward of the target gives: hidden states, the inputs of aux layers, logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class TreeOutput:
     """The target's forward over one tree.
 
     logits: [N, V].
-    features: [N, H] hidden states after the final norm, or [N, taps * H] for a head that taps
+    features: [N, H] hidden states after the final norm, or [N, aux_layers * H] for a head that reads
     layers.
     rows: [asked, V] logits of the tree's extra rows, if it has any.
     """
@@ -28,10 +28,10 @@ class TreeOutput:
 
 
 @contextmanager
-def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Inside, the dict receives the input of each tapped layer of a forward.
+def captured(layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Inside, the dict receives the input of each aux layer of a forward.
 
-    taps: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
+    aux_layers: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
     """
     inputs: dict[int, Tensor] = {}
 
@@ -41,7 +41,7 @@ def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int,
 
         return hook
 
-    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
+    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in aux_layers]
     try:
         yield inputs
     finally:
@@ -49,19 +49,22 @@ def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int,
             handle.remove()
 
 
-def tapped(
-    decoder: nn.Module, layers: nn.ModuleList, arguments: dict[str, Any], taps: tuple[int, ...]
+def forward_with_features(
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    arguments: dict[str, Any],
+    aux_layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """One forward of the decoder over B trees of N nodes, with these arguments.
 
-    taps: as for `captured`. Returns the hidden states after the final norm [B, N, H], and the
-    features: these same states, or the tapped inputs side by side, [B, N, taps * H].
+    aux_layers: as for `captured`. Returns the hidden states after the final norm [B, N, H], and the
+    features: these same states, or these inputs side by side, [B, N, aux_layers * H].
     """
-    with captured(layers, taps) as inputs:
+    with captured(layers, aux_layers) as inputs:
         hidden = decoder(**arguments).last_hidden_state
-    if not taps:
+    if not aux_layers:
         return hidden, hidden
-    return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
+    return hidden, torch.cat([inputs[k].to(hidden.device) for k in aux_layers], dim=-1)
 
 
 def scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:

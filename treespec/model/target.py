@@ -33,7 +33,7 @@ from treespec.model.inspect import (
 from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.output import scaled, tapped
+from treespec.model.output import forward_with_features, scaled
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
@@ -44,7 +44,7 @@ from treespec.trees.tree import TokenTree
 
 log = logging.getLogger(__name__)
 
-Taps = tuple[int, ...]
+AuxLayers = tuple[int, ...]
 
 
 @final
@@ -158,14 +158,14 @@ class Target:
         self,
         cache: TreeCache,
         tokens: Tensor,
-        taps: Taps = (),
+        aux_layers: AuxLayers = (),
         chunk: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
         """Append tokens to each text and commit them, in chunks. Returns features [B, P, H].
 
         tokens: [B, P] int64.
-        taps: layers whose inputs are the features. Default: hidden states after the final norm.
+        aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
         chunk: tokens per forward. Default: a power of two (16 to 512) whose mask stays small
         compared with the weights; few shapes, because oneDNN caches memory for each.
         counts: tokens to commit of each text; further columns of its row are padding, also in the
@@ -180,7 +180,7 @@ class Target:
         size = self.rows_beside if chunk is None else lambda columns: chunk
         for part in causal_chunks(cache, counts or [length] * b, size):
             new_tokens = tokens[:, part.columns]
-            features = self._hidden(cache, new_tokens, part.depth, part.causal, taps)[1]
+            features = self._hidden(cache, new_tokens, part.depth, part.causal, aux_layers)[1]
             if all_features is None:
                 all_features = features.new_empty(b, length, features.shape[-1])
             all_features[:, part.columns] = features
@@ -196,38 +196,40 @@ class Target:
         return 1 << (room.bit_length() - 1)
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, taps: Taps = (), last: bool = False) -> Tensor:
+    def features(self, tokens: Tensor, aux_layers: AuxLayers = (), last: bool = False) -> Tensor:
         """[B, T, H] features of whole texts, without a cache, as training needs them.
 
         tokens: [B, T] int64; any padding on the right.
-        last: whether the hidden states after the final norm follow the tapped layers' inputs.
+        last: whether the hidden states after the final norm follow the aux layers' inputs.
         """
         arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
-        hidden, features = tapped(self.decoder, self.stack, arguments, taps)
-        return torch.cat([features, hidden], dim=-1) if taps and last else features
+        hidden, features = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+        return torch.cat([features, hidden], dim=-1) if aux_layers and last else features
 
-    def parted(self, features: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
+    def parted(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
         last = features[..., -self.feature_width :]
-        return (features[..., : -self.feature_width] if taps else features), last
+        return (features[..., : -self.feature_width] if aux_layers else features), last
 
-    def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: Taps = ()) -> TreeOutput:
+    def forward_tree(
+        self, cache: TreeCache, tree: TokenTree, aux_layers: AuxLayers = ()
+    ) -> TreeOutput:
         """`forward_trees` of one text."""
-        return self.forward_trees(cache, [tree], taps)[0]
+        return self.forward_trees(cache, [tree], aux_layers)[0]
 
     @torch.no_grad()
     def forward_trees(
-        self, cache: TreeCache, trees: Sequence[TokenTree], taps: Taps = ()
+        self, cache: TreeCache, trees: Sequence[TokenTree], aux_layers: AuxLayers = ()
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache.
 
         The trees' keys and values are written behind the longest text, for `cache.commit` to keep.
         A tree's extra rows are written behind its nodes.
 
-        trees: one for each text. taps: as for `prefill`.
+        trees: one for each text. aux_layers: as for `prefill`.
         """
         tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
-        hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
+        hidden, features = self._hidden(cache, tokens, depth, ancestors, aux_layers)
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         outputs = []
@@ -238,7 +240,12 @@ class Target:
         return outputs
 
     def _hidden(
-        self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: Taps
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        depth: Tensor,
+        ancestors: Tensor,
+        aux_layers: AuxLayers,
     ) -> tuple[Tensor, Tensor]:
         """One forward over B trees of N nodes: hidden states after the final norm, and features.
 
@@ -246,7 +253,7 @@ class Target:
         """
         places = positions(depth, cache.lengths)
         seen = attention_mask(ancestors, depth, cache.lengths)
-        return self._forward(cache, tokens, places, seen, taps)
+        return self._forward(cache, tokens, places, seen, aux_layers)
 
     @torch.no_grad()
     def forward_nodes(
@@ -270,7 +277,7 @@ class Target:
             return self._forward(cache, tokens, places, seen, ())[0]
 
     def _forward(
-        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: Taps
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, aux_layers: AuxLayers
     ) -> tuple[Tensor, Tensor]:
         """`_hidden` of nodes that see the columns `seen` [B, N, T], at positions `places` [B, T]."""
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
@@ -289,4 +296,4 @@ class Target:
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": True}
         inputs |= {name: value for name, value in options.items() if name in self.takes}
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
-            return tapped(self.decoder, self.stack, inputs, taps)
+            return forward_with_features(self.decoder, self.stack, inputs, aux_layers)

@@ -165,8 +165,8 @@ class Bench:
         self.ids = ids % target.vocab_size
         self.target, self.batch, self.tokens = target, batch, self.ids[:context]
         self.cache = target.new_cache(context + (320 if batch == 1 else NODES_TOGETHER[-1]))
-        taps = proposer.taps if proposer else ()
-        self.features = target.prefill(self.cache, self.tokens[None], taps)[0]
+        aux_layers = proposer.aux_layers if proposer else ()
+        self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
         self.cache.select([0] * batch)
         if proposer:
             self.proposer, *others = [proposer.new() for _ in range(batch)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from treespec.draft.drafter import Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.other_vocabulary import SharedVocabulary, shared_vocabulary
-from treespec.draft.trained.kinds import KINDS, embedding_of, embedding_to_share
+from treespec.draft.trained.kinds import embedding_of, embedding_to_share, proposer_of
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
@@ -42,7 +42,7 @@ def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
         raise InputError(
             f"--drafter {spec.own} is a head of kind {head.kind}: write {head.kind}:{spec.place}"
         )
-    return KINDS[head.kind].proposer(head, target)
+    return proposer_of(head, target)
 
 
 def trained_head(folder: str, target: Target) -> Head:
@@ -65,13 +65,13 @@ def fit(head: Head, target: Target, name: str) -> None:
 
     Raises InputError for the head of another target.
     """
-    head.settle_taps(target.layers)
-    if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
+    head.settle_aux_layers(target.layers)
+    if beyond := [k for k in head.aux_layers if not 0 <= k < target.layers]:
         raise InputError(
-            f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for "
+            f"head {name} reads layer {beyond[0]}, the target has {target.layers}: it is for "
             "another target"
         )
-    width = len(head.taps) * target.config.hidden_size or target.feature_width
+    width = len(head.aux_layers) * target.config.hidden_size or target.feature_width
     if head.feature_size != width:
         raise InputError(
             f"head {name} is for features of width {head.feature_size}, the target's are {width}"
@@ -195,9 +195,10 @@ def renumbered(
         tokens, places = torch.tensor(kept).unbind(1)
         tensors["lm_head.weight"] = tensors["lm_head.weight"][places]
         config["draft_vocab_size"] = len(tokens)
-        mapping = zip(("d2t", "t2d"), mapping_of(tokens, vocab_size), strict=True)
-        tensors = {key: value for key, value in tensors.items() if key not in ("d2t", "t2d")}
-        tensors |= {key: value for key, value in mapping if value is not None}
+        for name, value in mapping_of(tokens, vocab_size).items():
+            tensors.pop(name, None)
+            if value is not None:
+                tensors[name] = value
 
     # 3. The same kind of head.
     new = type(head)(config)

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from treespec.draft.models.branch import Levels
 from treespec.draft.trained.pairs import AtOnceProposer, DeepeningProposer
-from treespec.heads.block import BlockHead, Pairs
-from treespec.heads.features import FeatureHead
+from treespec.heads.eagle import FeatureHead
 from treespec.heads.hydra import HydraHead
+from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed, positions
@@ -123,7 +123,7 @@ class HydraProposer(DeepeningProposer):
 
     @property
     def cached_layers(self) -> int:
-        return int(self.head.kind == "hydra++")
+        return self.head.cached_layers
 
     def pairs(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None

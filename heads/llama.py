@@ -1,0 +1,143 @@
+"""What heads with layers of Llama's family share, and the seam of those that draft in one forward."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from treespec.heads.head import EMBEDDING, Config, Embed, Head, OutputPath, TargetFacts
+from treespec.heads.layers import KeyValues, Rotary
+
+
+class LlamaHead(Head):
+    """A head with layers of Llama's or Qwen3's family, and an embedding.
+
+    config: the content of config.json, with Llama's fields.
+    """
+
+    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
+
+    def __init__(self, config: Config) -> None:
+        llama = LlamaConfig(**{name: config[name] for name in config if name != "model_type"})
+        super().__init__(config, llama.vocab_size)
+        self.llama, self.hidden_size = llama, llama.hidden_size
+        self.rotary = Rotary(llama)
+        embedding = nn.Embedding(llama.vocab_size, llama.hidden_size)
+        self.embed_tokens = embedding.requires_grad_(False)
+
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
+        if self.lacks_embedding:
+            module = weight if isinstance(weight, nn.Module) else None
+            self.embed_tokens = module or nn.Embedding.from_pretrained(weight)
+        own = self.embed_tokens
+        if not isinstance(own, nn.Embedding) or isinstance(weight, nn.Module):
+            return
+        if own.weight.device == weight.device and torch.equal(own.weight, weight):
+            own.weight = weight
+
+    @classmethod
+    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+        """One layer of the same widths, head counts and rotary settings as the target's.
+
+        For targets without rotary positions or gated layers it takes Llama's defaults.
+        """
+        # 1. Sizes. As attributes, those that differ by layer raise an error.
+        known, width = target.config.to_dict(), target.feature_width
+        known |= {name: known.get(stored) for name, stored in target.config.attribute_map.items()}
+        inner = known.get("intermediate_size") or 4 * width
+        heads = known.get("num_attention_heads") or max(1, width // 64)  # Mamba: none
+        heads = 1 if width % heads else heads
+        groups = known.get("num_key_value_heads") or heads
+        config: Config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": width,
+            "intermediate_size": max(inner) if isinstance(inner, list) else inner,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads if heads % groups else groups,
+            "head_dim": known.get("head_dim") or width // heads,
+            "vocab_size": target.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
+            "max_position_embeddings": known.get("max_position_embeddings") or 2048,
+        }
+
+        # 2. Rotary positions.
+        rope = known.get("rope_parameters") or {}
+        rope = rope.get("full_attention", rope)  # parameters by layer type
+        if rope:
+            rope = {name: rope[name] for name in rope if name != "partial_rotary_factor"}
+            config |= {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", 10000.0)}
+        return config | fields
+
+    def draft_first(self, drafted: int | None) -> None:
+        """Give it an output layer of its own, for the first `drafted` tokens; None: for all."""
+        drafted = drafted or self.vocab_size
+        self.lm_head = nn.Linear(self.hidden_size, drafted, bias=False)
+        self.draft(torch.arange(drafted))
+
+    def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
+        """[..., H] states -> [..., N] logits, by an output layer of its own or by the target's."""
+        if self.lm_head is not None:
+            return self.lm_head(self.normed(hidden))
+        assert target is not None
+        return target.output_logits(self.normed(hidden), self.output)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[..., H] states -> [..., H] what the output layer takes: the same."""
+        return hidden
+
+
+class Pairs(NamedTuple):
+    """n new pairs (a feature, and the token after it) of each text, and what a forward sees.
+
+    The forward is over them and a block of S further rows:
+
+        columns     | cached pairs | n new pairs | S block rows |
+        positions     0 1 2 …        …             that of the last token, and on from it
+
+    tokens: [B, n] int64, each the one after its feature. features: [B, n, F] the target's. places:
+    [B, T] the positions of all T columns. seen: [B, n + S, T] bool; a block row sees its sequence's
+    pairs and the whole block.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    places: Tensor
+    seen: Tensor
+
+
+class BlockHead(LlamaHead):
+    """Drafts `max_depth` levels in one forward, from the sequence alone: none sees what is drafted.
+
+    block: S, the rows that it adds after the pairs. layer_count: layers with keys and values.
+    """
+
+    max_depth: int
+    block: int
+    layer_count: int
+    mask_token: int
+
+    @abstractmethod
+    def run(
+        self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
+    ) -> tuple[Tensor | None, Tensor]:
+        """One forward over new pairs, and over a block unless `roots` is None.
+
+        roots: [B] the last tokens. caches: of each layer. embed: the target's own embedding.
+        Returns the pairs' states [B, n, H], if it has any, and the block's [B, S, H].
+        """
+
+    @abstractmethod
+    def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
+        """[B, D, H] the states of all levels. last: [B, H] of the last pairs. block: [B, S, H]."""
+
+    def check_mask_token(self) -> None:
+        """Raises ValueError for a mask token that has no embedding."""
+        token = self.mask_token = self.config["mask_token_id"]
+        if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            raise ValueError(f"mask_token_id is {token!r}, must be a token below {self.vocab_size}")

@@ -32,6 +32,7 @@ class Ask(NamedTuple):
     most: int
 
 
+Turn = tuple[Ask, Output, float]  # with its seconds
 Answerer = Callable[[Sequence[Ask]], list[Output]]  # several prompts are completed together
 Fresh = Callable[[Contestant], Spec]
 
@@ -44,44 +45,40 @@ def ask(
     Each turn follows its own completions of the turns before. spec: encodes the prompts.
     """
     messages: list[list[dict[str, str]]] = [[] for _ in group]
-    turns: list[list[tuple[Output, float, int]]] = [[] for _ in group]  # completion, seconds, seed
+    turns: list[list[Turn]] = [[] for _ in group]
     room, name = spec.target.context_length, one.name.removesuffix(f"-b{one.batch}")
     for number in range(max(len(question.turns) for question in group)):
-        # 1. The conversations that have this turn; a prompt may fill the context.
-        outputs: dict[int, Output] = {}
+        # 1. The conversations that have this turn.
         asks: dict[int, Ask] = {}
         for i, question in enumerate(group):
             if number < len(question.turns):
                 messages[i].append({"role": "user", "content": question.turns[number]})
-                prompt = spec.encode(messages[i])
+                ids = spec.encode(messages[i])
                 seed = seed_of(config.seed, question.question_id, number, name)
-                most = min(config.max_new_tokens, room - len(prompt))
-                asks[i] = Ask(messages[i], prompt, seed, most)
-                outputs[i] = Output("", [], Stats(prompt_tokens=len(prompt), truncated=True))
+                asks[i] = Ask(messages[i], ids, seed, min(config.max_new_tokens, room - len(ids)))
 
-        # 2. Their completions, on the clock.
-        fits = {i: asks[i] for i in asks if asks[i].most > 0}
+        # 2. Their completions, on the clock; a prompt may fill the context.
+        fits = {i: ask for i, ask in asks.items() if ask.most > 0}
         started = time.perf_counter()
-        if fits:
-            outputs |= zip(fits, answer(list(fits.values())), strict=True)
+        outputs = dict(zip(fits, answer([*fits.values()]), strict=True)) if fits else {}
         wall = time.perf_counter() - started
 
         # 3. Divide the time among the conversations in proportion to their own seconds.
         counted = sum(output.stats.seconds["total"] for output in outputs.values())
-        for i, output in outputs.items():
-            share = output.stats.seconds["total"] / counted if counted else 1 / len(outputs)
-            turns[i].append((output, wall * share, asks[i].seed))
+        for i, ask in asks.items():
+            full = Output("", [], Stats(prompt_tokens=len(ask.ids), truncated=True))
+            output = outputs.get(i, full)
+            share = output.stats.seconds["total"] / counted if counted else 1 / len(asks)
+            turns[i].append((ask, output, wall * share))
             # fschat's templates take an empty completion for the place of the next one
             messages[i].append({"role": "assistant", "content": output.text or " "})
     pairs = zip(group, turns, strict=True)
-    return [completed(*pair, one.name, config.max_new_tokens) for pair in pairs]
+    return [completed(question, own, one.name, config.max_new_tokens) for question, own in pairs]
 
 
-def completed(
-    question: Question, turns: list[tuple[Output, float, int]], name: str, most: int
-) -> Completion:
-    """The entry of one question. turns: completion, seconds and seed of each. most: new tokens."""
-    total, stats = Stats(), [output.stats for output, _, _ in turns]
+def completed(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
+    """The entry of one question. most: new tokens."""
+    total, stats = Stats(), [output.stats for _, output, _ in turns]
     for one in stats:
         total.add(one)
     cut = ["max_new_tokens" if one.new_tokens >= most else "context" for one in stats]
@@ -89,14 +86,15 @@ def completed(
         "contestant": name,
         "question_id": question.question_id,
         "category": question.category,
-        "turns": [output.text for output, _, _ in turns],
-        "token_ids": [output.token_ids for output, _, _ in turns],
+        "turns": [output.text for _, output, _ in turns],
+        "token_ids": [output.token_ids for _, output, _ in turns],
+        "before": [ask.ids[-LEAD:] for ask, _, _ in turns],
         "prompt_tokens": [one.prompt_tokens for one in stats],
         "new_tokens": [one.new_tokens for one in stats],
         "cycles": [one.cycles for one in stats],
-        "wall": [seconds for _, seconds, _ in turns],
+        "wall": [seconds for _, _, seconds in turns],
         "ended": [end if one.truncated else "model" for one, end in zip(stats, cut, strict=True)],
-        "seeds": [seed for _, _, seed in turns],
+        "seeds": [ask.seed for ask, _, _ in turns],
         "seconds": dict(total.seconds),
         "accept_lengths": [accepted + 1 for accepted in total.accepted],
         "drafted": total.drafted,
@@ -169,22 +167,6 @@ def memory_of(one: Contestant, config: EvalConfig) -> str | None:
     depends on the order of the questions, on a resumption, or on what others completed.
     """
     return {"none": None, "run": f"eval {one.name}", "kept": ""}[config.memory]
-
-
-def recall(spec: Spec, memory: str, before: Sequence[tuple[Sequence[str], Completion]]) -> None:
-    """Remember the completions of an earlier run, as that run did, before this one goes on.
-
-    before: each with the turns of its question.
-    """
-    for questions, completion in before:
-        messages: list[dict[str, str]] = []
-        turns = zip(questions, completion["turns"], completion["token_ids"], strict=True)
-        for question, text, tokens in turns:
-            messages.append({"role": "user", "content": question})
-            if tokens and spec.decoder.drafter:  # none where the prompt filled the context
-                context = spec.encode(messages)[-LEAD:]
-                spec.decoder.drafter.remember(memory, [*context, *tokens])
-            messages.append({"role": "assistant", "content": text or " "})
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What several evaluations share: progress, lists of options, what differs from a run before."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from treespec.errors import InputError
@@ -14,6 +14,13 @@ class Step:
     done: int
     total: int
     text: str
+
+
+Report = Callable[[Step], None]
+
+
+def silent(step: Step) -> None:
+    """A report that nobody reads."""
 
 
 def listed(name: str, values: str | None) -> list[str]:

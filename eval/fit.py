@@ -3,7 +3,7 @@
 The text is that of `--text`, or without it the target's own answers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from treespec.draft.cost.measure import cost_for
 from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
-from treespec.eval.common import Step
+from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CalibrateConfig, TreeConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
@@ -30,12 +30,8 @@ from treespec.trees.static import StaticTree, text_of
 
 LARGEST = 128  # most nodes of a tree whose size follows from times
 
-Report = Callable[[Step], None]
 
-
-def calibrate_head(
-    config: CalibrateConfig, report: Report = lambda step: None
-) -> tuple[Path, float | None]:
+def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Path, float | None]:
     """Write HEAD/calibration.json; returns its path and the coverage of a new draft vocabulary.
 
     Raises InputError for a head that is no directory, and for text that cannot be read or is too
@@ -64,9 +60,7 @@ def calibrate_head(
     return file, coverage
 
 
-def make_tree(
-    config: TreeConfig, report: Report = lambda step: None
-) -> tuple[StaticTree, Tensor, float]:
+def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, Tensor, float]:
     """Write the tree to OUT; returns it, the accuracies [D, R] and the τ that they predict.
 
     Raises InputError for files and models that cannot be used, for text that is too short, and for

@@ -39,8 +39,8 @@ class Completion(TypedDict):
     cycles: target forwards; none of a peer. wall: seconds by the clock, of a batch its share.
     seconds: of all turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
     accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
-    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
-    "model", "max_new_tokens" or "context". time: Unix's.
+    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. before: the last
+    tokens of the prompt. ended: "model", "max_new_tokens" or "context". time: Unix's.
     """
 
     contestant: str
@@ -48,6 +48,7 @@ class Completion(TypedDict):
     category: str
     turns: list[str]
     token_ids: list[list[int]]
+    before: list[list[int]]
     prompt_tokens: list[int]
     new_tokens: list[int]
     cycles: list[int]

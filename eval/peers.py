@@ -64,15 +64,11 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
 
     # 2. The vocabulary: its size, and the token of each number.
     size = sizes_of(model.get_output_embeddings())[0]
-    if size != target.vocab_size:
+    own, other = (one and one.get_vocab() for one in (target.tokenizer, tokenizer))
+    if size != target.vocab_size or (own and own != other):
         raise InputError(
-            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: "
-            "take one with its tokenizer"
-        )
-    words = [one and one.get_vocab() for one in (tokenizer, target.tokenizer)]
-    if words[1] and words[0] != words[1]:
-        raise InputError(
-            "--assistant has other tokens than the target: take a model with the target's tokenizer"
+            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}, and both "
+            "must hold the same tokens: take a model with the target's tokenizer"
         )
 
     # 3. Where its weights go.

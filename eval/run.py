@@ -2,9 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -13,8 +14,8 @@ import torch
 from treespec.decoding.stats import figures
 from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, ask, load_own, memory_of, recall
-from treespec.eval.common import Step, differences, listed
+from treespec.eval.answering import answerer, ask, load_own, memory_of
+from treespec.eval.common import Report, Step, differences, listed, silent
 from treespec.eval.config import EvalConfig, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, Plan, contestants, pairs, planned
 from treespec.eval.figures import Summary
@@ -30,9 +31,7 @@ from treespec.trees.static import TreeError
 WARM_UP_TOKENS = 16
 
 
-def evaluate(
-    config: EvalConfig, report: Callable[[Step], None] = lambda step: None
-) -> Summary | None:
+def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     """Complete what is not completed yet, then write and return the figures.
 
     Writes OUT/ledger.jsonl, OUT/report.json, OUT/report.md, OUT/report.html and OUT/answers. Of
@@ -79,7 +78,7 @@ class Run:
         ledger: Ledger,
         head: Entry,
         questions: list[Question],
-        report: Callable[[Step], None],
+        report: Report,
     ) -> None:
         self.config, self.ledger, self.head, self.questions = config, ledger, head, questions
         self.before, self.tell = ledger.head, report
@@ -189,12 +188,14 @@ class Run:
             for _ in range(config.warm_up):
                 self.asked(group, one, short)
 
-        # 2. Suffix caches remember earlier completions.
-        turns = {question.question_id: question.turns for question in self.questions}
+        # 2. Suffix caches remember earlier completions, as the run did that made them.
         for one in first if config.memory == "run" else ():
+            drafter, memory = self.fresh(one).decoder.drafter, str(memory_of(one, config))
             own = [e for e in self.ledger.of("completion") if e["contestant"] == one.name]
-            memory = str(memory_of(one, config))
-            recall(self.fresh(one), memory, [(turns[e["question_id"]], e) for e in own])
+            turns = [turn for e in own for turn in zip(e["before"], e["token_ids"], strict=True)]
+            for before, ids in turns:
+                if ids and drafter:  # none where the prompt filled the context
+                    drafter.remember(memory, [*before, *ids])
 
         # 3. Ask.
         explained = False
@@ -224,9 +225,7 @@ class Run:
             return []
 
 
-def judge(
-    ledger: Ledger, questions: Sequence[Question], run_code: bool, report: Callable[[Step], None]
-) -> None:
+def judge(ledger: Ledger, questions: Sequence[Question], run_code: bool, report: Report) -> None:
     """Check the last turn of every completion that was not checked before, and keep the verdicts.
 
     Another check than before judges a question's completions again. run_code: also take checks that
@@ -235,18 +234,13 @@ def judge(
     checks = {q.question_id: q.check for q in questions if q.check}
     before = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
     completions: list[Completion] = ledger.of("completion")
-    by_words: dict[tuple[int | str, str], bool] = {}
+    right = cache(lambda i, text: checks[i].right(text))
     for number, completion in enumerate(completions):
-        i, name, text = completion["question_id"], completion["contestant"], completion["turns"][-1]
+        i, name = completion["question_id"], completion["contestant"]
         if i not in checks or (checks[i].runs_code and not run_code):
             continue
         digest = hashlib.sha256(repr(checks[i]).encode()).hexdigest()
-        known = before.get((name, i), {})
-        if known.get("check") == digest:
-            by_words[i, text] = known["right"]
-            continue
-        if (i, text) not in by_words:
+        if before.get((name, i), {}).get("check") != digest:
             report(Step(number, len(completions), f"checking the answer to {i}"))
-            by_words[i, text] = checks[i].right(text)
-        fields = {"contestant": name, "question_id": i, "check": digest}
-        ledger.append("checked", fields | {"right": by_words[i, text]})
+            fields = {"contestant": name, "question_id": i, "check": digest}
+            ledger.append("checked", fields | {"right": right(i, completion["turns"][-1])})

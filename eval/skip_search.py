@@ -16,7 +16,7 @@ from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
-from treespec.eval.common import Step
+from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import SkipConfig
 from treespec.eval.texts import from_file, load_models
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-def search_skip_set(
-    config: SkipConfig, report: Callable[[Step], None] = lambda step: None
-) -> dict[str, Any]:
+def search_skip_set(config: SkipConfig, report: Report = silent) -> dict[str, Any]:
     """Write OUT and return what it holds: tokens/s with the skip set and one at a time, and the set.
 
     Raises InputError without optuna, for files and models that cannot be used, and for text without
@@ -72,7 +70,7 @@ def search(
     layers: int,
     trials: int,
     minutes: float | None = None,
-    report: Callable[[Step], None] = lambda step: None,
+    report: Report = silent,
 ) -> tuple[SkipSet, float, int]:
     """(the fastest skip set tried, its speed, the number tried).
 

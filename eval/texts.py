@@ -1,6 +1,6 @@
 """What a measurement loads: models by its options, and a text, of a file or the target's own answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from treespec.api.load import load
 from treespec.api.options import PlacementOptions, TargetOptions
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.eval.common import Step
+from treespec.eval.common import Report, Step
 from treespec.eval.questions import Question
 from treespec.files.atomic import check_writable
 from treespec.model.processor import processor
@@ -21,7 +21,6 @@ from treespec.model.target import Target
 from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
 
-Report = Callable[[Step], None]
 MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 

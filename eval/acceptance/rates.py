@@ -1,7 +1,7 @@
 """The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schem
 from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.eval.acceptance.sources import Coordinates, Logits, collected, given
 from treespec.eval.acceptance.table import Mean, Row, report_of
-from treespec.eval.common import Step
+from treespec.eval.common import Report, Step, silent
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
@@ -27,9 +27,7 @@ from treespec.verify.scheme import Scheme
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 
-def accept(
-    config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None
-) -> dict[str, Any]:
+def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     """Collect logits, or take the given distributions, then rate every scheme.
 
     Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and .html. Its fields:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.common import Step, differences
+from treespec.eval.common import Report, Step, differences, silent
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.texts import Passage, describe, load_models, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
@@ -44,7 +44,7 @@ class Logits:
 # --- of models -----------------------------------------------------------------------------------
 
 
-def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Collected:
+def collected(config: AcceptanceConfig, report: Report) -> Collected:
     """The logits of OUT/logits.safetensors, or new ones, which are written there.
 
     Raises InputError if the file is damaged, or holds logits of other options, texts or models.
@@ -102,7 +102,7 @@ def logits_of(
     passages: Sequence[Passage],
     step: int,
     positions: int = 0,
-    report: Callable[[Step], None] = lambda step: None,
+    report: Report = silent,
 ) -> Logits:
     """Logits at draft step `step`, on the CPU in the model's dtype.
 

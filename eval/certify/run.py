@@ -14,7 +14,7 @@ uniform whatever the distribution, so all samples answer the same questions:
 The questions share the error. docs/verification.md says what they find.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from treespec.eval.certify.samples import (
     own_settings,
     plain_outputs,
 )
-from treespec.eval.common import Step
+from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CertifyConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
@@ -44,10 +44,8 @@ from treespec.shaping.sampling import SamplingParams
 
 TESTS = 10  # of samples, at most
 
-Report = Callable[[Step], None]
 
-
-def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
+def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     """Run all tests and write the report; its field `passed` is the verdict.
 
     report: called with each step of the work. Raises InputError for bad input.
@@ -88,7 +86,7 @@ class Examination:
     spec: Spec
     prompts: Sequence[list[int]]
     config: CertifyConfig
-    report: Report = lambda step: None
+    report: Report = silent
 
     @property
     def changes(self) -> dict[str, Any]:

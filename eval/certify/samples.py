@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, final
 
@@ -66,8 +66,7 @@ def own_samples(
 
     for group, prompt in prompts:
         cycles = list[Cycle]()
-        sampled = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
-        requests.append(spec.request(prompt, seed=generator, **sampled, **options))
+        requests.append(spec.request(prompt, seed=generator, **asdict(params), **options))
         requests[-1].listener = partial(listen, cycles)
         samples.append(Sample(group, prompt, [], params, cycles))
     spec.measure(batch)

@@ -11,9 +11,9 @@ from tokenizers.models import BPE
 
 from treespec import load
 from treespec.api.spec import Spec
+from treespec.draft.models.model import OtherVocabulary
 from treespec.draft.models.other_vocabulary import (
     SPECIAL,
-    OtherVocabulary,
     SharedVocabulary,
     bytes_of,
     shared_vocabulary,

@@ -20,8 +20,8 @@ from treespec.draft.model_free.datastore import ORDER, Datastore, suffix_array
 from treespec.draft.model_free.lookup import Rest, Suffix
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCaches
-from treespec.draft.models.model import ModelProposer, SeveralModels
-from treespec.draft.models.other_vocabulary import OtherVocabulary, SharedVocabulary
+from treespec.draft.models.model import ModelProposer, OtherVocabulary, SeveralModels
+from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer

@@ -99,7 +99,7 @@ ROWS = (
     DrafterKind(
         "model",
         ("model:MODEL", "model:MODEL+MODEL"),
-        "treespec.draft.models.load:load_models",
+        "treespec.draft.models.model:load_models",
         "a smaller model, of any vocabulary, or several of the target's",
         "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
         f"{CHECKS}:check_models",

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary, and the tokens that it shares with the target.
+"""The tokens that two vocabularies share.
 
 Tokens are compared by the bytes of text that each stands for.
 
@@ -9,19 +9,16 @@ Special tokens stand for no text: two of them are the same if their names are.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from treespec.draft.models.model import ModelProposer
 from treespec.errors import InputError
-from treespec.model.target import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,33 +34,22 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
     """The bytes of every token, by its number; a special token's name follows SPECIAL."""
-    # 1. Tokens beside the model's own: special ones, and plain text.
-    found: dict[int, bytes] = {}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and '"type":"ByteLevel"' in backend.to_str()
+
+    def text_of(token: str) -> bytes:
+        if byte_level and all(character in BYTES for character in token):
+            return bytes(BYTES[character] for character in token)
+        if not byte_level and (byte := BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        return (token if byte_level else token.replace(SPACE, " ")).encode()
+
+    found = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
     for number, added in tokenizer.added_tokens_decoder.items():
-        if not byte_level and BYTE.fullmatch(added.content):
-            continue
-        plain = added.content if byte_level else added.content.replace(SPACE, " ")
-        found[number] = SPECIAL + added.content.encode() if added.special else plain.encode()
-
-    # 2. The model's own.
-    for token, number in tokenizer.get_vocab().items():
-        if number not in found:
-            found[number] = _byte_level(token) if byte_level else _sentence_piece(token)
+        if byte_level or not BYTE.fullmatch(added.content):
+            plain = added.content.encode() if byte_level else text_of(added.content)
+            found[number] = SPECIAL + added.content.encode() if added.special else plain
     return found
-
-
-def _byte_level(token: str) -> bytes:
-    if all(character in BYTES for character in token):
-        return bytes(BYTES[character] for character in token)
-    return token.encode()
-
-
-def _sentence_piece(token: str) -> bytes:
-    if byte := BYTE.fullmatch(token):
-        return bytes.fromhex(byte[1])
-    return token.replace(SPACE, " ").encode()
 
 
 @final
@@ -143,100 +129,34 @@ def by_bytes(tokenizer: "PreTrainedTokenizerBase", table: Mapping[int, bytes]) -
     table: the bytes of each token, by its number. Of several tokens for the same bytes it is the
     first, but one like `<0x61>` only where there is no other: a text's `a` is the token `a`.
     """
-    numbers = sorted(table)
-    names = tokenizer.convert_ids_to_tokens(numbers)
+    names = tokenizer.convert_ids_to_tokens(sorted(table))
     single = [bool(BYTE.fullmatch(name)) for name in names]
     found: dict[bytes, int] = {}
-    for _, number in sorted(zip(single, numbers, strict=True)):
+    for _, number in sorted(zip(single, sorted(table), strict=True)):
         found.setdefault(table[number], number)
     return found
 
 
-@final
-class OtherVocabulary(ModelProposer):
-    """Drafts the tokens that a model of another tokenizer shares with the target.
+def tokens_differ(target: Any, draft: Any, target_size: int, draft_size: int) -> str | None:
+    """A difference between two tokenizers' numbering of tokens, or None if they agree.
 
-    Timor et al. 2025 (2502.05202), token-level intersection. The model's distribution is restricted to
-    these tokens, and renormalised, before anything is drawn. So it is an ordinary draft distribution
-    over a part of the target's vocabulary, and every verifier and tree stays lossless.
-
-    The draft model reads the target's text token by token: a shared token as its own, any other one as
-    the tokens that spell its bytes. Three tokens, of which the draft model lacks the second:
-
-        target    the     ·unhappiness       ·of         ends  2 5 6: draft tokens up to each
-        draft     <bos>  the  ·un happi ness  ·of
-
-    So its cache stays valid while the text grows, unlike after tokenising the text again.
-
-    known: also the start that the model's tokenizer gives every text. ends: how many of them there
-    are up to each observed token of the target.
+    A number that only one of them names is padding of the other's embedding, and no difference.
     """
-
-    per_text = ("known", "ends", "cache")
-
-    def __init__(self, model: Target, target: Target, words: SharedVocabulary) -> None:
-        super().__init__(model, target)
-        self.words = words
-        self.shared = words.target.to(target.output_device)
-        self.own = words.draft.to(model.output_device)
-        start = start_of(model.tokenizer)
-        self.start = self.known[0].new_tensor(start)
-        self.skipped = frozenset(start_of(target.tokenizer) if start else ())  # as a first token
-        self.known: list[Tensor] = [self.start]
-        self.ends: list[list[int]] = [[]]
-
-    @property
-    def name(self) -> str:
-        return "model of another vocabulary"
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.shared
-
-    @property
-    def identity(self) -> object:
-        return [super().identity, len(self.shared)]
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        spelled = [self.spelled(row, new[:-1]) for row, new in enumerate(tokens)]
-        starts = list(map(len, self.known))
-        super().observe(features, tokens)
-        for ends, start, parts in zip(self.ends, starts, spelled, strict=True):
-            ends += [*accumulate(map(len, parts), initial=start)][1:]
-
-    def translated(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        parts = [self.spelled(row, new) for row, new in enumerate(tokens)]
-        return [self.start.new_tensor([*chain.from_iterable(row)]) for row in parts]
-
-    def spelled(self, row: int, tokens: Tensor) -> list[tuple[int, ...]]:
-        """The draft tokens of each of a sequence's next tokens [n]."""
-        numbers = tokens.tolist()
-        spelled = [self.words.spelled(number) for number in numbers]
-        if numbers and not self.ends[row] and numbers[0] in self.skipped:
-            spelled[0] = ()
-        return spelled
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.ends = [ends[:length] for ends, length in zip(self.ends, lengths, strict=True)]
-        super().rewind([ends[-1] if ends else len(self.start) for ends in self.ends])
-
-    def cut(self) -> None:
-        super().cut()
-        # `begin` reads at least one token, and the first root may be one that only the target has.
-        lengths = zip(self.cache.lengths, self.ends, strict=True)
-        self.cache.rewind([length if ends else 0 for length, ends in lengths])
-
-    def drafted(self, tokens: Tensor) -> Tensor:
-        return self.own[tokens]
-
-    def fitted(self, logits: Tensor) -> Tensor:
-        return logits.index_select(-1, self.own)
+    if draft is None or target is None:
+        sizes = f"{draft_size} and {target_size}"
+        agree = draft_size == target_size and draft is target
+        return None if agree else f"{sizes}, without a tokenizer to compare"
+    theirs = {number: token for token, number in draft.get_vocab().items()}
+    ours = {number: token for token, number in target.get_vocab().items()}
+    for number in sorted(theirs.keys() & ours.keys()):
+        if theirs[number] != ours[number]:
+            return f"token {number} is {theirs[number]!r}, the target's {ours[number]!r}"
+    return None
 
 
-def start_of(tokenizer: object) -> list[int]:
-    """The special tokens that a tokenizer gives every text at its start."""
-    encode = getattr(tokenizer, "encode", None)
-    if encode is None:
+def start_of(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer gives every text at its start; [] without a tokenizer."""
+    if tokenizer is None:
         return []
-    around, bare = encode("a"), encode("a", add_special_tokens=False)
+    around, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     return list(around[: around.index(bare[0])]) if bare and bare[0] in around else []

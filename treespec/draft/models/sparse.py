@@ -4,10 +4,10 @@ MagicDec (Sadhukhan et al. 2025, 2408.11049). On a long text a forward spends it
 values rather than on weights. Drafts see a small copy of them: the first few tokens and the latest
 (StreamingLLM, Xiao et al. 2024, 2309.17453). All keep their positions in the text.
 
-A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place of token 7:
+A sequence of 11 tokens, a budget of 8 with 4 sinks:
 
-    column     0 1 2 3 | 4 5  6  7
-    position   0 1 2 3 | 8 9 10  7
+    column     0 1 2 3 | 4 5 6  7
+    position   0 1 2 3 | 7 8 9 10
 
 With `snapkv` (SnapKV, Li et al. 2024, 2404.14469) the positions that the prompt's last tokens
 attended to most take the place of the first few. Each KV head has its own:
@@ -56,17 +56,6 @@ class Text:
     chosen: Tensor | None = None
 
 
-def columns(length: int, budget: int, first: int, start: int, chosen: bool = False) -> Tensor:
-    """[budget] the position in each column: sinks or chosen positions first, then a ring.
-
-    The ring holds the last positions from `start` on. A position never changes its column.
-    """
-    column, ring = torch.arange(budget), budget - first
-    last = length - 1 - (length - 1 - start - (column - first)) % ring
-    sinks = torch.full_like(column, CHOSEN) if chosen else column.where(column < length, NOTHING)
-    return torch.where(column < first, sinks, last.where(last >= start, NOTHING))
-
-
 @final
 class SparseProposer(Proposer):
     """Drafts with the target over at most `budget` positions of each text; one text at first.
@@ -82,7 +71,7 @@ class SparseProposer(Proposer):
     def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
         self.target, self.vocab_size = target, target.vocab_size
         self.budget, self.window = budget, window
-        self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
+        self.latest = max(window, budget // 4) if window else budget - SINKS  # positions
         self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
 
     @property
@@ -104,13 +93,15 @@ class SparseProposer(Proposer):
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self._choose(cache)
-        lengths, wanted = cache.lengths, []
-        for text, length in zip(self.texts, lengths, strict=True):
-            first = SINKS if text.chosen is None else self.budget - self.ring
-            wanted.append(columns(length, self.budget, first, text.start, text.chosen is not None))
-        positions = torch.stack(wanted)[:, : min(self.budget, cache.end)]
+        positions = torch.full((len(self.texts), min(self.budget, cache.end)), NOTHING)
+        for row, text, length in zip(positions, self.texts, cache.lengths, strict=True):
+            first = SINKS if text.chosen is None else self.budget - self.latest
+            row[:first] = torch.arange(len(row[:first])) if text.chosen is None else CHOSEN
+            row[length:] = NOTHING
+            start = min(max(text.start, length - self.budget + first), length)
+            row[first : first + length - start] = torch.arange(start, length)
         places = positions.where(positions != CHOSEN, 0).to(self.target.output_device)
-        self.branch = Branch(self.target, self._copied(cache, positions), lengths, places)
+        self.branch = Branch(self.target, self._copied(cache, positions), cache.lengths, places)
         return list(self.branch.roots(roots))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
@@ -126,7 +117,7 @@ class SparseProposer(Proposer):
             due.append(text.recent if outgrown else None)
         if all(recent is None for recent in due):
             return
-        for row, chosen in enumerate(most_seen(self.target, cache, due, self.budget - self.ring)):
+        for row, chosen in enumerate(most_seen(self.target, cache, due, self.budget - self.latest)):
             if chosen is not None:
                 start = cache.lengths[row] - len(self.texts[row].recent)
                 self.texts[row] = replace(self.texts[row], start=start, chosen=chosen)
@@ -220,13 +211,7 @@ def most_seen(
     return [None if window is None else positions[row] for row, window in enumerate(recent)]
 
 
-class Seeing(threading.local):
-    """The function that gets the attention weights of this thread's forward."""
-
-    see: Callable[[Tensor], None]
-
-
-_now = Seeing()
+_forward = threading.local()  # see: the function that gets the attention of this thread's forward
 
 
 def watch(
@@ -241,7 +226,7 @@ def watch(
     """The attention of a layer, whose weights go to `see`. It is called as transformers' are."""
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
     scores = grouped @ k.float()[:, :, None].mT * (scaling or q.shape[-1] ** -0.5)
-    _now.see((scores + mask[:, :, None]).softmax(-1))
+    _forward.see((scores + mask[:, :, None]).softmax(-1))
     return tree_attention(module, q, k, v, mask, scaling=scaling, **options)
 
 
@@ -252,12 +237,12 @@ AttentionMaskInterface.register(WATCHED, sdpa_mask)
 @contextmanager
 def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, each layer of a forward hands its attention weights to `see`."""
-    _now.see = see
+    _forward.see = see
     try:
         model.set_attn_implementation(WATCHED)
         yield
     finally:
-        del _now.see
+        del _forward.see
         try:
             model.set_attn_implementation(NAME)
         finally:  # repeated, because an interrupt may hit the first

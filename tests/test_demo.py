@@ -21,8 +21,7 @@ from treespec.cli.answer import ChatConfig, GenerateConfig, TraceConfig
 from treespec.cli.early import folder_of
 from treespec.cli.make import export
 from treespec.demo import fetch, known
-from treespec.demo.convert import convert
-from treespec.demo.fetch import demo_folder, model_path, origin_of
+from treespec.demo.fetch import convert, demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
 from treespec.draft.checks import width_of
 from treespec.draft.drafters import DrafterSpec
@@ -166,7 +165,7 @@ def test_without_hub_and_index_one_line_says_what_to_do(home):
     assert left == [".lock"]
 
 
-@pytest.mark.parametrize("stage", ["treespec.files.downloads.download", "treespec.demo.convert.convert"])
+@pytest.mark.parametrize("stage", ["treespec.files.downloads.download", "treespec.demo.fetch.convert"])
 def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
@@ -180,10 +179,10 @@ def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
 def test_a_second_process_waits_for_the_first_and_mends_what_its_kill_left(home, capfd):
     # 1. A process that holds the lock while it converts, and is killed there.
     code = (
-        "import time, treespec.demo.fetch as fetch, treespec.demo.convert as convert;"
+        "import time, treespec.demo.fetch as fetch;"
         "from treespec.demo.known import *;"
         "fetch.hub_file = lambda *_: None;"
-        "convert.convert = lambda *_: (print('there', flush=True), time.sleep(60));"
+        "fetch.convert = lambda *_: (print('there', flush=True), time.sleep(60));"
         f"fetch.demo_folder(fetch.cache_folder() / 'models', {fetch.DEMO_MODEL!r})"
     )
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

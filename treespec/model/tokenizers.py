@@ -18,6 +18,7 @@ PACKAGES = {
     "tekken.json": ("mistral_common", "mistral-common"),
     "tokenizer.model": ("sentencepiece", "sentencepiece"),
 }
+WORDS = ("token", "tek")  # what the names of such files begin with
 
 
 def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
@@ -27,28 +28,25 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     Raises InputError where it cannot be loaded.
     """
     path = model_path(path)
-    where = located(path, how)
-    file = gguf_file(path, how)
+    where, file = located(path, how), gguf_file(path, how)
     try:
         where |= source(path, file, "tokenizer_config.json", where)
         with quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**where)
         return tokenizer
     except Exception as error:  # the loaders raise whatever the file or hub gave them
-        if Path(path).is_dir() and not list(Path(path).glob("token*")) + list(
-            Path(path).glob("tek*")
-        ):
+        folder, why = Path(path), first_line(error)
+        if folder.is_dir() and not any(file.name.startswith(WORDS) for file in folder.iterdir()):
             base = base_of(path)
             return load_tokenizer(base, how) if base else None
-        why = first_line(error)
         if "backend tokenizer" in why:
             why = "its files are missing or damaged (tokenizer.json)"
         if "trust_remote_code" in str(error):
             why = "it brings Python code of its own, which would run here; "
             why += "read it, then give --trust-remote-code"
         for name, (module, install) in PACKAGES.items():
-            known = (Path(path) / name).is_file() or name in str(error)
-            alone = known and not (Path(path) / "tokenizer.json").is_file()
+            known = (folder / name).is_file() or name in str(error)
+            alone = known and not (folder / "tokenizer.json").is_file()
             if alone and find_spec(module) is None:
                 why = f"{name} takes the package {module}: pip install {install}"
         raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error

@@ -50,7 +50,8 @@ def tree_attention(
     # 1. The kernels of a CPU; else, is stacking possible, and does it pay?
     n, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = None if attention_mask is None else attention_mask[:, :, :n]
-    if query.is_cpu and options.get("position_bias") is None:
+    is_biased = options.get("position_bias") is not None
+    if query.is_cpu and not is_biased:
         seen = mask
         if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
             seen = torch.ones(1, 1, n, key.shape[2], dtype=torch.bool).tril(key.shape[2] - n)
@@ -59,13 +60,11 @@ def tree_attention(
             scale = options.get("scaling") or query.shape[-1] ** -0.5
             if (own := kernels.attention(query, key, value, seen, scale)) is not None:
                 return own, None
-    plain = mask is None or mask.shape[1] > 1 or options.get("position_bias") is not None
-    if plain or groups == 1 or n > most_nodes(key.shape[1], key.shape[3]):
+    too_many = groups == 1 or n > most_nodes(key.shape[1], key.shape[3])
+    if mask is None or attention_mask is None or mask.shape[1] > 1 or is_biased or too_many:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     # 2. One head of groups * N rows, under the repeated mask.
-    assert mask is not None
-    assert attention_mask is not None
     stacked = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
     is_repeated = attention_mask.shape[2] == groups * n
     mask = attention_mask if is_repeated else mask.repeat(1, 1, groups, 1)

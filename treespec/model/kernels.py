@@ -15,11 +15,13 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from treespec.errors import InputError
+from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
 from treespec.model.processor import processor
 
@@ -31,32 +33,31 @@ FORMS = (torch.bfloat16, torch.float16, torch.float32)  # of weights, as kernels
 POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
+def fields(**names: str) -> list[tuple[str, Any]]:
+    """Fields of a structure, by the name of their type in ctypes."""
+    kinds = ((getattr(ctypes, f"c_{kind}"), each) for kind, each in names.items())
+    return [(name, kind) for kind, each in kinds for name in each.split()]
+
+
 class Linear(ctypes.Structure):
     """`Linear` of kernels.c."""
 
-    _fields_ = [
-        *((name, POINTER) for name in ("weight", "bias")),
-        *((name, LONG) for name in ("inputs", "outputs")),
-        *((name, INT) for name in ("form", "half", "threads")),
-    ]
-
-
-SIZES = "texts heads kv n columns d dv qb qh qn kb kh kt vb vh vt mb mn"  # and strides
+    _fields_ = fields(void_p="weight bias", long="inputs outputs", int="form half threads")
 
 
 class Attention(ctypes.Structure):
-    """`Attention` of kernels.c."""
+    """`Attention` of kernels.c: sizes, then strides."""
 
-    _fields_ = [
-        *((name, POINTER) for name in ("q", "k", "v", "mask", "out")),
-        *((name, LONG) for name in SIZES.split()),
-        ("scale", ctypes.c_float),
-        *((name, INT) for name in ("half", "threads")),
-    ]
+    _fields_ = fields(
+        void_p="q k v mask out",
+        long="texts heads kv n columns d dv qb qh qn kb kh kt vb vh vt mb mn",
+        float="scale",
+        int="half threads",
+    )
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> Any:
     """The compiled kernels, or None where nothing compiles them."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
@@ -69,15 +70,11 @@ def library() -> ctypes.CDLL | None:
     file = cache_folder() / f"kernels-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.so"
     try:
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=file.parent) as folder:
-                made = Path(folder) / file.name
-                subprocess.run(
-                    [*command, SOURCE, "-o", made], check=True, capture_output=True, text=True
-                )
-                made.replace(file)
+            with writing(file) as made:
+                compiling = [*command, str(SOURCE), "-o", str(made)]
+                subprocess.run(compiling, check=True, capture_output=True, text=True)
         return ctypes.CDLL(str(file))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, InputError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         log.warning(
             "%s cannot compile the kernels, torch's own run: %s", compiler, said.splitlines()[0]
@@ -94,11 +91,9 @@ def flags() -> list[str]:
     """The compiler's flags for this processor, or the smaller one that torch and oneDNN are told."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return ["-march=x86-64-v3"]
-    largest = os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
-    return [
-        "-march=native",
-        *(["-mno-amx-bf16"] if "AMX" not in largest and platform.machine() == "x86_64" else []),
-    ]
+    has_amx = "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX").upper()
+    plain = has_amx or platform.machine() != "x86_64"
+    return ["-march=native"] if plain else ["-march=native", "-mno-amx-bf16"]
 
 
 def form_of(weight: Tensor) -> int | None:
@@ -108,18 +103,15 @@ def form_of(weight: Tensor) -> int | None:
     """
     if weight.dtype not in FORMS or not weight.numel():
         return None
-    exact = (
-        form
-        for form, dtype in enumerate(FORMS[:2])
-        if torch.equal(weight.to(dtype).to(weight.dtype), weight)
-    )
-    return next(exact, FORMS.index(weight.dtype))
+    for form, dtype in enumerate(FORMS[:2]):
+        if torch.equal(weight.to(dtype).to(weight.dtype), weight):
+            return form
+    return FORMS.index(weight.dtype)
 
 
 def packed(weight: Tensor, form: int) -> Tensor:
     """A weight [out, in] in the order of the kernels, in a form that holds its values."""
     kernels = library()
-    assert kernels is not None
     outputs, inputs = weight.shape
     plain = weight.detach().to(FORMS[form]).contiguous()
     order = torch.empty(-(-outputs // 16) * 16 * (-(-inputs // 32) * 32), dtype=plain.dtype)
@@ -136,7 +128,6 @@ def linear(
     shape: (out, in) of the weight. form: as it was packed. Other dtypes are multiplied in float32.
     """
     kernels = library()
-    assert kernels is not None
     if x.dtype not in HALF:
         return linear(x.float(), weight, bias, shape, form).to(x.dtype)
     if bias is not None and bias.dtype != x.dtype:
@@ -153,7 +144,6 @@ def linear(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] the root mean square norm of [..., H], as Llama has it: rounded, times the weight."""
     kernels = library()
-    assert kernels is not None
     x = x.contiguous()
     out, width = torch.empty_like(x), weight.shape[0]
     sizes = LONG(x.numel() // width), LONG(width), ctypes.c_float(eps)

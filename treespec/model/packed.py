@@ -83,11 +83,8 @@ def packed_norm(norm: Any) -> nn.Module:
         return norm
     packed, random = PackedNorm(weight, own[0]), torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
-    expected, found = norm(x.to(weight.dtype)), packed(x.to(weight.dtype))
-    alike = torch.isclose(
-        found, expected, rtol=max(2 * torch.finfo(weight.dtype).eps, 1e-6), atol=0
-    )
-    return packed if alike.all() else norm
+    x, rounding = x.to(weight.dtype), max(2 * torch.finfo(weight.dtype).eps, 1e-6)
+    return packed if torch.allclose(packed(x), norm(x), rtol=rounding, atol=0) else norm
 
 
 @torch.no_grad()
@@ -97,14 +94,15 @@ def pack(model: nn.Module) -> None:
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
     embedding shares. A layer in two places is packed once.
     """
-    places: defaultdict[int, list[str]] = defaultdict(list)
+    places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         kind = "RMSNorm" in type(module).__name__ or isinstance(module, nn.Linear | Conv1D)
         if name and kind and fits(module) and not name.endswith(OWN_USE):
-            places[id(module)].append(name)
+            places[module].append(name)
     del module  # the last one would stay
-    for names in places.values():
-        packed = packed_layer(model.get_submodule(names[0]))
+    while places:
+        layer, names = places.popitem()
+        packed = packed_layer(layer)
         for name in names:
             model.set_submodule(name, packed)
 
@@ -134,8 +132,7 @@ def plain_linear(layer: nn.Linear | Conv1D) -> nn.Linear | None:
         plain = nn.Linear(weight.shape[1], weight.shape[0], layer.bias is not None)
     plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
     x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    same = torch.allclose(layer(x), plain(x), rtol=0.02, atol=1e-3)
-    return plain if same else None
+    return plain if torch.allclose(layer(x), plain(x), rtol=0.02, atol=1e-3) else None
 
 
 def fits(module: nn.Module) -> bool:

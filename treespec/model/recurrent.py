@@ -20,6 +20,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from treespec.errors import InputError, first_line
@@ -39,7 +40,9 @@ from treespec.model.recurrent_run import (
     Arguments,
     Mixer,
     StateLayer,
+    Trail,
     arguments_of,
+    is_by_token,
     split,
     tried,
 )
@@ -51,14 +54,14 @@ class Forwarded:
     """What the last forward left of a mixer.
 
     steps: its inputs at the U uncommitted columns, [B, U, ...] by argument. constant: its other
-    arguments. known: outputs of its linear layers. trail: states [R, ...] of each row after a step.
+    arguments. known: outputs of its linear layers.
     """
 
     rows: PathRows
     constant: Arguments
     steps: dict[str, Tensor]
     known: Known
-    trail: dict[int, list[State]]
+    trail: Trail
 
 
 @final
@@ -154,14 +157,15 @@ class Recurrent:
         states = self._lent(cache, number, rows.texts.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
-            ran = mixer.run(code, cache, constant, by_path, states)
+            returned, trail = mixer.run(code, cache, constant, by_path, states)
 
         # 3. Keep what `commit` needs; each node's own output.
-        cache.forwarded[number] = Forwarded(rows, constant, steps, known, ran.trail)
-        own = {place: rows.gathered(output) for place, output in ran.outputs.items()}
-        if not isinstance(ran.returned, tuple):
-            return own[0]
-        return tuple(own.get(i, part) for i, part in enumerate(ran.returned))
+        cache.forwarded[number] = Forwarded(rows, constant, steps, known, trail)
+
+        def own(part: Any) -> Any:
+            return rows.gathered(part) if is_by_token(part, *rows.columns.shape) else part
+
+        return tree_map(own, returned)
 
     def _lent(self, cache: TreeCache, number: int, texts: Sequence[int]) -> list[State]:
         """Copies of a mixer's states of some texts, [texts, ...]; zeros before the first token."""
@@ -203,9 +207,9 @@ class Recurrent:
                 steps = {name: entries(values, *kept) for name, values in forwarded.steps.items()}
                 lent, code = self._lent(cache, number, texts), mixer.module.forward
                 with read_back(forwarded.known, *kept):
-                    ran = mixer.run(code, cache, forwarded.constant, steps, lent)
+                    trail = mixer.run(code, cache, forwarded.constant, steps, lent)[1]
                 for row, text in enumerate(texts):
-                    after[text] = row_of(ran.trail[length - 1], row)
+                    after[text] = row_of(trail[length - 1], row)
             for text, states in after.items():
                 new[text].append(states)
         return [new.get(text, states) for text, states in enumerate(cache.states)]

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import LinearAttentionLayer
 
 from treespec.model.cache import State, TreeCache, TreeLayer
@@ -23,6 +24,8 @@ EFFECT = 0.25  # of a state's effect on the outputs; code that does not read the
 CHUNK = 64  # tokens: the usual chunk of a delta rule
 DEEPEST = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
 Arguments = dict[str, Any]
+# States [R, ...] after each step: after the last, and after all where the code took them one by one.
+Trail = dict[int, list[State]]
 
 
 @final
@@ -67,21 +70,6 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
 
 @final
 @dataclass(frozen=True)
-class Ran:
-    """What a mixer gave for R rows of L tokens.
-
-    outputs: [R, L, ...] by place in the tuple that the code returned; 0 without a tuple.
-    returned: what its code returned last. trail: states [R, ...] after each step: after the last one,
-    and after all where the code took the tokens one by one.
-    """
-
-    outputs: dict[int, Tensor]
-    returned: Any
-    trail: dict[int, list[State]]
-
-
-@final
-@dataclass(frozen=True)
 class Mixer:
     """A module that carries a state: a conv state and a recurrent state for each of `numbers`.
 
@@ -109,8 +97,8 @@ class Mixer:
         constant: Arguments,
         steps: dict[str, Tensor],
         states: list[State],
-    ) -> Ran:
-        """The mixer over R rows of L tokens.
+    ) -> tuple[Any, Trail]:
+        """The mixer over R rows of L tokens: what its code returns, with outputs [R, L, ...], and states.
 
         code: the module's own forward. constant: arguments that do not differ by token.
         steps: arguments [R, L, ...] that do; the first is the layer's input.
@@ -121,24 +109,26 @@ class Mixer:
         rows, length = inputs.shape[:2]
         if self.continues or length == 1 or all(state is None for state in states):
             returned, after = self._call(code, cache, constant | steps, states, inputs)
-            parts = returned if isinstance(returned, tuple) else (returned,)
-            outputs = {i: part for i, part in enumerate(parts) if is_by_token(part, rows, length)}
-            return Ran(outputs, returned, {length - 1: after})
+            return returned, {length - 1: after}
 
         # 2. One by one; linear layers over the input take all at once all the same.
-        tokens: list[Ran] = []
-        trail: dict[int, list[State]] = {}
+        tokens: list[Any] = []
+        trail: Trail = {}
         with input_once(self.module, inputs) as current:
             for i in range(length):
                 step = {name: values[:, i : i + 1] for name, values in steps.items()}
                 current[:] = [(next(iter(step.values())), i)]
                 copies = [state if state is None else state.clone() for state in states]
-                tokens.append(self.run(code, cache, constant, step, copies))
-                trail[i] = states = tokens[-1].trail[0]
+                returned, ended = self.run(code, cache, constant, step, copies)
+                tokens.append(returned)
+                trail[i] = states = ended[0]
                 if length > DEEPEST:
                     trail.pop(i - 1, None)
-        joined = {i: torch.cat([ran.outputs[i] for ran in tokens], 1) for i in tokens[0].outputs}
-        return Ran(joined, tokens[-1].returned, trail)
+
+        def joined(*parts: Any) -> Any:
+            return torch.cat(parts, 1) if is_by_token(parts[0], rows, 1) else parts[-1]
+
+        return tree_map(joined, *tokens), trail
 
     def _call(
         self,
@@ -204,7 +194,7 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
     # 1. A made-up state, larger than a real one; the same with one part of it left out.
     constant, steps = split(arguments, 1, TRIAL)
     code, generator = mixer.module.forward, torch.Generator().manual_seed(0)
-    real = mixer.run(code, cache, constant, steps, mixer.fresh()).trail[TRIAL - 1]
+    real = mixer.run(code, cache, constant, steps, mixer.fresh())[1][TRIAL - 1]
     steps = {name: values[:, :LENGTH] for name, values in steps.items()}
     states: list[State] = []
     for state in real:
@@ -222,8 +212,9 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
         """All outputs [X]; NaN, which nothing equals, if the code raises."""
         own = [state if state is None else state.clone() for state in states]
         try:
-            found = way.run(code, cache, constant, steps, own).outputs.values()
-            return torch.cat([output.float().flatten() for output in found])
+            found = tree_leaves(way.run(code, cache, constant, steps, own)[0])
+            outputs = [part for part in found if is_by_token(part, 1, LENGTH)]
+            return torch.cat([output.float().flatten() for output in outputs])
         except Exception:  # a model's own code may raise anything
             return torch.full((1,), torch.nan)
 

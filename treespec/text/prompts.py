@@ -15,7 +15,7 @@ one prompt is expected, a tensor, an array or a BatchEncoding may hold it as its
 else is an InputError that names it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
@@ -60,16 +60,29 @@ def encode(
     given = plain(given)
     if not isinstance(given, str) and not _is_list(given):
         raise InputError(f"{TAKEN}, not {_named(given)}")
+    if not given:
+        raise InputError("the prompt is empty: give text, messages or token ids")
 
     # 2. Its tokens.
-    if isinstance(given, str) or (given and isinstance(given[0], dict)):
-        ids = _of_text(target, given, template, variables)
+    words, context, ids = target.tokenizer, target.context_length, list[int]()
+    if not isinstance(given, str) and not isinstance(given[0], dict):
+        for place, token in enumerate(given, 1):
+            if isinstance(token, bool) or not isinstance(token, Integral):
+                told = f"token {place} of the prompt is {token!r:.40}"
+                raise InputError(f"{told}: token ids are integers")
+            ids.append(int(token))
+    elif words is None:
+        raise InputError("the target has no tokenizer: give token ids")
+    elif isinstance(given, str):
+        text = fitting(well_formed(given, "the prompt"), words, context)
+        ids = words.encode(text, verbose=False)
     else:
-        ids = list(_tokens(given))
-    if not ids:
-        raise InputError("the prompt is empty: give text, messages or token ids")
+        messages = [_message(place, message) for place, message in enumerate(given, 1)]
+        ids = templates.encode(words, messages, template, context, chat_template_kwargs=variables)
     if bad := [token for token in ids if not 0 <= token < target.vocab_size]:
         raise InputError(f"token id {bad[0]} is outside the vocabulary of {target.vocab_size}")
+    if not ids:
+        raise InputError("the prompt is empty: give text, messages or token ids")
     return ids
 
 
@@ -85,61 +98,26 @@ def prompts_of(given: object) -> list[Prompt] | None:
 
 
 def plain(given: object) -> object:
-    """A tensor, an array or a tokenizer's result as a list of integers or of lists of them.
+    """A tensor, an array or a tokenizer's result as a list, or a list of lists, of token ids.
 
-    Anything else as it is. Raises InputError for what cannot hold token ids.
+    Anything else as it is. Raises InputError for a tokenizer's result without token ids.
     """
-    if isinstance(given, BatchEncoding):
-        return _unpadded(given)
-    if not isinstance(given, torch.Tensor | np.ndarray):
+    if isinstance(given, torch.Tensor | np.ndarray):
+        return given.tolist()  # a masked array holds None
+    if not isinstance(given, BatchEncoding):
         return given
-    held = f"the prompt is {_named(given)}"
-    if isinstance(given, torch.Tensor):
-        if given.is_meta or given.layout != torch.strided:
-            raise InputError(f"{held} without plain numbers in memory: give a dense one")
-        integers = not (
-            given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
-        )
-    else:
-        integers = np.issubdtype(given.dtype, np.integer)
-    if not integers:
-        dtype = str(given.dtype).removeprefix("torch.")
-        raise InputError(f"{held} of {dtype}: token ids are integers")
-    if given.ndim not in (1, 2):
-        raise InputError(
-            f"{held} of {given.ndim} dimensions: give token ids [T], or [B, T] for several"
-        )
-    return given.tolist()  # a masked array holds None
-
-
-def _of_text(
-    target: "Target",
-    given: str | Sequence[Any],
-    template: templates.Template,
-    variables: Mapping[str, object] | None,
-) -> list[int]:
-    """The tokens of text or messages."""
-    words, context = target.tokenizer, target.context_length
-    if not given:
-        return []
-    if words is None:
-        raise InputError("the target has no tokenizer: give token ids")
-    if isinstance(given, str):
-        ids: list[int] = words.encode(
-            fitting(well_formed(given, "the prompt"), words, context), verbose=False
-        )
+    ids, mask = plain(given.get("input_ids")), plain(given.get("attention_mask"))
+    if not _is_list(ids):
+        raise InputError("the prompt is a BatchEncoding without input_ids")
+    if mask is None:
         return ids
-    messages = [_message(place, message) for place, message in enumerate(given, 1)]
-    return templates.encode(words, messages, template, context, chat_template_kwargs=variables)
-
-
-def _tokens(given: Sequence[object]) -> Iterator[int]:
-    for place, token in enumerate(given, 1):
-        if isinstance(token, bool) or not isinstance(token, Integral):
-            raise InputError(
-                f"token {place} of the prompt is {token!r:.40}: token ids are integers"
-            )
-        yield int(token)
+    nested = bool(ids) and _is_list(ids[0])
+    rows: Any = zip(ids, mask, strict=True) if nested else [(ids, mask)]  # type: ignore[call-overload]
+    try:
+        kept = [[token for token, seen in zip(*row, strict=True) if seen] for row in rows]
+    except (TypeError, ValueError):
+        raise InputError("the attention_mask is not a 0 or 1 for each token id") from None
+    return kept if nested else kept[0]
 
 
 def _message(place: int, message: object) -> dict[str, Any]:
@@ -158,45 +136,6 @@ def _message(place: int, message: object) -> dict[str, Any]:
         raise InputError(f"message {place}: its content {error}") from None
     well_formed(role + content, f"message {place}")
     return {**message, "content": content}
-
-
-def _unpadded(given: BatchEncoding) -> object:
-    """A tokenizer's result as a list, or a list of lists, without the padding that its mask names."""
-    # 1. Its fields as lists.
-    if given.get("input_ids") is None:
-        raise InputError("the prompt is a BatchEncoding without input_ids")
-    ids, mask = plain(given["input_ids"]), given.get("attention_mask")
-    mask = mask.tolist() if isinstance(mask, torch.Tensor | np.ndarray) else mask
-    for name, value in (("input_ids", ids), ("attention_mask", mask)):
-        if value is not None and not _is_list(value):
-            raise InputError(f"the {name} of the BatchEncoding is {_named(value)}")
-    assert _is_list(ids)
-
-    # 2. Row by row.
-    rows = [plain(row) for row in ids]
-    if mask is None:
-        return rows
-    if not rows or not _is_list(rows[0]):
-        return _kept(rows, mask)
-    if len(mask) != len(rows):
-        raise InputError(
-            f"the BatchEncoding has {len(rows)} rows of input_ids, {len(mask)} of its attention_mask"
-        )
-    return [_kept(row, seen) for row, seen in zip(rows, map(plain, mask), strict=True)]
-
-
-def _kept(ids: Any, mask: Any) -> list[object]:
-    """The tokens that the mask keeps. It may drop padding at either end."""
-    fits = _is_list(ids) and _is_list(mask) and len(mask) == len(ids)
-    if not fits or any(seen not in (0, 1) for seen in mask):
-        raise InputError("the attention_mask is not a 0 or 1 for each token id")
-    shown = [place for place, seen in enumerate(mask) if seen]
-    if shown and shown[-1] - shown[0] >= len(shown):
-        raise InputError(
-            "the attention_mask leaves out tokens amid a prompt: it may leave out padding at its "
-            "ends"
-        )
-    return [ids[place] for place in shown]
 
 
 def _is_list(given: object) -> TypeGuard[Sequence[Any]]:

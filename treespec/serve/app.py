@@ -6,12 +6,14 @@ from ipaddress import ip_address
 from typing import final
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treespec.serve import completions, page
-from treespec.serve.errors import ApiError, add_handlers, response
+from treespec.serve.errors import ApiError, handled, response
 from treespec.serve.replies import Fields
 from treespec.serve.state import State, state_of
 
@@ -111,7 +113,8 @@ def app_of(state: State) -> FastAPI:
     app.state.treespec = state
     for part in (router, completions.router, page.router):
         app.include_router(part)
-    add_handlers(app)
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, handled)
     app.add_middleware(Guard, state=state)
     if origins := state.config.cors:  # the server's own page may call it in any case
         app.add_middleware(

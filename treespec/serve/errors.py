@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -57,35 +57,26 @@ def _field(error: BaseException) -> str | None:
 
 
 def failed(error: Exception) -> ApiError:
-    """An error amid an answer. People see the reason if it was written for them.
+    """Any error, before or amid an answer. People see the reason if it was written for them.
 
     Clients send a request again after a 500, so what the request itself causes is a 400.
     """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return invalid(error.errors())
+    if isinstance(error, HTTPException):
+        message = "Invalid URL" if error.status_code in (404, 405) else str(error.detail)
+        return ApiError(error.status_code, message, headers=error.headers)
     if isinstance(error, InputError):
         return refused(error) if _field(error) else ApiError(500, str(error))
     log.error("an answer failed: %s: %s", type(error).__name__, error)
     return ApiError(500, f"the answer failed ({type(error).__name__}): the server's log says more")
 
 
-def add_handlers(app: FastAPI) -> None:
+async def handled(_: Request, error: Exception) -> JSONResponse:
     """Every error of the application gets OpenAI's body."""
-
-    @app.exception_handler(HTTPException)
-    async def _told(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error, ApiError):
-            return response(error)
-        status, message = error.status_code, str(error.detail)
-        if status in (404, 405):
-            message = f"Invalid URL ({request.method} {request.scope['path']})"
-        return response(ApiError(status, message, headers=error.headers))
-
-    @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return response(invalid(error.errors()))
-
-    @app.exception_handler(Exception)
-    async def _unexpected(_: Request, error: Exception) -> JSONResponse:
-        return response(failed(error))
+    return response(failed(error))
 
 
 def response(error: ApiError) -> JSONResponse:

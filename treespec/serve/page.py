@@ -8,8 +8,7 @@ import base64
 import hashlib
 import re
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -103,28 +102,26 @@ async def answer(request: Request, asked: PageRequest) -> Response:
     for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
         if (value := getattr(asked, name)) is not None and value not in known:
             raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(known)}", name)
-    if state.pages >= PAGES:
+    if len(state.pages) >= PAGES:
         raise state.busy("as many answers as this server takes at a time are on pages already")
-    state.pages += 1
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
     cycles = _cycles(state, asked, memory_of(request))
-    leave = weakref.finalize(cycles, state.leave_page)  # also of an answer that nobody reads
+    state.pages.add(cycles)  # weakly: nobody may read the answer
     try:
         first = await run_in_threadpool(next, cycles, None)
-    except BaseException as error:
-        leave()
+    except Exception as error:
+        state.pages.discard(cycles)
         raise refused(error) if getattr(error, "exit_code", None) == 2 else error from error
-    return events(_told(state, cycles, first, leave))
+    return events(_told(state, cycles, first))
 
 
 async def _told(
-    state: State, cycles: Iterator[Fields], first: Fields | None, leave: Callable[[], object]
+    state: State, cycles: Iterator[Fields], told: Fields | None
 ) -> AsyncIterator[Fields]:
-    """The cycles, until the answer ends or the page leaves."""
+    """The cycles, until the answer ends or the page leaves. told: the first."""
     end = time.monotonic() + state.config.timeout
     try:
-        told = first
         while told is not None:
             yield told
             if state.cut_off:
@@ -133,7 +130,7 @@ async def _told(
                 raise state.late()
             told = await run_in_threadpool(next, cycles, None)
     finally:
-        leave()
+        state.pages.discard(cycles)
 
 
 def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
@@ -164,11 +161,9 @@ def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
 
 def tree_of(cycle: Cycle) -> Fields:
     """The drafted tree as the page draws it."""
-    told = {name: getattr(cycle, name) for name in ("parents", "q", "p", "path")}
-    own = {name: getattr(cycle.own, name) for name in ("at", "p", "q")}
-    own["text"] = visible(cycle.own.text)
-    texts = [visible(text) for text in cycle.texts]
-    return told | {"texts": texts, "own": own, "explained": explained(cycle)}
+    told = cycle.to_json() | {"texts": [visible(text) for text in cycle.texts]}
+    told["own"]["text"] = visible(cycle.own.text)
+    return told | {"explained": explained(cycle)}
 
 
 def parts_of(cycle: Cycle) -> list[Fields]:

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from treespec.decoding.sequence import Piece
 from treespec.decoding.stats import Stats
 from treespec.serve.answers import Answers
-from treespec.serve.errors import ApiError, failed
+from treespec.serve.errors import failed
 from treespec.serve.tools import Catcher
 from treespec.text.strings import INCOMPLETE, text_after
 
@@ -252,7 +252,7 @@ def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
             async for chunk in chunks:
                 yield b": waiting\n\n" if chunk is None else event(chunk)
         except Exception as error:
-            yield event((error if isinstance(error, ApiError) else failed(error)).body)
+            yield event(failed(error).body)
         yield b"data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+from weakref import WeakSet
 
 from anyio import CapacityLimiter
 from fastapi import Request
@@ -21,7 +22,7 @@ from treespec.text import templates
 class State:
     """engine: decodes requests with `spec`. name: the model's, in requests and answers.
 
-    pages: answers on pages that run. ending: whether the server shuts down. cut_off: whether what
+    pages: the cycles of answers on pages that run. ending: whether the server shuts down. cut_off: whether what
     still runs is cut off, too. tokenising: few texts at a time, as one of a megabyte takes a second
     and hundreds of megabytes. compiling: one grammar at a time.
     """
@@ -31,7 +32,8 @@ class State:
         self.engine = Engine(spec, batch=config.batch, queue=config.queue, columns=columns)
         self.name = config.name or spec.name
         self.metrics, self.started = Metrics(self.engine), int(time.time())
-        self.pages, self.ending, self.cut_off = 0, False, False
+        self.pages: WeakSet[Iterator[Any]] = WeakSet()
+        self.ending = self.cut_off = False
         self.tokenising, self.compiling = CapacityLimiter(2), CapacityLimiter(1)
         target, stops = spec.target, templates.stops(spec.template)
         self.ends = target.eos | set(stops.token_ids)  # the tokens that end an answer
@@ -42,10 +44,6 @@ class State:
         if named is not None and named != self.name:
             message = f"The model `{named:.200}` does not exist; this server has `{self.name}`"
             raise ApiError(404, message, "model", "model_not_found")
-
-    def leave_page(self) -> None:
-        """An answer on a page has ended."""
-        self.pages -= 1
 
     def busy(self, message: str) -> ApiError:
         """The queue is full: when it makes sense to try again."""

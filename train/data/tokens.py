@@ -32,12 +32,13 @@ from treespec.files.atomic import read_tensors, write_tensors
 from treespec.files.downloads import cache_folder
 from treespec.model.tokenizers import load_tokenizer
 from treespec.text.conversations import Report, refuse_unread
-from treespec.text.encoding import BATCH, Example, encode_some, refuse_unencoded
+from treespec.text.encoding import Example, encode_some, refuse_unencoded
 from treespec.text.entries import Conversation, UnusableConversation, conversation_of
 from treespec.text.sources import entries, size
 from treespec.text.strings import one_line
 from treespec.train.config import TrainConfig
 
+BATCH = 64  # rows of a block
 SHARE = 4 << 20  # bytes of data that are worth a process
 MOST = 8  # processes
 

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, islice
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.text.answers import Span, answers, holds, marks_of, spans_in
@@ -59,18 +60,6 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
-BATCH = 64  # conversations given to the tokenizer at once
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text. answers: the span of each. learnt: of those that count."""
-
-    text: str
-    answers: list[Span]
-    learnt: list[Span]
-
-
 def refuse_unencoded(report: Report) -> None:
     """Raises InputError where encoding left no conversation."""
     if not report.used:
@@ -109,55 +98,63 @@ def encode_some(
             "train with the model's fast tokenizer (tokenizer.json)"
         )
     examples, report = [], Report()
-    left = iter(conversations)
-    while batch := list(islice(left, BATCH)):
-        for talk, whole in zip(batch, _encoded(tokenizer, batch, template), strict=True):
-            try:
-                if isinstance(whole, UnusableConversation):
-                    raise whole
-                ids, mask = whole.input_ids[:max_length], whole.loss_mask[:max_length]
-                if not mask.any():
-                    raise UnusableConversation(f"no answer within {max_length} tokens")
-            except UnusableConversation as error:
-                report.leave_out(talk.where, error)
-                continue
-            examples.append(replace(whole, input_ids=ids, loss_mask=mask))
-            report.cut += len(whole.input_ids) > max_length
-            report.thoughtless += whole.thoughtless
+    special, before = list(special_tokens(tokenizer).values()), opening(tokenizer, template)
+    for talk in conversations:
+        try:
+            if talk.tokens is None:
+                check(tokenizer, template)
+                whole = _rendered(tokenizer, talk, template, special)
+                if whole.input_ids[: len(before)].tolist() != before:
+                    ids = torch.cat([torch.tensor(before), whole.input_ids])
+                    whole = replace(
+                        whole, input_ids=ids, loss_mask=pad(whole.loss_mask, (len(before), 0))
+                    )
+            else:
+                whole = _tokens(talk.tokens, len(tokenizer))
+            ids, mask = whole.input_ids[:max_length], whole.loss_mask[:max_length]
+            if not mask.any():
+                raise UnusableConversation(f"no answer within {max_length} tokens")
+        except UnusableConversation as error:
+            report.leave_out(talk.where, error)
+            continue
+        examples.append(replace(whole, input_ids=ids, loss_mask=mask))
+        report.cut += len(whole.input_ids) > max_length
+        report.thoughtless += whole.thoughtless
     report.used = len(examples)
     return examples, report
 
 
-def _encoded(
-    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Conversation], template: Template
-) -> Iterator[Example | UnusableConversation]:
-    """Each conversation at full length, or the reason that it is unusable."""
-    # 1. Render, and tokenise the whole batch at once.
-    if any(talk.tokens is None for talk in batch):
-        check(tokenizer, template)
-    special, before = special_tokens(tokenizer), opening(tokenizer, template)
-    rendered = [_rendered(tokenizer, talk, template) for talk in batch]
-    texts = [one.text for one in rendered if isinstance(one, Rendered)]
-    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    encoded = tokenizer(texts, **options) if texts else {}
-    rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
+def _rendered(
+    tokenizer: "PreTrainedTokenizerBase", talk: Conversation, template: Template, special: list[int]
+) -> Example:
+    """A conversation through its template. special: ids. Raises UnusableConversation."""
+    # 1. Its text, the span of each answer, and of those that count.
+    try:
+        if talk.text is not None:
+            text, spans = talk.text, spans_in(talk.text, marks_of(tokenizer, template))
+        else:
+            text, spans = answers(tokenizer, talk.messages, template, talk.tools)
+    except UnusableConversation:
+        raise
+    except InputError as error:
+        raise UnusableConversation("refused by the chat template", error) from error
+    if not spans:
+        raise UnusableConversation("an answer is lost in the chat template")
+    learnt = _with_thoughts(text, spans, talk.messages)
+    if not learnt:
+        raise UnusableConversation("the chat template drops the thoughts of its answers")
 
-    # 2. Mask the tokens of the answers, but for the ends of those that a limit cut.
-    for talk, one in zip(batch, rendered, strict=True):
-        if not isinstance(one, Rendered):
-            yield one
-            continue
-        ids, offsets = next(rows)
-        places, is_special = np.array(offsets), np.isin(ids, list(special.values()))
-        mask = _inside(places, one.learnt, is_special)
-        if any(talk.cut):
-            clear = len(one.answers) == len(talk.cut)  # which answer each flag is for
-            cut = compress(one.answers, talk.cut) if clear else one.answers
-            mask &= ~(_inside(places, cut, is_special) & is_special)
-        if ids[: len(before)] != before:
-            ids, mask = before + ids, np.pad(mask, (len(before), 0))
-        dropped = len(one.answers) - len(one.learnt)
-        yield Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped)
+    # 2. Its tokens, and those of the answers, but for the ends of those that a limit cut.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"])
+    is_special = np.isin(ids, special)
+    mask = _inside(places, learnt, is_special)
+    if any(talk.cut):
+        clear = len(spans) == len(talk.cut)  # which answer each flag is for
+        cut = compress(spans, talk.cut) if clear else spans
+        mask &= ~(_inside(places, cut, is_special) & is_special)
+    dropped = len(spans) - len(learnt)
+    return Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped)
 
 
 def key_of(talk: Conversation) -> str:
@@ -166,31 +163,6 @@ def key_of(talk: Conversation) -> str:
     if talk.tools or talk.text is not None:
         content = [content, talk.tools, talk.text]
     return digest(json.dumps(content, sort_keys=True, default=str))
-
-
-def _rendered(
-    tokenizer: "PreTrainedTokenizerBase",
-    talk: Conversation,
-    template: Template,
-) -> Rendered | Example | UnusableConversation:
-    """A conversation as text, or where it is tokens already, as them."""
-    try:
-        if talk.tokens is not None:
-            return _tokens(talk.tokens, len(tokenizer))
-        if talk.text is not None:
-            spans = spans_in(talk.text, marks_of(tokenizer, template))
-            return Rendered(talk.text, spans, spans)
-        text, spans = answers(tokenizer, talk.messages, template, talk.tools)
-    except UnusableConversation as error:
-        return error
-    except InputError as error:
-        return UnusableConversation("refused by the chat template", error)
-    if not spans:
-        return UnusableConversation("an answer is lost in the chat template")
-    learnt = _with_thoughts(text, spans, talk.messages)
-    if not learnt:
-        return UnusableConversation("the chat template drops the thoughts of its answers")
-    return Rendered(text, spans, learnt)
 
 
 def _with_thoughts(text: str, spans: list[Span], messages: Messages) -> list[Span]:

@@ -1,17 +1,19 @@
 """Chat templates: messages to token ids, the same in training, evaluation and chat."""
 
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, first_line
-from treespec.text import fschat
 from treespec.text.strings import fitting, well_formed
 
 if TYPE_CHECKING:
+    from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
 # {"role": system | user | assistant | tool, "content": text}, …; further fields for the template
@@ -21,6 +23,7 @@ Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the ta
 Variables: TypeAlias = Mapping[str, Any] | None
 # None: the tokenizer's own chat template; else the name of a template of fschat.
 Template: TypeAlias = str | None
+EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"  # of FastChat
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Stops:
 def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
     """Raises InputError for an unknown template; without one, for a tokenizer that has none."""
     if template is not None:
-        fschat.conversation(template)
+        fschat_template(template)
     elif not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no "
-            f"chat template; pass `--template NAME` with one of fschat's, such as {fschat.EXAMPLES}"
+            f"chat template; pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
         )
 
 
@@ -56,7 +59,7 @@ def render(
         raise InputError(f"the fschat template {template} has no place for {unused}")
     if template is not None:
         return well_formed(
-            fschat.render(template, messages, add_generation_prompt), "the text of the messages"
+            _rendered(template, messages, add_generation_prompt), "the text of the messages"
         )
     check(tokenizer)
     with refusals():
@@ -115,7 +118,7 @@ def stops(template: Template = None) -> Stops:
     """The stop strings and tokens of an fschat template; the tokenizer's own template has none."""
     if template is None:
         return Stops()
-    conversation = fschat.conversation(template)
+    conversation = fschat_template(template)
     strings = conversation.stop_str or ()
     return Stops(
         strings=(strings,) if isinstance(strings, str) else tuple(strings),
@@ -128,6 +131,50 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     return {
         token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
+
+
+@lru_cache
+def fschat_template(name: str) -> "Conversation":
+    """Raises InputError for a name that stands for no template of text."""
+    from fastchat.conversation import conv_templates, get_conv_template
+
+    if name not in conv_templates:
+        known = {known.lower(): known for known in conv_templates}
+        matches = difflib.get_close_matches(name.lower(), known, cutoff=0.4)
+        close = [known[match] for match in matches]
+        raise InputError(
+            f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
+        )
+    template = get_conv_template(name)
+    if template.sep_style is None:
+        raise InputError(
+            f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}"
+        )
+    return template
+
+
+def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str:
+    """The text of the messages. Raises InputError for what the template has no place for."""
+    text = fschat_template(name).copy()
+    user, assistant = text.roles[:2]
+    roles = {"user": user, "assistant": assistant}
+    for i, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role == "system" and i == 0:
+            text.set_system_message(content)
+        elif role not in roles:
+            raise InputError(
+                f"the fschat template {name} has no place for role {role!r} at message {i + 1}"
+            )
+        elif not content:
+            raise InputError(
+                f"message {i + 1} is empty; fschat templates take an empty message for a prompt"
+            )
+        else:
+            text.append_message(roles[role], content)
+    if add_generation_prompt:
+        text.append_message(roles["assistant"], None)
+    return str(text.get_prompt())
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""A target of sixteen words that answers at once, conversations for it, and runs that a signal kills."""
+"""A target of sixteen words that answers at once, a server that may fail, and runs that a signal kills."""
 
 import json
 import os
 import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import transformers as hf
@@ -70,3 +72,48 @@ def killed_after(config, rows):
         regenerate(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the last question in capitals. troubles: what goes wrong with a request, by its number."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.troubles, self.lock = [], {}, threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.requests)
+            self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+        trouble = self.server.troubles.get(number)
+        if trouble == "hang up":
+            return
+        if isinstance(trouble, int):
+            self.send_error(trouble, "not now")
+            return
+        answer = trouble or {
+            "choices": [{"delta": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
+            "usage": {"completion_tokens": 3},
+        }
+        self.reply(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+
+    def reply(self, content):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass

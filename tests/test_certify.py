@@ -167,13 +167,6 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
     assert not found["passed"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "block"), ("3x2", "traversal"), ("3x2", "topk")])
-def test_other_verifiers_get_it_too(tree, verifier):
-    found = Examination(tiny(tree, verifier), PROMPTS, replace(SHAPED, tokens=400, length=24)).verdict()
-    assert found["passed"], found["tests"]
-
-
 DRAWS = "draws follow their reported distribution"
 POWERS = "draws are not from a power of it"
 REPEATS = "draws do not repeat them more often, or less"

@@ -149,14 +149,6 @@ def test_a_prompt_is_utf_8_whatever_the_locale(folders, capsys):
         assert capsys.readouterr().err == f"treespec: --prompt is not UTF-8 text: {ascii(bad)[1:-1]}\n"
 
 
-def test_an_answer_ends_before_a_stop_text(folders, capsys):
-    options = ["generate", "--target", folders["target"], "--prompt", "the question", "--max-new-tokens", "12"]
-    assert run(app, [*options]) == 0
-    whole = capsys.readouterr().out.rstrip("\n")
-    assert run(app, [*options, "--stop", "never said", "--stop", whole[3:5]]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(whole[3:5])]
-
-
 def test_the_page_says_which_heads_which_engine_takes():
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| head | `--to", "| `"))]

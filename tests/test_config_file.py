@@ -70,13 +70,13 @@ def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["train", "--config", "absent.yaml"], "cannot read --config absent.yaml: No such file or directory"),
-        (["train", "--config", "a.yaml", "--config", "b.yaml"], "--config is given 2 times: leave out all but one"),
-        (["train", "--config"], "'--config' requires an argument"),
-        (["trian", "--config", "a"], "No such command 'trian'"),
-    ],
+    ("complaint", "words"),
+    {
+        "cannot read --config absent.yaml: No such file or directory": ["train", "--config", "absent.yaml"],
+        "--config is given 2 times: leave out all but one": ["train", "--config", "a.yaml", "--config", "b.yaml"],
+        "'--config' requires an argument": ["train", "--config"],
+        "No such command 'trian'": ["trian", "--config", "a"],
+    }.items(),
 )
 def test_a_file_that_is_not_there_is_one_line(words, complaint, capsys):
     assert run(app, words) == 2

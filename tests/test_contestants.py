@@ -21,15 +21,15 @@ def rows_of(**options):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"}, "bias"),
-        ({"verifier": "topk,nonsense"}, "nonsense"),
-        ({"verifier": "topk,typical"}, "--allow-lossy"),
-        ({"batch": "4,0"}, "--batch is 0, must be a whole number from 1"),
-        ({"peers": "vllm"}, "--peers 'vllm' is not understood: give transformers, or a server's address"),
-        ({"assistant": "small"}, "add --peers transformers"),
-    ],
+    ("reason", "change"),
+    {
+        "bias": {"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"},
+        "nonsense": {"verifier": "topk,nonsense"},
+        "--allow-lossy": {"verifier": "topk,typical"},
+        "--batch is 0, must be a whole number from 1": {"batch": "4,0"},
+        "--peers 'vllm' is not understood: give transformers, or a server's address": {"peers": "vllm"},
+        "add --peers transformers": {"assistant": "small"},
+    }.items(),
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
     config = EvalConfig(target="/no/such/target", head="/no/such/head", out=str(tmp_path / "out"))

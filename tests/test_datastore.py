@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from models import plain_generate, save_model, tokenizer
+from refusals import complains
 
 from treespec import load
 from treespec.cli import app, run
@@ -19,7 +20,6 @@ from treespec.draft.model_free.datastore import (
     suffix_array,
 )
 from treespec.draft.options import ORDER
-from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors
 
 END = -1
@@ -115,33 +115,32 @@ class TestFiles:
     )
     def test_what_cannot_be_used_is_one_line(self, folder, change, complaint):
         change(folder / DATASTORE)
-        with pytest.raises(InputError, match=complaint) as caught:
+        with complains(complaint):
             open_datastore(folder, tokenizer(), 400)
-        assert "\n" not in str(caught.value)
 
     def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
         for name in (".lock", f".{DATASTORE}.99999999.tmp"):
             (folder / name).write_text("half")
         (folder / DATASTORE).unlink()
-        with pytest.raises(InputError, match="no datastore"):
+        with complains("no datastore"):
             open_datastore(folder, tokenizer(), 400)
         build([[1, 2, 3]], tokenizer(), folder)
         assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
         assert {path.name for path in folder.iterdir()} == {DATASTORE}
 
     def test_a_second_build_at_one_place_is_told_at_once(self, tmp_path):
-        with locked(tmp_path / "store"), pytest.raises(InputError, match="store is being written by process"):
+        with locked(tmp_path / "store"), complains("store is being written by process"):
             build([[1, 2, 3]], tokenizer(), tmp_path / "store")
 
     def test_an_existing_folder_and_an_empty_text_are_refused(self, folder, tmp_path):
-        with pytest.raises(InputError, match="exists: delete it"):
+        with complains("exists: delete it"):
             build([[1, 2, 3]], tokenizer(), folder)
-        with pytest.raises(InputError, match="holds no text"):
+        with complains("holds no text"):
             build([[]], tokenizer(), tmp_path / "other")
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "mine.txt").write_text("not a datastore's")
         for name in ("mine", "mine/mine.txt"):
-            with pytest.raises(InputError, match="exists: delete it"):
+            with complains("exists: delete it"):
                 build([[1, 2, 3]], tokenizer(), tmp_path / name)
         assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.txt"]
 
@@ -153,7 +152,7 @@ class TestFiles:
         assert tokenizer().decode(tokens) == LINE * 20 + "the end"
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
         for file, complaint in (("nowhere", "cannot read --data .*nowhere"), ("binary", "it is not UTF-8")):
-            with pytest.raises(InputError, match=complaint):
+            with complains(complaint):
                 list(encoded(tmp_path / file, tokenizer()))
 
 

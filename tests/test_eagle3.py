@@ -21,6 +21,7 @@ from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
 PROMPTS = [[5, 9, 33, 12, 7], [8, 4], [11, 60, 3, 3, 21, 40, 17, 9]]
+FOUR = [("dynamic:depth=3,topk=4,nodes=9", "topk"), ("2x2", "rrs-wo"), ("2x2", "traversal"), ("chain:3", "block")]
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
     "draft_vocab_size": 32,
@@ -178,11 +179,13 @@ def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp
 
 @pytest.mark.parametrize("drafted", [None, HALF], ids=["all", "half"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_text_is_the_targets_for_every_architecture(name, drafted):
+def test_greedy_text_is_the_targets_for_every_architecture_under_four_verifiers(name, drafted):
     model = target(name)
-    spec = Spec(model, random_eagle3(model, drafted=drafted), "dynamic:depth=3,topk=4,nodes=9")
-    wanted = [spec.baseline().generate(prompt, max_new_tokens=16).token_ids for prompt in PROMPTS]
-    assert [out.token_ids for out in spec.generate(PROMPTS, max_new_tokens=16)] == wanted
+    head, plain = random_eagle3(model, drafted=drafted), Spec(model, None)
+    wanted = [plain.generate(prompt, max_new_tokens=16).token_ids for prompt in PROMPTS]
+    for tree, verifier in FOUR:
+        outputs = Spec(model, head, tree, verifier).generate(PROMPTS, max_new_tokens=16)
+        assert [out.token_ids for out in outputs] == wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -103,14 +103,6 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
         assert "".join(pieces) == decode(words, mixed)
 
 
-def test_pieces_of_any_bytes_add_up_to_the_decoded_text():
-    words, rng = tokenizer(), random.Random(1)
-    for _ in range(300):
-        ids = rng.choices(range(len(words)), k=rng.randint(1, 40))
-        _, pieces = streamed(words, ids, rng)
-        assert "".join(pieces) == decode(words, ids)
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_text_is_too_long_by_its_length_only_where_its_tokens_are_too_many(name):
     words, rng = TOKENIZERS[name](), random.Random(4)

@@ -74,30 +74,19 @@ def test_the_figures_are_what_the_entries_say(finished):
     out, summary, _ = finished
     assert read_json(out / "report.json", "") == summary == summarise(Ledger(out))
 
-    def total(chosen, name):
-        return sum(sum(one[name]) for one in chosen)
-
     for row in summary["rows"]:
         for category, kept in {"overall": {1, "b", 3}, "math": {"b", 3}, "writing": {1}}.items():
-            mine, base = (
-                [one for one in answered(out)[name] if one["question_id"] in kept]
-                for name in (row["name"], "target-baseline-t0")
-            )
+            mine = [one for one in answered(out)[row["name"]] if one["question_id"] in kept]
             got = row["overall"] if category == "overall" else row["categories"][category]
-            tokens, cycles = total(mine, "new_tokens"), total(mine, "cycles")
+            tokens, cycles, wall = (sum(sum(one[name]) for one in mine) for name in ("new_tokens", "cycles", "wall"))
             assert (got["questions"], got["tokens"]) == (len(kept), tokens)
             assert got["acceptance_length"]["value"] == pytest.approx(tokens / cycles)
-            assert got["tokens_per_second"]["value"] == pytest.approx(tokens / total(mine, "wall"))
             lengths = [length for one in mine for length in one["accept_lengths"]]
             for depth, alpha in enumerate(got["acceptance_rate_by_depth"], 1):
                 above, here = (sum(length >= least for length in lengths) for least in (depth, depth + 1))
                 assert alpha["value"] == (pytest.approx(here / above) if above else None)
             spent = sum(got["cycle_ms"].values()) / 1000 * cycles + got["prefill_seconds"]
-            assert spent == pytest.approx(total(mine, "wall")) == pytest.approx(got["seconds"])
-            assert min(got["cycle_ms"].values()) >= 0
-            speedup = tokens / total(mine, "wall") / (total(base, "new_tokens") / total(base, "wall"))
-            baseline = row["method"] == "baseline"
-            assert got["speedup"] is None if baseline else got["speedup"]["value"] == pytest.approx(speedup)
+            assert spent == pytest.approx(wall) == pytest.approx(got["seconds"])
     assert summary["few_questions"] == ["overall", "writing", "math"]
     assert ":4" in str(summary["left_out"])
 

@@ -138,12 +138,12 @@ def test_a_streamer_gets_the_text(pair, trees):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("num_beams", {"num_beams": 2}),
-        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
-        ("guidance_scale", {"guidance_scale": 2.0}),
-        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
-    ],
+    {
+        "num_beams": {"num_beams": 2},
+        "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+        "guidance_scale": {"guidance_scale": 2.0},
+        "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    }.items(),
 )
 def test_what_trees_cannot_do_is_refused_by_name(pair, trees, name, options):
     with complains(name):

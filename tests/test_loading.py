@@ -49,33 +49,21 @@ def refusal(folder):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"num_hidden_layers": 4}, "they lack model.layers.3.input_layernorm.weight"),
-        ({"num_hidden_layers": 2}, "they hold model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
-        ({"hidden_size": "wide"}, "hidden_size = 'wide'; it must be a positive whole number"),
-        ({"intermediate_size": 40}, r"by the config ["),
-        ({"model_type": None}, "names no model_type"),
-        ({"model_type": "unheard-of"}, "unheard-of"),
-    ],
+    ("told", "fields"),
+    {
+        "they lack model.layers.3.input_layernorm.weight": {"num_hidden_layers": 4},
+        "they hold model.layers.2.input_layernorm.weight": {"num_hidden_layers": 2},
+        "num_hidden_layers = -3": {"num_hidden_layers": -3},
+        "hidden_size = 'wide'; it must be a positive whole number": {"hidden_size": "wide"},
+        r"by the config [": {"intermediate_size": 40},
+        "names no model_type": {"model_type": None},
+        "unheard-of": {"model_type": "unheard-of"},
+    }.items(),
 )
 def test_a_config_that_its_weights_do_not_fit_is_told_in_one_line(folder, fields, told, capfd):
     change(folder, **fields)
     assert told in refusal(folder)
     assert "REPORT" not in capfd.readouterr().err  # transformers' own table of twenty lines
-
-
-def test_a_directory_without_a_config_names_what_it_holds(tmp_path):
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "notes.txt").write_text("")
-    assert "no config.json (it holds notes.txt)" in refusal(tmp_path / "target")
-
-
-def test_a_mistyped_path_is_told_with_the_nearest_name(folder):
-    assert f"did you mean {folder}?" in refusal(folder.parent / "trget")
-    (folder.parent / "file").write_text("")
-    assert "is a file, not a model directory" in refusal(folder.parent / "file")
 
 
 def test_weights_that_are_not_numbers_are_named(folder):

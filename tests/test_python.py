@@ -100,13 +100,13 @@ def test_the_weights_of_a_model_that_others_hold_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"dtype": "float32"}, "dtype is float32, but the target is loaded already"),
-        ({"device_map": "cpu"}, "device_map is cpu"),
-        ({"max_memory": {0: "1GiB"}}, "max_memory is"),
-        ({"head": "a", "drafter": "lookup"}, "leave out one"),
-    ],
+    ("complaint", "options"),
+    {
+        "dtype is float32, but the target is loaded already": {"dtype": "float32"},
+        "device_map is cpu": {"device_map": "cpu"},
+        "max_memory is": {"max_memory": {0: "1GiB"}},
+        "leave out one": {"head": "a", "drafter": "lookup"},
+    }.items(),
 )
 def test_how_to_load_is_no_option_of_a_loaded_model(options, complaint):
     with complains(complaint):

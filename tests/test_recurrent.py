@@ -147,13 +147,13 @@ def test_a_text_that_goes_on_reuses_the_states_after_its_prompt():
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("minimax", "state in a place"),
-        ("xlstm", "state in a place"),
-        ("inkling_text", "counts columns"),
-        ("recurrent_gemma", "outside of the cache"),
-        ("rwkv", "outside of the cache"),
-    ],
+    {
+        "minimax": "state in a place",
+        "xlstm": "state in a place",
+        "inkling_text": "counts columns",
+        "recurrent_gemma": "outside of the cache",
+        "rwkv": "outside of the cache",
+    }.items(),
 )
 def test_what_keeps_its_state_elsewhere_is_refused_by_name(name, reason):
     model = random_model(tiny(MODELS[name]))

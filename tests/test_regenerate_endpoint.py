@@ -1,59 +1,17 @@
 """Regeneration by a server: every conversation is answered once, whatever goes wrong for a while."""
 
-import json
 import threading
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from refusals import complains
-from regenerating import by_row, config_for, lines_of, write_questions
+from regenerating import Server, by_row, config_for, lines_of, write_questions
 
 from treespec.errors import InputError
 from treespec.train.regenerate import ask
 from treespec.train.regenerate.run import LEFT_OUT, regenerate
-
-
-class Server(ThreadingHTTPServer):
-    """Answers with the last question in capitals. troubles: what goes wrong with a request, by its number."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.troubles, self.lock = [], {}, threading.Lock()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            number = len(self.server.requests)
-            self.server.requests.append((self.path, self.headers.get("Authorization"), body))
-        trouble = self.server.troubles.get(number)
-        if trouble == "hang up":
-            return
-        if isinstance(trouble, int):
-            self.send_error(trouble, "not now")
-            return
-        answer = trouble or {
-            "choices": [{"delta": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
-            "usage": {"completion_tokens": 3},
-        }
-        content = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
@@ -108,13 +66,13 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
-    [
-        ({6: 401}, "the server refuses with HTTP 401.*OPENAI_API_KEY"),
-        ({6: 404}, "the server refuses with HTTP 404"),
-        ({6: {"error": "x"}}, "answers with no chat completion"),
-        (dict.fromkeys(range(6, 99), 500), "refuses with HTTP 500.*repeat the command"),
-    ],
+    ("said", "trouble"),
+    {
+        "the server refuses with HTTP 401.*OPENAI_API_KEY": {6: 401},
+        "the server refuses with HTTP 404": {6: 404},
+        "answers with no chat completion": {6: {"error": "x"}},
+        "refuses with HTTP 500.*repeat the command": dict.fromkeys(range(6, 99), 500),
+    }.items(),
 )
 def test_a_server_that_fails_for_good_ends_the_run_and_keeps_its_rows(server, config, trouble, said):
     server.troubles = trouble

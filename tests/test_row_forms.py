@@ -87,15 +87,15 @@ def test_formatted_text_and_token_rows_train_the_same_tokens(tmp_path, expected)
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        ({"input_ids": [1, 2, 3]}, "without loss_mask, assistant_masks or labels"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [1]}, "differ in length"),
-        ({"input_ids": [1, "b"], "loss_mask": [0, 1]}, "something else than token ids"),
-        ({"input_ids": [1, 10**6], "loss_mask": [0, 1]}, "beyond the vocabulary: 1000000"),
-        ({"text": "Hi and hello"}, "no answer in the text: it lacks '<|im_start|>assistant"),
-        ({"messages": turns(["u a", "a b"]), "tools": {"a": 1}}, "`tools` are no list"),
-    ],
+    ("told", "row"),
+    {
+        "without loss_mask, assistant_masks or labels": {"input_ids": [1, 2, 3]},
+        "differ in length": {"input_ids": [1, 2, 3], "loss_mask": [1]},
+        "something else than token ids": {"input_ids": [1, "b"], "loss_mask": [0, 1]},
+        "beyond the vocabulary: 1000000": {"input_ids": [1, 10**6], "loss_mask": [0, 1]},
+        "no answer in the text: it lacks '<|im_start|>assistant": {"text": "Hi and hello"},
+        "`tools` are no list": {"messages": turns(["u a", "a b"]), "tools": {"a": 1}},
+    }.items(),
 )
 def test_a_row_that_cannot_be_trained_on_is_named(row, told, tmp_path):
     with pytest.raises(InputError) as error:

@@ -115,13 +115,13 @@ def test_a_verifier_needs_a_name_a_scheme_and_a_call(tree):
 
 @pytest.mark.parametrize(
     ("name", "members"),
-    [
-        ("suffix+eagle:HEAD", ["suffix", "eagle:HEAD"]),
-        ("suffix:a/b,tokens=5000+hydra++:a+b", ["suffix:a/b,tokens=5000", "hydra++:a+b"]),
-        ("suffix:c++/d+model:x+y", ["suffix:c++/d", "model:x+y"]),
-        ("suffix:a+b", ["suffix:a+b"]),
-        ("model:x+eagle:y", ["model:x+eagle:y"]),
-    ],
+    {
+        "suffix+eagle:HEAD": ["suffix", "eagle:HEAD"],
+        "suffix:a/b,tokens=5000+hydra++:a+b": ["suffix:a/b,tokens=5000", "hydra++:a+b"],
+        "suffix:c++/d+model:x+y": ["suffix:c++/d", "model:x+y"],
+        "suffix:a+b": ["suffix:a+b"],
+        "model:x+eagle:y": ["model:x+eagle:y"],
+    }.items(),
 )
 def test_a_name_joins_a_memory_and_a_drafter(name, members):
     assert [member.own for member in DrafterSpec.parse(name).members] == members

@@ -5,14 +5,34 @@ import pytest
 from treespec.train.config import TrainConfig
 from treespec.train.loop.steps import Clock, draft_steps_at, learning_rate
 
-KINDS = ("eagle", "eagle3", "medusa", "hydra", "hydra++")
+PUBLISHED = {  # of Medusa and Hydra++ the commands in the README.md of FasterDecoding/Medusa and zankner/Hydra
+    "eagle": {"learning_rate": 3e-5, "warm_up": 2000, "clip": 0.5, "beta2": 0.95},
+    "eagle3": {"learning_rate": 5e-5, "epochs": 40, "warm_up": 12000, "weight_decay": 0.0},
+    "medusa": {
+        "learning_rate": 1e-3,
+        "epochs": 2,
+        "weight_decay": 0.0,
+        "decay": "cosine",
+        "batch": 128,
+        "beta2": 0.999,
+    },
+    "hydra": {"learning_rate": 5e-4, "epochs": 10},
+    "hydra++": {"learning_rate": 5e-4, "epochs": 10, "weight_decay": 0.1, "warm_up": 100, "decay": "cosine"}
+    | {"batch": 32, "clip": 1.0, "beta2": 0.999, "last_rate": 0.33, "dropout": 0.2},
+}
 
 
 def config(**options):
     return TrainConfig(target="target", data="data", out="out", **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind):
+    assert PUBLISHED[kind].items() <= vars(config(head=kind).recipe).items()
+    assert config(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""

@@ -1,0 +1,107 @@
+"""Nothing mixes devices, and the waits of a cycle do not grow: on a device that counts them.
+
+As a program it prints the waits and launches of a cycle of each set-up as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+BATCH = 4
+# Waits a cycle at most, for one sequence and for a batch, by drafter, tree, verifier and temperature.
+SETUPS = {
+    ("none", None, "topk", 0): (6, 13),
+    ("eagle", "dynamic", "topk", 0): (12, 25),
+    ("eagle3", "dynamic", "auto", 0): (12, 25),
+    ("medusa", "medusa", "auto", 1): (84,),
+    ("hydra", "2x3", "greedy", 1): (12, 26),
+    ("lookup", None, "topk", 1): (12,),
+    ("suffix", None, "auto", 0): (12,),
+    ("eagle", "chain:3", "single", 1): (14,),
+    ("eagle", "chain:3", "block", 1): (22,),
+    ("eagle", "eagle", "rrs", 1): (17,),
+    ("eagle", "eagle", "rrs-wo", 1): (22, 70),
+    ("eagle", "eagle", "kseq", 1): (18,),
+    ("eagle", "2x3", "spechub", 1): (15,),
+    ("eagle", "2x3", "is-lp", 1): (20,),
+    ("eagle", "eagle", "optimal", 1): (17, 37),
+    ("eagle", "eagle", "layer:greedy", 1): (24,),
+    ("eagle", "eagle", "traversal", 1): (32, 94),
+}
+
+
+def measure():
+    """{a set-up's line: [waits and launches a cycle and the places of waits, or an error], by batch}."""
+    import far_device
+    import torch
+    from models import CONFIGS, random_model
+
+    from treespec.api.spec import Spec
+    from treespec.draft.cost.model import Cost
+    from treespec.draft.drafters import DrafterSpec
+    from treespec.draft.source import load_source
+    from treespec.draft.trained.kinds import new_head
+    from treespec.heads.registry import HEADS
+    from treespec.model.target import Target
+
+    # 1. A target on the device, and what drafts for it.
+    keep = far_device.install()
+    target = Target(far_device.moved(random_model(CONFIGS["llama"]())))
+    target.eos = frozenset()
+
+    def source(name):
+        if name in HEADS:
+            torch.manual_seed(0)
+            return far_device.moved(new_head(name, target).eval())
+        return None if name == "none" else load_source(DrafterSpec.parse(name), target)
+
+    # 2. The cycles of each, but the first.
+    found = {}
+    for setup in SETUPS:
+        drafter, tree, verifier, temperature = setup
+        for batch in (1, BATCH)[: len(SETUPS[setup])]:
+            spec, cycles = Spec(target, source(drafter), tree, verifier, times=Cost((1, 8), (1.0, 1.1))), 0
+            plain = spec.decoder._cycle
+
+            def counted(plain=plain):
+                nonlocal cycles
+                cycles += 1
+                if cycles == 2:
+                    far_device.waits.clear()
+                    far_device.launches.clear()
+                return plain()
+
+            spec.decoder._cycle = counted
+            prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(batch)]
+            try:
+                spec.generate(prompts, max_new_tokens=8, temperature=temperature, seed=[1] * batch, batch=batch)
+            except RuntimeError as error:
+                found.setdefault(str(setup), []).append(str(error))
+                continue
+            counts = [round(sum(count.values()) / (cycles - 1), 1) for count in (far_device.waits, far_device.launches)]
+            places = {line: round(n / (cycles - 1), 2) for line, n in far_device.waits.most_common()}
+            found.setdefault(str(setup), []).append([*counts, places])
+    del keep
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    """In a process of its own: the device stays for good."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
+    for counted, most in zip(found[str(setup)], SETUPS[setup], strict=True):
+        assert not isinstance(counted, str), counted
+        assert counted[0] <= most, counted[2]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1))

@@ -150,7 +150,7 @@ def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, conf
     with complains(complaint):
         load_head(published)
     (published / "config.json").write_text("[]")
-    with complains("holds no fields"):
+    with complains("is no JSON object"):
         load_head(published)
 
 

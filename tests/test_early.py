@@ -71,7 +71,7 @@ WRONG = [
     (DRAFTING, "--drafter model:HOME/eagel", "no draft model's directory at"),
     (DRAFTING, "--drafter model:HOME/empty", "has no config.json"),
     (DRAFTING, "--drafter self:HOME/none", "treespec skip"),
-    (DRAFTING, "--drafter self:HOME/skip.json", "skip.json is damaged, it is not JSON"),
+    (DRAFTING, "--drafter self:HOME/skip.json", "skip.json is damaged (Expecting"),
     (DRAFTING, "--drafter self:HOME/deep.json", "is for 99 layers, the target has 3"),
     (DRAFTING, "--drafter mtp:2", "mtp takes no value"),
     (DRAFTING, "--drafter suffix+mtp", "--drafter mtp: "),

@@ -129,7 +129,7 @@ def retold(**changes):
     [
         (lambda f: shutil.rmtree(f), "no head directory"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+        (lambda f: (f / "config.json").write_text("{"), "is damaged"),
         (lambda f: (f / "config.json").write_text("{}"), r"config\.json|says"),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "damaged"),

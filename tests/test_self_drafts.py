@@ -104,7 +104,7 @@ class TestSkipSet:
         ("content", "complaint"),
         [
             (None, "cannot read"),
-            ("{", "is damaged, it is not JSON"),
+            ("{", "is damaged \\(Expecting"),
             ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
             ('{"layers": 3, "mlp": []}', "is no skip set"),
             ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),

@@ -12,13 +12,12 @@ from training import beside, checkpoint_of, same_weights, trained, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.load import FEW, FIELD
-from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
 from treespec.train.data import known as datasets
 from treespec.train.loop.steps import draft_steps_at
-from treespec.train.run import stored_dtype, train
+from treespec.train.run import train
 
 
 @pytest.fixture
@@ -63,15 +62,6 @@ def test_the_file_has_the_trained_weights_rounded_once(config):
     whole = trained(config, dtype="bfloat16", checkpoint_every=1)
     in_checkpoint = load_file(checkpoint_of(whole, 1) / "model.safetensors")
     assert all(torch.equal(value, in_checkpoint[name].bfloat16()) for name, value in weights(whole).items())
-
-
-def test_the_dtype_of_the_targets_file_is_found_where_the_target_is(config, monkeypatch):
-    """A path from the home directory too."""
-    model = Target.load(config.target, dtype="float32")
-    folder = Path(config.target)
-    expected = stored_dtype(config, model)
-    monkeypatch.setenv("HOME", str(folder.parent))
-    assert stored_dtype(replace(config, target=f"~/{folder.name}"), model) == expected
 
 
 def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(config):

@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_from_a_head_drafts_its_tokens_unless_others_are_aske
 
 def test_a_head_of_another_width_is_named(config, tmp_path):
     save_head(random_head(target("llama")), tmp_path / "other")
-    complaint = r"--from-head .*other is for another target: its vocab_size is 64, not 290"
+    complaint = r"--from-head .*other is another head: its vocab_size is 64, not 290"
     assert re.search(complaint, refused(config, from_head=str(tmp_path / "other")))
 
 
@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
     more = str(write_data(tmp_path / "more.jsonl", count=40))
     still = trained(beside(config, "still"), max_steps=1, from_head=config.out, learning_rate=0.0, data=more)
     assert same_weights(weights(config), weights(still))
-    assert "is a head of kind eagle, not eagle3" in refused(beside(still, "other"), head="eagle3")
+    assert "its kind is eagle, not eagle3" in refused(beside(still, "other"), head="eagle3")
 
 
 @pytest.mark.parametrize("bias", [True, False])

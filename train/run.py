@@ -15,8 +15,6 @@ from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
-from treespec.model.target import Target
-from treespec.model.weights import dtype_of_file
 from treespec.train.checkpoints import Place, take_weights
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import prepare, read
@@ -25,9 +23,6 @@ from treespec.train.loop.steps import fit
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
 from treespec.train.record import Validation, begun, finished, record_of, write_card
 from treespec.train.start import begin, untrained
-
-# Dtypes of a head's file.
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
@@ -70,8 +65,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         )
         # the head stays where the features are, also where a target is spread over several devices
         model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
-        stored = stored_dtype(config, target)
-        run = Run(config, record, accelerator, target, data, model, optimizer, stored, vocabulary)
+        run = Run(config, record, accelerator, target, data, model, optimizer, vocabulary)
 
         # 4. All steps that are left.
         place = fit(run, after_step)
@@ -106,7 +100,7 @@ def finish(run: Run, place: Place) -> Validation:
 
     # 2. It is saved.
     if accelerator.is_main_process:
-        save_head(run.head, config.out, run.stored, leave_out=served.optional)
+        save_head(run.head, config.out, run.target.dtype, leave_out=served.optional)
     if run.vocabulary is not None:
         restrict(served, run.target, run.vocabulary)
     calibrates = accelerator.is_main_process or config.shard_target  # all gather its weights
@@ -117,14 +111,6 @@ def finish(run: Run, place: Place) -> Validation:
         write_card(config, data, place, result)
         write_json(run.folder / "result.json", asdict(result))
     return result
-
-
-def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
-    """The dtype of the head's file: the narrower one of the target and its file."""
-    written = dtype_of_file(config.target, config.placement)
-    if written in STORED and target.dtype == torch.float32:
-        return STORED[written]
-    return target.dtype
 
 
 def save_calibration_of(head: Head, run: Run) -> None:

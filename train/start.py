@@ -170,15 +170,13 @@ def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
 
 
 def comparable(folder: str, head: Head) -> Head:
-    """The trained head of a directory or hub id. Raises InputError unless it is for this target."""
+    """The trained head of a directory or hub id. Raises InputError for another kind or target."""
     before = load_head(folder)
-    if before.kind != head.kind:
-        raise InputError(f"--from-head {folder} is a head of kind {before.kind}, not {head.kind}")
-    for what in ("hidden_size", "feature_size", "vocab_size"):
+    for what in ("kind", "hidden_size", "feature_size", "vocab_size"):
         theirs, ours = getattr(before, what), getattr(head, what)
         if theirs != ours:
             raise InputError(
-                f"--from-head {folder} is for another target: its {what} is {theirs}, not {ours}"
+                f"--from-head {folder} is another head: its {what} is {theirs}, not {ours}"
             )
     return before
 

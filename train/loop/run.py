@@ -38,8 +38,8 @@ class Run:
     """record: the content of OUT/training/config.json. model: the head, wrapped where accelerate
     needs it.
 
-    stored: dtype of the head's file. vocabulary: [N] int64, the tokens that a head without an output
-    layer of its own drafts; None is all.
+    vocabulary: [N] int64, the tokens that a head without an output layer of its own drafts; None is
+    all.
     """
 
     config: TrainConfig
@@ -49,7 +49,6 @@ class Run:
     data: Data
     model: nn.Module
     optimizer: AcceleratedOptimizer
-    stored: torch.dtype
     vocabulary: Tensor | None = None
 
     @property
@@ -72,7 +71,7 @@ class Run:
         head = copy.deepcopy(self.head, shared)
         for name, parameter in head.named_parameters():
             if name not in head.optional:
-                parameter.data = parameter.data.to(self.stored).to(self.target.dtype)
+                parameter.data = parameter.data.to(self.target.dtype)
         cast(nn.Module, head).eval()
         return head
 

@@ -107,16 +107,11 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> checksu
     """
     path = Path(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = checksum.unsealed(path.read_text(encoding="utf-8"), foreign=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged, it is not JSON: {remedy}") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{path} is damaged, it holds no fields: {remedy}")
-    if not checksum.intact(fields):
-        raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
-    fields.pop(checksum.FIELD, None)
+        raise InputError(f"{path} is damaged ({error}): {remedy}") from error
     if form is not None and fields.get("format") != form:
         raise InputError(
             f"{path} has format {fields.get('format')}, this treespec reads {form}: {remedy}"
@@ -154,8 +149,6 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], di
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
             about = dict(file.metadata() or {})
-    except FileNotFoundError as error:
-        raise InputError(f"cannot read {path}: there is no such file") from error
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
     expected = about.pop(checksum.FIELD, None)

@@ -40,6 +40,15 @@ def sealed(fields: Mapping[str, object]) -> dict[str, object]:
     return {**content, FIELD: of_fields(content)}
 
 
-def intact(fields: Mapping[str, object]) -> bool:
-    """Whether a JSON object is as it was written. Without a checksum it counts as intact."""
-    return fields.get(FIELD, of_fields(fields)) == of_fields(fields)
+def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
+    """The fields of a JSON object without its checksum.
+
+    foreign: whether it may lack one. Raises ValueError or RecursionError for a damaged one.
+    """
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
+    own = of_fields(fields)
+    if fields.pop(FIELD, own if foreign else None) != own:
+        raise ValueError("its checksum does not match")
+    return fields

@@ -70,7 +70,7 @@ def parsed(content: bytes, path: Path) -> tuple[list[checksum.Fields], int]:
     rows, end = [], 0
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(intact(line))
+            rows.append(checksum.unsealed(line))
         except (ValueError, RecursionError) as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break
@@ -79,13 +79,3 @@ def parsed(content: bytes, path: Path) -> tuple[list[checksum.Fields], int]:
             ) from error
         end += len(line) + 1
     return rows, end
-
-
-def intact(line: bytes) -> checksum.Fields:
-    """The object of a line without its checksum. Raises ValueError if it is damaged."""
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise ValueError("it is no JSON object")
-    if fields.pop(checksum.FIELD, None) != checksum.of_fields(fields):
-        raise ValueError("its checksum does not match")
-    return fields

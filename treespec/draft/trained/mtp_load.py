@@ -2,10 +2,9 @@
 
 import copy
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 
 from treespec.draft.checks import layers_in, tensor_files
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.mtp import MtpProposer
+from treespec.draft.trained.mtp import Mtp, MtpLayer, MtpProposer
 from treespec.errors import InputError, first_line
-from treespec.heads.mtp import Mtp, MtpLayer
 from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
@@ -40,44 +38,48 @@ def load_mtp(target: Target) -> Mtp:
     Raises InputError for a target without files, for files without MTP layers, and for tensors that
     are missing, unknown or misshapen, by name.
     """
+    # 1. The files, and rows and columns of the blocks of an fp8 checkpoint, which share a factor.
     config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
     files = tensor_files(name, getattr(config, "_commit_hash", None))
+    known = getattr(config, "quantization_config", None) or {}
+    fields = known if isinstance(known, dict) else known.to_dict()
+    block = fields.get("weight_block_size") or (128, 128)
+
+    # 2. Layer by layer. They are of one layer type, as `Target.windows` has it; "" where it has none.
     layout, layers = layers_in(name, files, target.layers)
     built = []
     for layer in layers:
-        tensors = read_tensors(files, layer.tensors, fp8_block(target))
+        tensors = joined_experts(dequantised(read_tensors(files, layer.tensors), block))
         try:
             built.append(built_layer(target, layout, layer, tensors))
         except ValueError as error:
             raise InputError(f"--drafter mtp: {name}: {error}") from error
-    kind = built[0][1]
-    return Mtp([layer for layer, _ in built], kind).to(target.output_device)
-
-
-def fp8_block(target: Target) -> tuple[int, int]:
-    """Rows and columns of the blocks of an fp8 checkpoint, which share a factor."""
-    known = getattr(target.model.config, "quantization_config", None) or {}
-    fields = known if isinstance(known, dict) else known.to_dict()
-    rows, columns = fields.get("weight_block_size") or (128, 128)
-    return rows, columns
+    return Mtp([layer for layer, _ in built], built[0][1]).to(target.output_device)
 
 
 def built_layer(
     target: Target, layout: Layout, names: LayerNames, tensors: dict[str, Tensor]
 ) -> tuple[MtpLayer, str]:
     """An MTP layer and its layer type. tensors: by our names. Raises ValueError."""
-    # 1. A decoder layer with tensors of the same names, the last one first.
+    # 1. The decoder layers that an MTP layer may have within: attention after a norm.
     embedding, head = tensors.pop("embedding.weight", None), tensors.pop("head.weight", None)
-    numbers = [k for k in reversed(range(target.layers)) if is_like_mtp(target, k)]
-    if not numbers:
+    one_type = [next(iter(target.windows), "")] * target.layers
+    types = getattr(target.config, "layer_types", None) or one_type
+    like_mtp = [
+        k
+        for k in reversed(range(target.layers))
+        if types[k] in HOLDS_TREE and hasattr(target.stack[k], "input_layernorm")
+    ]
+    if not like_mtp:
         kind = type(target.stack[-1]).__name__
         raise ValueError(f"its layers are of {kind}, MTP layers are known of {KNOWN}")
-    layers = ((k, empty_layer(target, k, layout)) for k in numbers)
-    same = ((k, layer) for k, layer in layers if layer.state_dict().keys() == tensors.keys())
-    number, layer = next(same, (numbers[0], empty_layer(target, numbers[0], layout)))
 
-    # 2. Does every tensor fit?
-    shapes = {name: value.shape for name, value in layer.state_dict().items()}
+    # 2. One with tensors of the same names, the last one first. Does every tensor fit?
+    for number in (*like_mtp, like_mtp[0]):
+        layer = empty_layer(target, number, layout)
+        shapes = {name: value.shape for name, value in layer.state_dict().items()}
+        if shapes.keys() == tensors.keys():
+            break
     if missing := [names.in_file(name) for name in shapes.keys() - tensors.keys()]:
         raise ValueError(f"its MTP layer lacks {listed(missing)}")
     if unknown := [names.in_file(name) for name in tensors.keys() - shapes.keys()]:
@@ -89,11 +91,9 @@ def built_layer(
             )
 
     # 3. Fill it. A buffer keeps its own dtype: the biases of a router are float32.
-    weights = {name for name, _ in layer.named_parameters()}
-    filled = {
-        name: value.to(target.dtype) if name in weights else value.float()
-        for name, value in tensors.items()
-    }
+    weights = dict(layer.named_parameters())
+    dtypes = {name: target.dtype if name in weights else torch.float32 for name in tensors}
+    filled = {name: value.to(dtypes[name]) for name, value in tensors.items()}
     layer.load_state_dict(filled, assign=True)
 
     # 4. An embedding or output embedding of its own, where they differ from the target's.
@@ -103,31 +103,16 @@ def built_layer(
     if (weight := differing(head, model.get_output_embeddings(), target)) is not None:
         layer.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         layer.head.weight = nn.Parameter(weight)
-    return layer.eval().requires_grad_(False), layer_type(target, number)
+    return layer.eval().requires_grad_(False), types[number]
 
 
 def empty_layer(target: Target, number: int, layout: Layout) -> MtpLayer:
     """An MTP layer without memory, its decoder layer made as the target's layer `number`."""
     config, like = copy.deepcopy(target.config), target.stack[number]
-    norm: Any = type(like.input_layernorm)
-    width = target.config.hidden_size
+    norm: Any = partial(type(like.input_layernorm), config.hidden_size, eps=config.rms_norm_eps)
     with torch.device("meta"):
         block = type(like)(config, number)
-        return MtpLayer(
-            width, partial(norm, width, eps=config.rms_norm_eps), block, layout.embedding_first
-        )
-
-
-def is_like_mtp(target: Target, number: int) -> bool:
-    """Whether a target's layer is one that an MTP layer may have within: attention behind a norm."""
-    attends = layer_type(target, number) in HOLDS_TREE
-    return attends and hasattr(target.stack[number], "input_layernorm")
-
-
-def layer_type(target: Target, number: int) -> str:
-    """The layer type of a target's layer, as `Target.windows` has them; "" where it has none."""
-    types = getattr(target.config, "layer_types", None)
-    return types[number] if types else next(iter(target.windows), "")
+        return MtpLayer(config.hidden_size, norm, block, layout.embedding_first)
 
 
 def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | None:
@@ -143,48 +128,40 @@ def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | No
     return None if same else own
 
 
-def read_tensors(
-    files: Mapping[str, Path], names: Mapping[str, str], block: tuple[int, int]
-) -> dict[str, Tensor]:
-    """Tensors by our names; experts joined, and fp8 weights in float32.
-
-    names: ours -> the file's. block: rows and columns of an fp8 weight that share a factor. Raises InputError.
-    """
-    by_file: defaultdict[Path, list[str]] = defaultdict(list)
-    for ours, name in names.items():
-        by_file[files[name]].append(ours)
+def read_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors by our names. names: ours -> the file's. Raises InputError."""
     tensors: dict[str, Tensor] = {}
-    for file, wanted in by_file.items():
+    for file in {files[name] for name in names.values()}:
         try:
             with safe_open(file, framework="pt") as stored:
-                tensors |= {ours: stored.get_tensor(names[ours]) for ours in wanted}
+                for ours, name in names.items():
+                    if files[name] == file:
+                        tensors[ours] = stored.get_tensor(name)
         except Exception as error:  # safetensors raises what the header's bytes lead to
             raise InputError(f"--drafter mtp: cannot read {file}: {first_line(error)}") from error
-    return joined_experts(dequantised(tensors, block))
+    return tensors
 
 
 def dequantised(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
     """fp8 weights times their factors, in float32; all other tensors as they are."""
     plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
-    for name, scales in tensors.items():
-        weight = plain.get(name.removesuffix(SCALE))
-        if name.endswith(SCALE) and weight is not None:
-            factors = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-            rows, columns = weight.shape
-            plain[name.removesuffix(SCALE)] = weight.float() * factors[:rows, :columns]
+    for name in plain.keys() & {name.removesuffix(SCALE) for name in tensors.keys() - plain.keys()}:
+        factors, (rows, columns) = tensors[name + SCALE].float(), plain[name].shape
+        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        plain[name] = plain[name].float() * factors[:rows, :columns]
     return plain
 
 
-def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers' layers hold them, where a file has a tensor for each.
 
     gate_proj and up_proj [I, H] of E experts become gate_up_proj [E, 2 I, H], and down_proj
     [H, I] becomes [E, H, I]. Experts that lack a part stay as they are.
     """
-    joined, found = dict(tensors), [EXPERT.fullmatch(name) for name in tensors]
+    found = [EXPERT.fullmatch(name) for name in tensors]
     for start, count in Counter(match[1] for match in found if match).items():
         names = [[f"{start}{i}.{part}.weight" for i in range(count)] for part in PARTS]
-        if joined.keys() >= set(chain.from_iterable(names)):
-            gate, up, down = (torch.stack([joined.pop(name) for name in of]) for of in names)
-            joined |= {f"{start}gate_up_proj": torch.cat([gate, up], 1), f"{start}down_proj": down}
-    return joined
+        if tensors.keys() >= {name for part in names for name in part}:
+            gate, up, down = (torch.stack([tensors.pop(name) for name in part]) for part in names)
+            tensors |= {f"{start}gate_up_proj": torch.cat([gate, up], 1), f"{start}down_proj": down}
+    return tensors

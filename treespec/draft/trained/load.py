@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from treespec.draft.drafter import Proposer
 from treespec.draft.drafters import DrafterSpec
@@ -24,10 +24,10 @@ from treespec.draft.trained.kinds import embedding_of, embedding_to_share, propo
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
-from treespec.heads.eagle import EagleHead
-from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.eagle import FeatureHead
 from treespec.heads.folder import head_folder
-from treespec.heads.head import EMBEDDING, Config, Head, mapping_of
+from treespec.heads.head import EMBEDDING, Config, Head
+from treespec.heads.llama import BlockHead
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 
@@ -53,7 +53,7 @@ def trained_head(folder: str, target: Target) -> Head:
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)
     if head.vocab_size != target.vocab_size:
-        head = in_target_tokens(head, path, target, folder)
+        take_target_tokens(head, path, target, folder)
     fit(head, target, folder)
     if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
         restrict(head, target, tokens)
@@ -112,8 +112,8 @@ def with_tokens(config: Config, target: Target) -> Config:
     if tokenizer is None:
         return config
     size = min(len(tokenizer), target.vocab_size)
-    names = {number: token_at(tokenizer, number) for number in range(0, size, max(1, size // FEW))}
-    return config | {FIELD: {str(number): name for number, name in names.items() if name}}
+    names = {str(k): token_at(tokenizer, k) for k in range(0, size, max(1, size // FEW))}
+    return config | {FIELD: {number: name for number, name in names.items() if name}}
 
 
 def check_tokens(head: Head, target: Target, name: str) -> None:
@@ -145,8 +145,8 @@ def token_at(tokenizer: Any, number: int) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def in_target_tokens(head: Head, folder: Path, target: Target, name: str) -> Head:
-    """A head of another vocabulary, renumbered for a target.
+def take_target_tokens(head: Head, folder: Path, target: Target, name: str) -> None:
+    """Renumber a head of another vocabulary for a target.
 
     Raises InputError for a kind of head that cannot be, a folder without tokenizer, a head without
     an embedding of its own, and where no token is shared.
@@ -154,7 +154,7 @@ def in_target_tokens(head: Head, folder: Path, target: Target, name: str) -> Hea
     differ = (
         f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}"
     )
-    if not isinstance(head, EagleHead | Eagle3Head):
+    if not isinstance(head, FeatureHead) or isinstance(head, BlockHead):
         raise InputError(differ)
     own = load_tokenizer(str(folder)) if list(folder.glob("token*")) else None
     if own is None or target.tokenizer is None:
@@ -168,39 +168,30 @@ def in_target_tokens(head: Head, folder: Path, target: Target, name: str) -> Hea
         words = shared_vocabulary(target.tokenizer, own, target.vocab_size, head.vocab_size)
     except InputError as error:
         raise InputError(f"{differ}, and {error}") from None
-    return renumbered(head, words, target.vocab_size)
+    renumber(head, words, target.vocab_size)
 
 
-def renumbered(
-    head: EagleHead | Eagle3Head, words: SharedVocabulary, vocab_size: int
-) -> EagleHead | Eagle3Head:
-    """A head in a target's tokens. words: what the target and the head share."""
-    # 1. An embedding for each of the target's tokens.
-    tensors: dict[str, Tensor] = dict(head.state_dict())
-    rows = tensors[EMBEDDING]
-    spelled = [rows[list(words.spelled(token))].mean(0) for token in range(vocab_size)]
-    tensors[EMBEDDING] = torch.stack(spelled)
+@torch.no_grad()
+def renumber(head: FeatureHead, words: SharedVocabulary, vocab_size: int) -> None:
+    """Turn a head's tokens into a target's. words: what the target and the head share."""
+    # 1. Of an output layer of its own: the rows of the tokens that it drafts and that are shared.
+    drafted, table = head.vocabulary, head.embed_tokens
+    assert isinstance(table, nn.Embedding)
     config = head.config | {"vocab_size": vocab_size}
     config.pop(FIELD, None)
-
-    # 2. Of EAGLE-3: the output rows of the tokens that it drafts and that are shared.
-    if isinstance(head, Eagle3Head):
-        before = head.vocabulary
-        drafted = torch.arange(head.vocab_size) if before is None else before.cpu()
-        row_of = {token: row for row, token in enumerate(drafted.tolist())}
+    head.vocab_size = vocab_size
+    if (layer := head.lm_head) is not None:
+        tokens = torch.arange(layer.out_features) if drafted is None else drafted.cpu()
+        row_of = {token: row for row, token in enumerate(tokens.tolist())}
         pairs = zip(words.target.tolist(), words.draft.tolist(), strict=True)
         kept = [(ours, row_of[theirs]) for ours, theirs in pairs if theirs in row_of]
         if not kept:
             raise InputError("the head drafts no token that the target shares with it")
-        tokens, places = torch.tensor(kept).unbind(1)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][places]
-        config["draft_vocab_size"] = len(tokens)
-        for name, value in mapping_of(tokens, vocab_size).items():
-            tensors.pop(name, None)
-            if value is not None:
-                tensors[name] = value
+        ours, rows = torch.tensor(kept, device=layer.weight.device).unbind(1)
+        layer.weight, layer.out_features = nn.Parameter(layer.weight[rows]), len(rows)
+        config["draft_vocab_size"] = len(rows)
+        head.draft(ours)
 
-    # 3. The same kind of head.
-    new = type(head)(config)
-    new.fill(tensors)
-    return new.to(device=rows.device, dtype=head.dtype)
+    # 2. An embedding for each of the target's tokens.
+    spelled = [table.weight[list(words.spelled(token))].mean(0) for token in range(vocab_size)]
+    head.embed_tokens, head.config = nn.Embedding.from_pretrained(torch.stack(spelled)), config

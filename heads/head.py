@@ -109,6 +109,24 @@ class Head(nn.Module, ABC):
     def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
         """The config.json of a new head for a target. fields: that it has otherwise."""
 
+    def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
+        """Raises ValueError for the head of another target. It settles the aux layers.
+
+        layers, vocab_size, hidden_size: the target's. last: width of its last hidden state, after
+        the final norm.
+        """
+        self.settle_aux_layers(layers)
+        if beyond := [k for k in self.aux_layers if not 0 <= k < layers]:
+            raise ValueError(
+                f"it reads layer {beyond[0]}, the target has {layers}: it is for another target"
+            )
+        for what, own, theirs in (
+            ("features of width", self.feature_size, len(self.aux_layers) * hidden_size or last),
+            ("a vocabulary of", self.vocab_size, vocab_size),
+        ):
+            if own != theirs:
+                raise ValueError(f"it is for {what} {own}, the target's are {theirs}")
+
     def settle_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
 

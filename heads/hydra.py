@@ -45,7 +45,7 @@ class Prefix(nn.Module):
     ) -> Tensor:
         """[B, T, H] hidden states at positions [T] or [B, T] -> [B, T, H].
 
-        mask, cache: as for `EagleHead.step`.
+        mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is causal.
         """
         layer = cast(Layer, self.layers[0])
         angles = self.rotary(positions, states.dtype)
@@ -104,17 +104,10 @@ class HydraHead(DepthHeads):
     def output_layers(self) -> list[nn.Linear]:
         return [last_linear(head) for head in self.hydra_lm_head]
 
-    def states(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
+    def states(self, features: Tensor, positions: Tensor, *view: Any) -> Tensor:
         """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
 
-        positions: [T] or [B, T]. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None
-        is causal.
+        positions: [T] or [B, T]. view: mask and cache, as `Prefix` takes them.
         """
         return features
 
@@ -158,11 +151,5 @@ class HydraPlusHead(HydraHead):
     def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         return LlamaHead.config_for(target, **super().config_for(target, heads, **fields))
 
-    def states(
-        self,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        return self.prefix_embeding_layer(features, positions, mask, cache)
+    def states(self, features: Tensor, positions: Tensor, *view: Any) -> Tensor:
+        return self.prefix_embeding_layer(features, positions, *view)

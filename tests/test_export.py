@@ -214,7 +214,7 @@ def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, co
 
 def test_a_head_of_another_target_is_refused(tmp_path):
     head = saved(three(), tmp_path / "head")
-    for field, complaint in (("vocab_size", "vocabulary of 64, the target's is 65"), ("hidden_size", "width 96")):
+    for field, complaint in (("vocab_size", "vocabulary of 64, the target's are 65"), ("hidden_size", "width 96")):
         other = SERVED.__class__(**SERVED.__dict__ | {field: getattr(SERVED, field) + 1})
         with complains(complaint):
             export(head, "vllm", tmp_path / "out", other)

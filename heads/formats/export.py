@@ -57,7 +57,9 @@ def export(
     # 2. Write beside `out`, read back, compare, rename.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        check(head, served, engine=to != "treespec")
+        head.check_target(served.layers, served.vocab_size, served.hidden_size, served.hidden_size)
+        if to != "treespec" and len(head.aux_layers) not in (0, 3):
+            raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
         kind = HEADS[head.kind]
         if head.lacks_embedding and kind.embedded:
             head.share_embedding(as_stored(embedding, head))
@@ -139,21 +141,3 @@ def outputs(head: Head) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
     return head.trial(features, generator)
-
-
-def check(head: Head, served: Served, engine: bool = True) -> None:
-    """Raises ValueError for a head of another target, and for aux layers that no engine has."""
-    if head.vocab_size != served.vocab_size:
-        raise ValueError(
-            f"it is for a vocabulary of {head.vocab_size}, the target's is {served.vocab_size}"
-        )
-    head.settle_aux_layers(served.layers)
-    if beyond := [k for k in head.aux_layers if not 0 <= k < served.layers]:
-        raise ValueError(f"it reads layer {beyond[0]}, the target has {served.layers}")
-    if engine and len(head.aux_layers) not in (0, 3):
-        raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
-    width = (len(head.aux_layers) or 1) * served.hidden_size
-    if head.feature_size != width:
-        raise ValueError(
-            f"it is for features of width {head.feature_size}, the target's are {width}"
-        )

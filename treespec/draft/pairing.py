@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from treespec.verify.scheme import Scheme
     from treespec.verify.walk import Verifier
 
+AT_ONCE = ", ".join(row.name for row in DRAFTERS.values() if row.at_once)
+
 
 @dataclass(frozen=True)
 class DraftModel:
@@ -58,8 +60,8 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
     # 2. Where children come from.
     if policy.at_once and not model.at_once:
         raise InputError(
-            f"the tree {policy.name} needs a head that drafts all levels at once (medusa, dflash, "
-            "p-eagle): take --tree dynamic with --verifier topk, or --tree eagle"
+            f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): "
+            "take --tree dynamic with --verifier topk, or --tree eagle"
         )
     if not (policy.may_draw or scheme.deterministic):
         raise InputError(

@@ -65,22 +65,11 @@ def fit(head: Head, target: Target, name: str) -> None:
 
     Raises InputError for the head of another target.
     """
-    head.settle_aux_layers(target.layers)
-    if beyond := [k for k in head.aux_layers if not 0 <= k < target.layers]:
-        raise InputError(
-            f"head {name} reads layer {beyond[0]}, the target has {target.layers}: it is for "
-            "another target"
-        )
-    width = len(head.aux_layers) * target.config.hidden_size or target.feature_width
-    if head.feature_size != width:
-        raise InputError(
-            f"head {name} is for features of width {head.feature_size}, the target's are {width}"
-        )
-    if head.vocab_size != target.vocab_size:
-        raise InputError(
-            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
-            f"{target.vocab_size}"
-        )
+    hidden_size, last = target.config.hidden_size, target.feature_width
+    try:
+        head.check_target(target.layers, target.vocab_size, hidden_size, last)
+    except ValueError as error:
+        raise InputError(f"head {name}: {error}") from None
     check_tokens(head, target, name)
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))

@@ -129,10 +129,11 @@ def test_the_same_torch_seed_gives_the_same_text(pair, trees):
     assert torch.equal(sampled(), sampled())
 
 
-def test_a_streamer_gets_the_text(pair, trees):
-    _, model, words, _ = pair
-    streamer = TextIteratorStreamer(words, skip_prompt=True)
-    out = model.generate(PROMPT, max_new_tokens=8, custom_generate=trees, streamer=streamer, pad_token_id=0)
+def test_a_streamer_gets_the_text(pair):
+    _, model, words, head = pair
+    streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
+    trees = Trees(head, "2x4", "rrs-wo", streamer=streamer)
+    out = model.generate(PROMPT, max_new_tokens=8, custom_generate=trees, pad_token_id=0)
     assert "".join(streamer) == words.decode(out[0, PROMPT.shape[1] :])
 
 
@@ -161,8 +162,6 @@ def test_other_refusals_are_by_name_too(pair, trees):
             pad_token_id=0,
             max_new_tokens=3,
         )
-    with complains("assistant_model"):
-        model.generate(PROMPT, assistant_model=pair[0], custom_generate=trees, pad_token_id=0, max_new_tokens=3)
     with complains("the prompt has 512 tokens"):
         model.generate(PROMPT[:, :1].expand(1, 512), max_new_tokens=1, custom_generate=trees, pad_token_id=0)
     with complains("exactly one of head= and drafter="):

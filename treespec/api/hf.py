@@ -1,17 +1,16 @@
 """Trees for code written for transformers: `model.generate(**inputs, custom_generate=Trees(head))`.
 
-The tokens are `generate`'s own at temperature 0, and have its law when it samples.
+The tokens are `generate`'s own at temperature 0, and have its distribution when it samples.
 """
 
-import inspect
 import logging
-from collections.abc import Mapping, Sequence
 from copy import copy
 from os import PathLike
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
@@ -42,6 +41,7 @@ from treespec.text.ending import Ending
 
 log = logging.getLogger(__name__)
 
+CANNOT = "treespec.api.hf.Trees cannot do {}: leave it out, or leave out custom_generate"
 # Options of `generate` by what they ask for. A value that is set, and is not this one, is refused.
 REFUSED: dict[str, object] = {
     "num_beams": 1,
@@ -66,8 +66,7 @@ UNDERSTOOD = {
     "logits_to_keep",
     "cache_position",
 }
-KEPT = ("streamer", "assistant_model", "synced_gpus")
-# The last steps of a law, in the order that `SamplingParams` has too, and their attributes.
+# The last steps of a distribution, in the order that `SamplingParams` has too, and their attributes.
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -81,10 +80,12 @@ class Trees:
     """A decoding method for `generate(custom_generate=…)` that drafts trees.
 
     head, drafter, tree, verifier: as `treespec.load` takes them; of head and drafter exactly one.
+    streamer: gets the tokens as they come, as one of `generate` does; `generate` keeps its own from
+    a method like this, so give it here alone.
     The first call with a model loads them for it; the model changes as it does by `load`.
-    Rows of a batch are decoded together. Processors, stopping criteria and streamers work as in
-    `generate`. Seeds come from torch's generator. stats: of the last call, by row. Raises
-    InputError, by name, for what `generate` can do and trees cannot.
+    Rows of a batch are decoded together. Processors and stopping criteria work as in `generate`.
+    Seeds come from torch's generator. stats: of the last call, by row. Raises InputError, by name,
+    for what `generate` can do and trees cannot.
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class Trees:
         verifier: str = "auto",
         *,
         drafter: str | None = None,
+        streamer: BaseStreamer | None = None,
     ) -> None:
         if (head is None) == (drafter is None):
             raise InputError("give Trees exactly one of head= and drafter=")
         self.head, self.tree, self.verifier, self.drafter = head, tree, verifier, drafter
+        self.streamer = streamer
         self.spec: Spec | None = None
         self.stats: list[Stats] = []
 
@@ -108,74 +111,85 @@ class Trees:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **model_kwargs: Any,
+        **inputs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids: [B, P] int64, padded on the left. Returns [B, P + new] with padding behind."""
-        # 1. What `generate` keeps to itself: transformers 5 hands neither streamer, assistant_model nor
-        #    synced_gpus to a callable, by any public way. So its locals are read, here alone.
-        frame = inspect.currentframe()
-        asked = dict(frame.f_back.f_locals) if frame and frame.f_back else {}
-        kept = {name: model_kwargs.pop(name, asked.get(name)) for name in KEPT}
-        streamer: BaseStreamer | None = kept["streamer"]
-        _refuse(model, generation_config, kept, model_kwargs)
-        spec = self._spec(model)
+        # 1. What trees cannot do.
+        refuse(model, generation_config, inputs)
+        if self.spec is None or self.spec.target.model is not model:
+            self.spec = load(model, self.head, self.tree, self.verifier, drafter=self.drafter)
+        spec, streamer = self.spec, self.streamer
 
-        # 2. A request for each row.
-        mask = model_kwargs.get("attention_mask")
-        ends, others = _parted(stopping_criteria)
-        params, processors = law_of(logits_processor, bool(generation_config.do_sample))
-        most = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
+        # 2. Where answers end: at tokens, at a length, or where another criterion says so.
+        ends, most, others = set[int](), input_ids.shape[1], StoppingCriteriaList()
+        for criterion in stopping_criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                ends.update(criterion.eos_token_id.flatten().tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                most = criterion.max_length
+            else:
+                others.append(criterion)
+        most -= input_ids.shape[1]
+
+        # 3. A request for each row.
+        params, processors = sampling_of(logits_processor, bool(generation_config.do_sample))
+        mask = inputs.get("attention_mask")
         seeds = torch.randint(2**62, (len(input_ids),)).tolist()
-        texts: dict[Request, list[int]] = {}  # each with its tokens, from the padding on
+        rows: dict[Request, list[int]] = {}  # each with its tokens, from the padding on
         for row, (ids, seed) in enumerate(zip(input_ids.tolist(), seeds, strict=True)):
             prompt = ids if mask is None else input_ids[row][mask[row] > 0].tolist()
             own = LogitsProcessorList(of_row(processor, row) for processor in processors)
-            law = Distribution(params, [Processed(own).begin(ids)] if own else [])
-            ending = Ending(None, ends, (), _room(spec, prompt, most - len(ids)))
+            distribution = Distribution(params, [Processed(own).begin(ids)] if own else [])
+            room = room_of(spec.target, prompt)
+            if room < most:
+                log.warning("generate wants %d tokens, the context holds %d more", most, room)
+            ending = Ending(None, frozenset(ends), (), min(room, most))
             generator = torch.Generator(spec.target.output_device).manual_seed(seed)
-            texts[Request(prompt, ending, generator, Stats(), law)] = ids
+            rows[Request(prompt, ending, generator, Stats(), distribution)] = ids
 
-        # 3. Decode them together. A criterion of transformers looks at each token.
+        # 4. Decode them together. A criterion of transformers looks at each token.
+        if streamer:
+            streamer.put(input_ids.cpu())
         with spec.decoder.lock:
-            for text, piece in spec.decoder.run(list(texts), len(texts)):
+            for request, piece in spec.decoder.run(list(rows), len(rows)):
                 for token in piece.token_ids:
-                    if text.cancelled:
+                    if request.cancelled:
                         break
-                    texts[text].append(token)
+                    rows[request].append(token)
                     if streamer:
                         streamer.put(torch.tensor([token]))
                     if others:
-                        ids = torch.tensor([texts[text]], device=input_ids.device)
-                        text.cancelled = bool(others(ids, None).any())
+                        ids = torch.tensor([rows[request]], device=input_ids.device)
+                        request.cancelled = bool(others(ids, None).any())
         if streamer:
             streamer.end()
-        self.stats = [text.stats for text in texts]
-        return _output(list(texts.values()), input_ids, generation_config)
+        self.stats = [request.stats for request in rows]
 
-    def _spec(self, model: PreTrainedModel) -> Spec:
-        if self.spec is None or self.spec.target.model is not model:
-            self.spec = load(model, self.head, self.tree, self.verifier, drafter=self.drafter)
-        return self.spec
+        # 5. [B, T] the sequences with padding behind, as `generate` returns them.
+        pad = generation_config._pad_token_tensor
+        tensors = [torch.tensor(ids, dtype=input_ids.dtype) for ids in rows.values()]
+        sequences = pad_sequence(tensors, True, 0 if pad is None else int(pad)).to(input_ids.device)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
+        return sequences
 
 
-def law_of(
-    processors: Sequence[LogitsProcessor], sampled: bool
+def sampling_of(
+    processors: LogitsProcessorList, sampled: bool
 ) -> tuple[SamplingParams, LogitsProcessorList]:
-    """The law of `generate`'s processors: the last steps as params, and the processors before them.
+    """The last of `generate`'s processors as params, and the processors before them.
 
     sampled: whether `generate` samples; otherwise it takes the most likely token.
     """
     if not sampled:
-        return SamplingParams(), LogitsProcessorList(processors)
-    order = list(WARPERS)
-    steps: dict[str, Any] = {}
-    rest = list(processors)
+        return SamplingParams(), processors
+    order, steps, rest = list(WARPERS), {"temperature": 1.0}, list(processors)
     while rest and (kind := type(rest[-1])) in order:
         if getattr(rest[-1], "min_tokens_to_keep", 1) != 1:
             break
         steps[WARPERS[kind]] = getattr(rest.pop(), WARPERS[kind])
         order = order[: order.index(kind)]
-    return SamplingParams(**{"temperature": 1.0} | steps), LogitsProcessorList(rest)
+    return SamplingParams(**cast(Any, steps)), LogitsProcessorList(rest)
 
 
 def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
@@ -183,11 +197,8 @@ def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
 
     Beside a tree's nodes, which all are asked about at once, a row has no place of its own.
     """
-    if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
-        raise InputError(
-            "treespec.api.hf.Trees cannot do watermarking_config: SynthID's watermark keeps a state "
-            "from step to step; leave it out, or leave out custom_generate"
-        )
+    if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):  # has a state, step by step
+        raise InputError(CANNOT.format("watermarking_config of SynthID"))
     own: Any = copy(processor)
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = own._prefix_allowed_tokens_fn
@@ -198,61 +209,14 @@ def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     return cast(LogitsProcessor, own)
 
 
-def _refuse(
-    model: PreTrainedModel,
-    config: GenerationConfig,
-    kept: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-) -> None:
-    """Raises InputError for what trees cannot do. kept: the arguments that `generate` keeps."""
-    # 1. Options and arguments of `generate`.
-    named = {name: getattr(config, name, None) for name in REFUSED}
-    wanted = [name for name, off in REFUSED.items() if named[name] not in (None, False, off)]
-    wanted += ["assistant_model"] if kept["assistant_model"] is not None else []
-    wanted += ["synced_gpus"] if kept["synced_gpus"] else []
+def refuse(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> None:
+    """Raises InputError for what trees cannot do. A fresh cache among the inputs is `generate`'s own."""
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder: trees need a decoder")
-
-    # 2. Inputs of the model. A fresh cache is `generate`'s own.
-    wanted += [
-        name for name, value in inputs.items() if name not in UNDERSTOOD and value is not None
-    ]
+    options = {name: getattr(config, name, None) for name in REFUSED}
+    wanted = [name for name, value in options.items() if value not in (None, False, REFUSED[name])]
+    wanted += [n for n, value in inputs.items() if n not in UNDERSTOOD and value is not None]
     cache = inputs.get("past_key_values")
     wanted += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
     if wanted:
-        raise InputError(
-            f"treespec.api.hf.Trees cannot do {wanted[0]}: leave it out, or leave out custom_generate"
-        )
-
-
-def _parted(criteria: StoppingCriteriaList) -> tuple[frozenset[int], StoppingCriteriaList]:
-    """The tokens that end an answer, and the criteria beside these and beside the length."""
-    ends: set[int] = set()
-    others = StoppingCriteriaList()
-    for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            ends.update(criterion.eos_token_id.flatten().tolist())
-        elif not isinstance(criterion, MaxLengthCriteria):
-            others.append(criterion)
-    return frozenset(ends), others
-
-
-def _output(
-    rows: Sequence[Sequence[int]], input_ids: Tensor, config: GenerationConfig
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """[B, T] the texts with padding behind, as `generate` returns them."""
-    pad = getattr(config, "_pad_token_tensor", None)
-    longest = max(len(row) for row in rows)
-    filled = [[*row, *[0 if pad is None else int(pad)] * (longest - len(row))] for row in rows]
-    sequences = torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)
-    if config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
-    return sequences
-
-
-def _room(spec: Spec, prompt: Sequence[int], most: int) -> int:
-    """New tokens of an answer: as many as `generate` wants, and the context holds."""
-    room = room_of(spec.target, prompt)
-    if room < most:
-        log.warning("generate wants %d tokens, the context holds %d more", most, room)
-    return min(room, most)
+        raise InputError(CANNOT.format(wanted[0]))

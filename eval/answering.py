@@ -86,6 +86,7 @@ def completed(question: Question, turns: Sequence[Turn], name: str, most: int) -
         "contestant": name,
         "question_id": question.question_id,
         "category": question.category,
+        "group": question.group,
         "turns": [output.text for _, output, _ in turns],
         "token_ids": [output.token_ids for _, output, _ in turns],
         "before": [ask.ids[-LEAD:] for ask, _, _ in turns],

@@ -30,7 +30,6 @@ from treespec.eval.config import EvalConfig
 from treespec.eval.contestants import BASELINE, GENERATE, Contestant
 from treespec.eval.intervals import FEW, Array, interval, paired_difference, resample, share_of
 from treespec.eval.ledger import Completion, Ledger
-from treespec.eval.questions import task_of
 
 RESAMPLES = 1000
 STAGES = {  # of a cycle, in the order of tables, and their names there
@@ -81,7 +80,7 @@ def summarise(ledger: Ledger) -> Summary:
         )
     groups: dict[str, list[Id]] = {"overall": questions}
     for i in questions:
-        groups.setdefault(task_of(config.questions, first[i]["category"]), []).append(i)
+        groups.setdefault(first[i]["group"], []).append(i)
     failed = {name: why for name, why in failed.items() if not every[name].keys() >= {*questions}}
 
     # 3. A row for each contestant, and one for the baseline's second time.

@@ -36,7 +36,8 @@ Entry = dict[str, Any]  # with its `kind`
 class Completion(TypedDict):
     """What a contestant answered to all turns of a question; lists have one item a turn.
 
-    cycles: target forwards; none of a peer. wall: seconds by the clock, of a batch its share.
+    group: of results, the category or its task. cycles: target forwards; none of a peer.
+    wall: seconds by the clock, of a batch its share.
     seconds: of all turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
     accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
     tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. before: the last
@@ -46,6 +47,7 @@ class Completion(TypedDict):
     contestant: str
     question_id: int | str
     category: str
+    group: str
     turns: list[str]
     token_ids: list[list[int]]
     before: list[list[int]]

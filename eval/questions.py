@@ -10,7 +10,6 @@ from pathlib import Path
 from treespec.errors import InputError
 from treespec.eval.suites.checks import Check, check_of
 from treespec.eval.suites.known import SUITES, suite
-from treespec.eval.suites.known import task_of as spec_bench_task
 from treespec.options import either, nearest
 from treespec.text.sources import refuse_archive
 
@@ -24,12 +23,20 @@ SETS: dict[str, Callable[[], bytes]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation's user turns, asked one after the other. check: of the last answer, if any."""
+    """A conversation's user turns, asked one after the other.
+
+    check: of the last completion, if any. task: what results are grouped by, if not the category.
+    """
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
     check: Check | None = None
+    task: str = ""
+
+    @property
+    def group(self) -> str:
+        return self.task or self.category
 
 
 def load_questions(
@@ -42,34 +49,27 @@ def load_questions(
     cannot be read or has no question, for a category that it lacks, and for a failed download.
     """
     questions, problems = _parsed(spec)
-    tasks = {question.category: task_of(spec, question.category) for question in questions}
-    there = list(dict.fromkeys(tasks.values()))
+    there = list(dict.fromkeys(question.group for question in questions))
     for name in categories:
-        if name not in tasks and name not in there:
+        if name not in {question.category for question in questions} | {*there}:
             raise InputError(
                 f"{spec} has no category {name!r}{nearest(name, there)}: {', '.join(there)}"
             )
     if categories:
         names = set(categories)
-        questions = [q for q in questions if names & {q.category, tasks[q.category]}]
+        questions = [q for q in questions if names & {q.category, q.group}]
     return questions, problems
 
 
-def first_of_each(spec: str, questions: Sequence[Question], count: int | None) -> list[Question]:
+def first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:
     """The first `count` questions of each category, of Spec-Bench each task; all for None."""
     seen: Counter[str] = Counter()
     chosen = []
     for question in questions:
-        task = task_of(spec, question.category)
-        seen[task] += 1
-        if count is None or seen[task] <= count:
+        seen[question.group] += 1
+        if count is None or seen[question.group] <= count:
             chosen.append(question)
     return chosen
-
-
-def task_of(spec: str, category: str) -> str:
-    """What results are grouped by: the category, of Spec-Bench its task."""
-    return spec_bench_task(category) if spec == "spec-bench" else category
 
 
 def _parsed(spec: str) -> tuple[list[Question], list[str]]:
@@ -122,4 +122,5 @@ def _question(line: bytes) -> Question:
         raise ValueError("no `turns`, a list of texts that are not empty")
     "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
     check = check_of(fields["check"]) if "check" in fields else None
-    return Question(question_id, str(fields.get("category", "general")), tuple(turns), check)
+    category, task = (str(fields.get(*field)) for field in (("category", "general"), ("task", "")))
+    return Question(question_id, category, tuple(turns), check, task)

@@ -44,7 +44,7 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     chosen, reasons = contestants(config), pairs(config)[1]
     every, left_out = load_questions(config.questions, listed("categories", config.categories))
-    some = first_of_each(config.questions, every, config.per_category)[: config.limit]
+    some = first_of_each(every, config.per_category)[: config.limit]
     questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
     head = head_of(config, questions, processes) | {"left_out": left_out + reasons}
     if len(questions) < FEW or processes > 1:  # no verdict on times, so no noise of the clock

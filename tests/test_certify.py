@@ -20,7 +20,7 @@ from treespec.cli import app
 from treespec.draft.calibration import Calibration
 from treespec.draft.models.model import ModelProposer
 from treespec.eval.certify.places import places
-from treespec.eval.certify.run import TESTS, Examination, certify
+from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.eval.certify.statistics import least_gap
 from treespec.eval.config import CertifyConfig
@@ -167,6 +167,7 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
     assert not found["passed"]
 
 
+TESTS = 10  # of samples, at most
 DRAWS = "draws follow their reported distribution"
 POWERS = "draws are not from a power of it"
 REPEATS = "draws do not repeat them more often, or less"

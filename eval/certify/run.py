@@ -42,8 +42,6 @@ from treespec.options import chosen
 from treespec.shaping.options import LogitOptions
 from treespec.shaping.sampling import SamplingParams
 
-TESTS = 10  # of samples, at most
-
 
 def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     """Run all tests and write the report; its field `passed` is the verdict.
@@ -58,25 +56,10 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     certificate = {
         "config": asdict(config),
         "environment": describe(spec.target),
-        "promised": promised(config),
         **Examination(spec, prompts, config, report).verdict(),
     }
     write_json(config.out, certificate)
     return certificate
-
-
-def promised(config: CertifyConfig) -> dict[str, float]:
-    """The faults that tests of all tokens find, known before sampling.
-
-    Samples that end early leave fewer tokens, and a little less is found.
-    """
-    error = config.error / TESTS
-    return {
-        "error": error,
-        "power": statistics.POWER,
-        "finds": statistics.least_gap(config.tokens, error),
-        "finds_correlation": statistics.least_correlation(config.tokens, error),
-    }
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,16 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Protocol, final
+from typing import final
 
 from treespec.eval.suites.sandbox import check_works, runs
 
 # 18, -3, 1,000, $2.50; the minus of 7-3 is no sign
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)  # of Markdown, closed or cut off
-
-
-class Check(Protocol):
-    """runs_code: whether `right` executes what the target wrote."""
-
-    @property
-    def runs_code(self) -> bool: ...
-
-    def right(self, text: str) -> bool:
-        """Whether a completion is right."""
-        ...
 
 
 @final
@@ -95,7 +84,8 @@ class PythonCheck:
         return f"{before}\n{code}\n{self.test}\ncheck({self.entry_point})\n"
 
 
-CHECKS: Mapping[str, Callable[..., Check]] = {"number": NumberCheck, "python": PythonCheck}
+Check = NumberCheck | PythonCheck  # runs_code: whether `right` executes what the target wrote
+CHECKS: Mapping[str, type[Check]] = {"number": NumberCheck, "python": PythonCheck}
 
 
 def check_of(fields: object) -> Check:

@@ -68,18 +68,16 @@ def written(lines: Iterable[Mapping[str, object]]) -> bytes:
 def spec_bench(content: bytes) -> bytes:
     """Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), in FastChat's format.
 
+    Its task `mt_bench` has eight categories, others are categories themselves.
     Its problems of GSM8K are asked as they stand; treespec can tell which completions are right.
     """
     lines = list(objects(content))
     for line in lines:
+        if line["category"] in MT_BENCH:
+            line["task"] = "mt_bench"
         if line["category"] == MATH:
             line["check"] = number_after_hashes(*line["reference"])
     return written(lines)
-
-
-def task_of(category: str) -> str:
-    """The task of Spec-Bench that a category belongs to: `mt_bench` has eight, others are their own."""
-    return "mt_bench" if category in MT_BENCH else category
 
 
 def gsm8k(content: bytes) -> bytes:

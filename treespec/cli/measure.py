@@ -13,7 +13,7 @@ from treespec.cli.early import (
     check_text,
 )
 from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, notice, remark, show_result, with_progress
+from treespec.cli.terminal import notice, remark, show_result, with_progress
 from treespec.draft.checks import check_there
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
@@ -71,20 +71,9 @@ def certify(config: CertifyConfig) -> None:
     check_questions(config.questions)
     begin_answers(config)
     from treespec.eval.certify.run import certify as run
-    from treespec.eval.certify.run import promised
     from treespec.text.strings import one_line
 
-    # 2. Say what the tests can find.
-    end_notice()
-    can = promised(config)
-    print(
-        f"Greedy answers must be the same tokens. Each test of {config.tokens} sampled tokens "
-        f"fails an exact verifier with probability {can['error']:.2g} or less;\n"
-        f"with {can['power']:.0%} they find a shift of {can['finds']:.3f} of the probability, or a "
-        f"correlation of {can['finds_correlation']:.3f} along the text."
-    )
-
-    # 3. Test, and print each result.
+    # 2. Test, and print each result.
     found = with_progress(run, config)
     greedy, *sampled = found["tests"]
     different = len(greedy["different"])

@@ -15,7 +15,7 @@ SENTENCES = [
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>"]
 
 
-def byte_tokenizer(template: str | None = None, *, trim_offsets: bool = True, post: str = "", **added: bool):
+def byte_tokenizer(template=None, *, trim_offsets=True, post="", **added):
     """Byte-level BPE; post: what the tokenizer itself puts around a text; added: flags of <|head|>."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,11 +37,11 @@ def byte_tokenizer(template: str | None = None, *, trim_offsets: bool = True, po
     return tokenizer
 
 
-def each(body: str) -> str:
+def each(body):
     return "{% for m in messages %}" + body + "{% endfor %}"
 
 
-def prompt(text: str) -> str:
+def prompt(text):
     return "{% if add_generation_prompt %}{{ '" + text + "' }}{% endif %}"
 
 
@@ -181,11 +181,11 @@ CONVERSATIONS = {
 }
 
 
-def turns(conversation: list[str]) -> list[dict[str, str]]:
+def turns(conversation):
     return [{"role": ROLE[turn[0]], "content": turn[2:]} for turn in conversation]
 
 
-def segments(by_hand, conversation: list[str]) -> list[tuple[str, bool]]:
+def segments(by_hand, conversation):
     _, first, turn = by_hand
     out = [(first, False)]
     for i, one in enumerate(conversation):

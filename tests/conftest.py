@@ -2,21 +2,9 @@
 
 import os
 import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from httpx import Client
-
-    from treespec.api.spec import Spec
-    from treespec.cli.answer import ChatConfig
-    from treespec.serve.state import State
-    from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
@@ -24,7 +12,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """A small random target with its tokenizer, to read only."""
     from models import save_model  # transformers reads the environment when it is imported
 
@@ -32,7 +20,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(model_folder: Path, tmp_path: Path) -> "TrainConfig":
+def config(model_folder, tmp_path):
     """A training run of a few seconds."""
     from training import small_run, write_data
 
@@ -40,7 +28,7 @@ def config(model_folder: Path, tmp_path: Path) -> "TrainConfig":
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> "ChatConfig":
+def chats(tmp_path_factory):
     """A chat with a target and a head on disk, to read only."""
     from chatting import chat_config, save_models
 
@@ -50,7 +38,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> "ChatConfig":
 
 
 @pytest.fixture(scope="session")
-def tiny() -> "Spec":
+def tiny():
     """A small random target with a head, tokenizer and chat template; its completions end by their limit alone."""
     from http_serving import tiny_spec
 
@@ -58,7 +46,7 @@ def tiny() -> "Spec":
 
 
 @pytest.fixture(scope="session")
-def server(tiny: "Spec") -> "Iterator[State]":
+def server(tiny):
     """A server of `tiny`."""
     from http_serving import serving
 
@@ -67,7 +55,7 @@ def server(tiny: "Spec") -> "Iterator[State]":
 
 
 @pytest.fixture(scope="session")
-def http(server: "State") -> "Iterator[Client]":
+def http(server):
     from http_serving import client
 
     with client(server) as made:
@@ -75,7 +63,7 @@ def http(server: "State") -> "Iterator[Client]":
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, monkeypatch):
     """A folder that pip takes packages from, and an empty cache."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -86,7 +74,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A target with a chat template, a head for it and questions, to read only (`evaluating`)."""
     from evaluating import save_models
 

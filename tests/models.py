@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 import transformers as hf
+from equality import seeded
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -89,7 +90,7 @@ def small(seed=5, **changes):
 
 
 def prompt(length=7, seed=3):
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(3, VOCAB, (length,), generator=seeded(seed)).tolist()
 
 
 def plain_generate(target, ids, new):
@@ -138,7 +139,7 @@ class TableDecoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         v = config.vocab_size
-        generator = torch.Generator().manual_seed(config.seed)
+        generator = seeded(config.seed)
         self.table = nn.Parameter(1.5 * torch.randn(v, v, v, generator=generator))
         self.layers = nn.ModuleList([nn.Identity()])
 
@@ -174,7 +175,7 @@ class TableModel(hf.PreTrainedModel):
         super().__init__(config)
         self.model = TableDecoder(config)
         self.embed = nn.Embedding(config.vocab_size, config.vocab_size)
-        nn.init.normal_(self.embed.weight, generator=torch.Generator().manual_seed(config.seed))
+        nn.init.normal_(self.embed.weight, generator=seeded(config.seed))
         self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
         nn.init.eye_(self.lm_head.weight)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from equality import close
 from models import follow, target
 from refusals import complains
 from test_block_heads import TEXT, dflash, p_eagle
@@ -142,11 +143,11 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
     folder = write(tmp_path / "head", config, tensors)
     loaded = trained_head(str(folder), target("llama"))
     expected = own_output(head) if "lm_head.weight" in tensors and make is dflash else head
-    torch.testing.assert_close(levels(loaded), levels(expected), atol=1e-5, rtol=1e-4)
+    close(levels(loaded), levels(expected), 1e-5, 1e-4)
     assert kind_of(config, tensors) == loaded.kind
     assert levels_of(config, tensors) == loaded.max_depth == len(levels(loaded))
     save_head(loaded, tmp_path / "again")
-    torch.testing.assert_close(levels(load_head(tmp_path / "again")), levels(expected), atol=1e-5, rtol=1e-4)
+    close(levels(load_head(tmp_path / "again")), levels(expected), 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_head_with_fewer_tokens_of_its_own_output_is_saved_and_loaded_again(tm
     save_head(head, tmp_path / "head")
     again = load_head(tmp_path / "head")
     assert again.vocabulary.tolist() == [3, 8, 40]
-    torch.testing.assert_close(levels(again), before[:, [3, 8, 40]], atol=1e-5, rtol=1e-4)
+    close(levels(again), before[:, [3, 8, 40]], 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize(("name", "dropped"), [("z-lab", "fc.weight"), ("P-EAGLE of speculators", "mask_hidden")])

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from equality import close, seeded
 from models import draft_tree, follow, random_head, target
 from refusals import complains
 
@@ -137,14 +138,14 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
     for row, text in enumerate((TEXT, other)):
         expected = plain(head, model, text)
         assert len(expected) == head.max_depth
-        torch.testing.assert_close(proposer.levels(row), expected, atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(firsts[row], expected[:1], atol=2e-4, rtol=1e-4)
+        close(proposer.levels(row), expected, 2e-4, 1e-4)
+        close(firsts[row], expected[:1], 2e-4, 1e-4)
     below = proposer.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0])), None])
     assert torch.equal(below[0], proposer.levels(0)[1].expand(2, -1))
     rolled = list(rollout(head, model, TEXT, features[0], 2))
     for row in range(len(TEXT) - 3):
         expected = plain(head, model, TEXT[: row + 2])[:2]
-        torch.testing.assert_close(torch.stack([step[row] for step in rolled]), expected, atol=2e-4, rtol=1e-4)
+        close(torch.stack([step[row] for step in rolled]), expected, 2e-4, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
     follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
     params, shapes, tokens = SamplingParams(temperature=1.0), set(), set()
     for seed in range(4):
-        tree = draft_tree(drafter, TEXT[-1:], params, torch.Generator().manual_seed(seed))
+        tree = draft_tree(drafter, TEXT[-1:], params, seeded(seed))
         shapes.add(tuple(tree.parents.tolist()))
         tokens.add(tuple(tree.tokens.tolist()))
         follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from equality import close, seeded
 from models import random_head, target
 from test_losses import plain as losses_of
 
@@ -16,7 +17,7 @@ from treespec.train.losses.tokens import Guess, Teacher, precise, token_losses
 @pytest.mark.parametrize("name", ["published", "tv", "log-acceptance", "lk", "acceptance:3"])
 def test_states_and_output_weights_get_autograds_gradient_over_several_steps(name, shared, rows):
     """In float64: three steps of which each reaches fewer positions, one output layer or three: 1e-9."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     places = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2])
     p = torch.randn(10, 20, generator=generator, dtype=torch.float64).softmax(-1)
     layers = [torch.nn.Linear(8, 20, dtype=torch.float64) for _ in range(3)]
@@ -38,7 +39,7 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
     learnt = [*states, *{id(w): w for layer in layers for w in layer.parameters()}.values()]
     known = torch.autograd.grad(total, learnt)
     for slope, wanted in zip(torch.autograd.grad(found.total, learnt, retain_graph=True), known, strict=True):
-        torch.testing.assert_close(slope, wanted, rtol=0, atol=1e-9)
+        close(slope, wanted, 1e-9)
     with pytest.raises(RuntimeError, match="once"):
         found.total.backward()
 
@@ -63,7 +64,7 @@ def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
 
 def test_in_float16_small_gradients_are_rounded_and_not_lost():
     """Over 1,024 rows of 4,096 tokens, whose gradients at the logits are below float16: 1 % relative."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     output = 0.1 * torch.randn(4096, 16, generator=generator)
     hidden = torch.randn(1024, 16, generator=generator, requires_grad=True)
     wanted = hidden.detach() + 0.3 * torch.randn(1024, 16, generator=generator)
@@ -81,7 +82,7 @@ def test_in_float16_small_gradients_are_rounded_and_not_lost():
 def test_eagles_later_steps_are_those_of_each_position_alone():
     """Training's three unrolled steps and validation's, against the head over that position's own pairs: 1e-5."""
     model = target("llama")
-    head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(1))
+    head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=seeded(1))
     features = model.features(tokens)
     rolled = list(rollout(head, model, tokens[0], features[0], 3))
     steps = list(head.unrolled(tokens, features[:, :-2], 3))
@@ -91,15 +92,15 @@ def test_eagles_later_steps_are_those_of_each_position_alone():
         for step in range(3):
             n = known.shape[1]
             hidden = head.step(tokens[:, 1 : n + 1], known, torch.arange(n))[:, -1:]
-            torch.testing.assert_close(steps[step][:, start : start + 1], hidden, rtol=0, atol=1e-5)
-            torch.testing.assert_close(rolled[step][start], model.output_logits(hidden[0, 0]), rtol=0, atol=1e-5)
+            close(steps[step][:, start : start + 1], hidden, 1e-5)
+            close(rolled[step][start], model.output_logits(hidden[0, 0]), 1e-5)
             known = torch.cat([known, hidden], dim=1)
 
 
 def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     model = target("llama")
-    head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=seeded(1))
+    mask = torch.rand(2, 9, generator=seeded(4)) < 0.6
     features = model.features(tokens)
     config = TrainConfig(target="target", data="data", out="out", noise=0.0, token_weight=0.3)
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)

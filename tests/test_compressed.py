@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from equality import close
 from models import save_model
 from test_recurrent import save
 
@@ -62,7 +63,7 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     assert answer == spec.baseline().generate(PROMPT, max_new_tokens=12).token_ids
     whole = hf.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
     ours, theirs = (logits(model, PROMPT + answer) for model in (spec.target.model, whole))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    close(ours, theirs, 1e-4)
     layer = spec.target.model.model.layers[0].mlp.up_proj
     assert ("forward" in vars(layer)) == bool(inputs)
 

@@ -19,11 +19,11 @@ from refusals import complains
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.encoding import Example, encode_conversations
+from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
 
 
-def decoded_answers(tokenizer, example: Example) -> list[str]:
+def decoded_answers(tokenizer, example):
     """The text of each unbroken run of tokens under the mask."""
     runs: list[list[int]] = []
     previous = False

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from drafting import source_of
+from equality import close, seeded
 from models import follow, random_head, random_model, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
@@ -59,7 +60,7 @@ def extrapolated(head, text, features, path=()):
 
 
 def prompts(lengths=(7, 40, 1)):
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -145,7 +146,7 @@ def test_heads_of_another_width_or_vocabulary_are_refused(kind):
 @torch.no_grad()
 def test_new_heads_draft_by_the_targets_output_embedding():
     model = target("llama")
-    tokens = torch.randint(3, 64, (9,), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(3, 64, (9,), generator=seeded(5))
     features = model.features(tokens[None])[0]
     for kind in ("medusa", "hydra"):  # Hydra's first block adds SiLU of a random bias, as Medusa's does
         head = new_head(kind, model, heads=2)
@@ -153,7 +154,7 @@ def test_new_heads_draft_by_the_targets_output_embedding():
             if name.endswith("linear.bias"):
                 value.zero_()
         for logits in rollout(head, model, tokens, features, 2):
-            assert torch.allclose(logits, model.output_logits(features[: len(logits)]), atol=1e-5)
+            close(logits, model.output_logits(features[: len(logits)]), 1e-5)
 
 
 @torch.no_grad()
@@ -174,7 +175,7 @@ def test_tree_drafting_equals_each_path_alone(kind):
         return head.step(len(tokens), torch.cat([state, *embedded]))
 
     logits = drafted(proposer_of(head, model), model, text, features)
-    torch.testing.assert_close(logits, torch.stack([alone(path) for path in PATHS]), rtol=0, atol=1e-4)
+    close(logits, torch.stack([alone(path) for path in PATHS]), 1e-4)
 
 
 @torch.no_grad()
@@ -189,7 +190,7 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once():
         end += size
         (logits,) = proposer.begin(root, model.new_cache())
         state = head.states(features[None, :end], torch.arange(end))[0, -1]
-        assert torch.allclose(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), atol=1e-4)
+        close(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), 1e-4)
 
 
 @torch.no_grad()
@@ -211,7 +212,7 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
         assert used.begin(root, model.new_cache()) == [None]
     for proposer in (used, fresh):
         follow(proposer, features[:3], text[:3])
-    assert torch.allclose(*(one.begin(root, model.new_cache())[0] for one in (used, fresh)), atol=1e-5)
+    close(*(one.begin(root, model.new_cache())[0] for one in (used, fresh)), 1e-5)
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -246,6 +247,6 @@ def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     whole = list(rollout(head, model, text, features, 3))
     restrict(head, model, vocabulary)
     for all_of_them, logits in zip(whole, rollout(head, model, text, features, 3), strict=True):
-        assert torch.allclose(logits[:, vocabulary], all_of_them[:, vocabulary], atol=1e-5)
+        close(logits[:, vocabulary], all_of_them[:, vocabulary], 1e-5)
         assert logits[:, ::2].isneginf().all()
     assert [out.token_ids for out in Spec(model, head, "2x3").generate(prompts(), max_new_tokens=16)] == wanted

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from equality import seeded
 from models import target
 from test_depth_heads import SEVERAL, heads_for
 
@@ -17,7 +18,7 @@ from treespec.train.run import train
 
 
 def batch_of(model, aux_layers=()):
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     tokens = torch.randint(3, 64, (2, 12), generator=generator)
     mask = torch.rand(2, 12, generator=generator) < 0.5
     return Batch(tokens, mask, model.features(tokens, aux_layers, last=True), torch.tensor([12, 12]), generator)

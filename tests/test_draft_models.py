@@ -17,7 +17,6 @@ from models import (
     small,
     target,
     tokenizer,
-    what,
 )
 from refusals import complains
 from tiny_configs import MODELS, tiny
@@ -31,7 +30,6 @@ from treespec.draft.models.other_vocabulary import tokens_differ
 from treespec.draft.models.skip import SkipProposer, skipping
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
-from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
@@ -142,35 +140,6 @@ def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(k
     assert cost.level + cost.begin > 0
     spec = Spec(model, PROPOSERS[kind](model), "auto:nodes=12,depth=4", times=cost)
     assert spec.generate(prompt(), max_new_tokens=16).token_ids == plain_generate(model, prompt(), 16)
-
-
-@pytest.mark.parametrize(
-    ("kind", "owner"),
-    [
-        *(("model", (Target, name)) for name in ("prefill", "forward_nodes")),
-        *(("sparse", owner) for owner in ((Target, "forward_nodes"), (TreeCache, "commit"))),
-    ],
-)
-def test_an_interrupt_leaves_drafts_as_good_as_new(monkeypatch, kind, owner):
-    """The same text again has the same drafts accepted; so has another one after it."""
-    model = target("llama")
-    source = PROPOSERS[kind](model)
-    spec, options = Spec(model, source, "chain:3", "single"), {"temperature": 1.0, "seed": 1, "max_new_tokens": 16}
-    texts = [prompt(length=40), prompt(length=40)[:20] + [9] * 15]
-    wanted = [what([Spec(model, source, "chain:3", "single").generate(text, **options)]) for text in texts]
-    original, calls = getattr(*owner), []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(*owner, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            spec.generate(texts[0], **options)
-    assert [what([spec.generate(text, **options)]) for text in texts] == wanted
 
 
 class TestASmallerModel:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from equality import close, seeded
 from models import target
 from test_depth_heads import PATHS, drafted, extrapolated
 from test_formats import DRAFTED, EIGHT
@@ -79,7 +80,7 @@ def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window
         for row in range(rows):
             path = torch.cat([inputs[0, : row + 1], inputs[1 : step + 1, row]])[None]
             alone = attention(path, head.rotary(torch.arange(row + step + 1), torch.float32), None, None)
-            torch.testing.assert_close(out[0, row], alone[0, -1], rtol=0, atol=1e-5)
+            close(out[0, row], alone[0, -1], 1e-5)
 
 
 @torch.no_grad()
@@ -88,20 +89,20 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     """All rows at once, trees of two levels, and rollouts, each against one path after another: to 1e-4."""
     model, steps = target("llama"), 3
     head = made(VARIANTS[name] if name else {}, model)
-    tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(3, 64, (1, 9), generator=seeded(2))
     features = model.features(tokens, head.aux_layers)
     counts = torch.ones(1, 7, dtype=torch.bool)
     at_once = [head.lm_head(states) for states in head(tokens, features[:, :-2], counts, steps)]
     alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
-    torch.testing.assert_close(torch.cat(at_once), torch.cat(alone), rtol=0, atol=1e-4)
+    close(torch.cat(at_once), torch.cat(alone), 1e-4)
     rollouts = rollout(head, model, tokens[0], features[0], steps)
     for rolled, rows in zip(rollouts, alone, strict=True):
-        torch.testing.assert_close(rolled, whole(rows, head, model)[: len(rolled)], rtol=0, atol=1e-4)
+        close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
 
     tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
     known = head.fuse(features[0])
     paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
-    torch.testing.assert_close(tree, head.logits(paths), rtol=0, atol=1e-4)
+    close(tree, head.logits(paths), 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ WRONG = [
     (("chat", "generate", "eval", "train", "skip"), "--target HOME/no-words", "has no tokenizer"),
     (("chat", "generate", "eval", "certify", "regenerate"), "--target HOME/no-chats", "has no chat template"),
     (NEEDS, "--revision main", "--revision main names a state of a hub repository"),
+    (NEEDS, "--load-in gguf:", "--load-in gguf names no file: write gguf:FILE"),
     (NEEDS, "--load-in 5bit", "--load-in is '5bit', must be 4bit, 8bit"),
     (NEEDS, "--load-in gguf:none.gguf", "no such file, neither here nor in"),
     (("chat", "train", "certify"), "--device-map gpu7", "--device-map is 'gpu7', must be"),

@@ -25,7 +25,7 @@ TEXTS = [
 ]
 
 
-def sentencepiece() -> hf.PreTrainedTokenizerFast:
+def sentencepiece():
     """As Llama 2's: words begin with ▁, unknown characters fall back to bytes, decoding drops the first space."""
     model = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -5,49 +5,18 @@ import subprocess
 import sys
 from contextlib import suppress
 
-import pytest
-import torch
 from refusals import complains
 
-from treespec.errors import InputError
 from treespec.files.atomic import (
     check_writable,
     locked,
     read_json,
-    read_tensors,
     remove_leftovers,
     write_json,
-    write_tensors,
     writing,
 )
 
 REMEDY = "make it again"
-
-
-@pytest.mark.parametrize("name", ["file.json", "file.safetensors"])
-def test_no_flipped_bit_changes_what_is_read_unseen(tmp_path, name):
-    path = tmp_path / name
-    if path.suffix == ".json":
-        write_json(path, {"rate": 0.1, "names": ["é", "b"], "none": None})
-        before = read_json(path, REMEDY)
-    else:
-        write_tensors(path, {"a": torch.arange(5.0), "b": torch.ones(2, 3).bfloat16()}, {"step": "3"})
-        before = read_tensors(path, REMEDY)
-    whole, told = path.read_bytes(), []
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-        try:
-            after = read_json(path, REMEDY) if path.suffix == ".json" else read_tensors(path, REMEDY)
-        except InputError as error:
-            told.append(str(error))
-            continue
-        if path.suffix == ".json":  # the checksum's own name, or white space: what it protects is right
-            assert {key: after.get(key) for key in before} == before
-        else:
-            assert all(torch.equal(after[0][key], before[0][key]) for key in before[0])
-            assert after[1]["step"] == "3"
-    assert len(told) > len(whole) // 2
-    assert all(str(path) in line and REMEDY in line for line in told)
 
 
 def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path):
@@ -89,7 +58,7 @@ def test_a_second_process_is_told_which_one_writes(tmp_path):
         "try:\n    with locked(sys.argv[1]): print('held')\nexcept InputError as error: print(error)"
     )
 
-    def other() -> str:
+    def other():
         command = [sys.executable, "-c", second, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -98,7 +67,7 @@ def test_a_second_process_is_told_which_one_writes(tmp_path):
     assert "held" in other()
 
 
-def ended() -> int:
+def ended():
     """The number of a process that runs no more."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         return process.pid

@@ -5,6 +5,7 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+from equality import seeded
 from models import GROUPED, random_eagle3, random_head, random_model
 from refusals import complains
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from treespec.heads.formats.export import outputs
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.model.target import Target
 
-DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
+DRAFTED = torch.randperm(64, generator=seeded(1))[:32].sort().values
 IDS = "eagle_aux_hidden_state_layer_ids"
 EIGHT = Target(random_model(LlamaConfig(**GROUPED | {"num_hidden_layers": 8})))
 LLAMA = {
@@ -149,7 +150,7 @@ def built(folder, name):
 def logits_of(head):
     if not head.kind.startswith("hydra"):
         return outputs(head)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     features, embeddings = torch.randn(1, 6, 32, generator=generator), torch.randn(1, 9, 32, generator=generator)
     states = head(features, embeddings, torch.ones(head.max_depth, 1, 6, dtype=torch.bool))
     return torch.stack([layer(hidden) for layer, hidden in zip(head.output_layers, states, strict=True)])

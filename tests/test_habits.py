@@ -5,7 +5,6 @@ import io
 import re
 import subprocess
 import tokenize
-from pathlib import Path
 
 import pytest
 from test_house import MODULES, ROOT, imported
@@ -17,21 +16,21 @@ SEAMS = {  # folders or files whose classes are asked for nowhere but in the fil
 }
 
 
-def files_of(places: list[str]) -> list[Path]:
+def files_of(places):
     return [file for place in places for file in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]]
 
 
-def classes_in(file: Path) -> set[str]:
+def classes_in(file):
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)}
 
 
-def names_in(node: ast.expr) -> set[str]:
+def names_in(node):
     """Eagle, kinds.Eagle and (Eagle, Medusa | Hydra) as names."""
     inner = ast.walk(node)
     return {n.id if isinstance(n, ast.Name) else n.attr for n in inner if isinstance(n, ast.Name | ast.Attribute)}
 
 
-def class_tests(source: str) -> set[str]:
+def class_tests(source):
     """The classes that a source asks for: by isinstance, issubclass, type(x) is, or a case of match."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -45,7 +44,7 @@ def class_tests(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("seam", SEAMS)
-def test_nobody_asks_for_the_class_behind_a_seam(seam: str) -> None:
+def test_nobody_asks_for_the_class_behind_a_seam(seam):
     defined = {file: classes_in(file) for file in files_of(SEAMS[seam])}
     everything = set().union(*defined.values())
     assert everything
@@ -54,7 +53,7 @@ def test_nobody_asks_for_the_class_behind_a_seam(seam: str) -> None:
     assert not {file: names for file, names in wrong.items() if names}
 
 
-def test_such_questions_are_found() -> None:
+def test_such_questions_are_found():
     for source in (
         "isinstance(tree, static.StaticTree)",
         "isinstance(tree, (int, AutoTree | StaticTree))",
@@ -85,7 +84,7 @@ LAYOUT = {
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
+def docstrings(tree):
     """Where the docstrings of a file begin: (line, column)."""
     owners = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
     return {
@@ -93,19 +92,19 @@ def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
     }
 
 
-def code_tokens(source: str) -> int:
+def code_tokens(source):
     skipped = docstrings(ast.parse(source))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in LAYOUT and token.start not in skipped for token in tokens)
 
 
-def wide_functions(source: str) -> int:
+def wide_functions(source):
     """Functions with 7 parameters or more."""
     functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED) and hasattr(node, "args"))
     return sum(len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs) >= 7 for f in functions)
 
 
-def edges() -> dict[str, set[str]]:
+def edges():
     """Module -> the modules that it imports, anywhere in the file, for types too."""
     found: dict[str, set[str]] = {}
     for module, file in MODULES.items():
@@ -114,7 +113,7 @@ def edges() -> dict[str, set[str]]:
     return found
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+def circles(graph):
     """Groups of two modules or more that import each other, directly or not."""
     reach: dict[str, set[str]] = {}
     for start in graph:
@@ -127,12 +126,12 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return {frozenset(b for b in reach[a] if a in reach[b]) for a in graph if a in reach[a]}
 
 
-def room(module: str) -> str:
+def room(module):
     """A folder of treespec/, a file at its root, or heads, trees, train or eval."""
     return ".".join(module.split(".")[:2])
 
 
-def test_the_house_only_shrinks() -> None:
+def test_the_house_only_shrinks():
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     texts = {name: (ROOT / name).read_text() for name in listed.stdout.split() if (ROOT / name).exists()}
     source = [text for name, text in texts.items() if not name.startswith("tests/")]
@@ -151,13 +150,13 @@ def test_the_house_only_shrinks() -> None:
     assert {name: n for name, n in counted.items() if n > CEILINGS[name]} == {}, counted
 
 
-def test_the_ruler_counts_code_alone() -> None:
+def test_the_ruler_counts_code_alone():
     assert code_tokens('def f(a):\n    """Doc."""\n    # why\n    return a + 1\n') == 10
     assert wide_functions("def f(a, b, c, d, *, e, f, g): ...\ndef h(a): ...") == 1
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset("bc")}
 
 
 @pytest.mark.parametrize("word", ["in place of", "anew", "likeliest", "phantom"])
-def test_the_source_says_what_the_field_says(word: str) -> None:
+def test_the_source_says_what_the_field_says(word):
     found = [str(file) for file in MODULES.values() if re.search(rf"\b{word}\b", file.read_text())]
     assert not found

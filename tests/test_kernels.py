@@ -92,7 +92,7 @@ def test_a_norm_is_the_models_own_up_to_a_rounding_and_others_stay(dtype):
     assert packed_layer(other) is other
 
 
-def tree() -> TokenTree:
+def tree():
     """Three levels below a root."""
     parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
     ancestors = torch.eye(9, dtype=torch.bool)
@@ -101,7 +101,7 @@ def tree() -> TokenTree:
     return TokenTree(torch.arange(20, 29), parents, ancestors.sum(1) - 1, ancestors)
 
 
-def one(token: int) -> TokenTree:
+def one(token):
     return TokenTree(torch.tensor([token]), torch.tensor([-1]), torch.zeros(1, dtype=torch.int64), torch.ones(1, 1) > 0)
 
 

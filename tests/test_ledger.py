@@ -2,18 +2,17 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 from evaluating import config_in, counting, tokens_of
 from models import random_head
 from refusals import complains
+from training import files_of_at_most
 
 from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import summarise
@@ -135,22 +134,11 @@ def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_pat
         summarise(Ledger(tmp_path / "out"))
 
 
-@contextmanager
-def disk_of(size):
-    """No file may grow beyond so many bytes; the system's error is then that of a full disk by another name."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [1000, 4500, 7000])
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(home, tmp_path, size):
     """The head, a completion or what comes after does not fit."""
     config = options(home, tmp_path / "out", limit=2)
-    with disk_of(size), complains(r"^cannot write .*: File too large"):
+    with files_of_at_most(size), complains(r"^cannot write .*: File too large"):
         evaluate(config)
     there = tokens_of(tmp_path / "out")
     evaluate(config)

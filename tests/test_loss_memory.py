@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from equality import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -59,7 +60,7 @@ def target():
 def bytes_each(target, head, kind, loss):
     """The peak of a step in bytes, divided by its counted positions and the vocabulary."""
     config = TrainConfig(target="target", data="data", out="out", head=kind, loss=loss)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
     counted, lengths = torch.ones_like(tokens, dtype=torch.bool), torch.full((TEXTS,), LENGTH)
     features = target.features(tokens, head.aux_layers, last=True)

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from equality import close, seeded
 from models import target
 from refusals import complains
 from test_depth_heads import heads_for
@@ -40,7 +41,7 @@ def all_trees(nodes, depth, ranks):
 
 
 def table_of(seed, depth=3, ranks=3, descending=True):
-    table = torch.rand(depth, ranks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    table = torch.rand(depth, ranks, generator=seeded(seed), dtype=torch.float64)
     table = table / (1.3 * table.sum(1, keepdim=True))
     return (table.sort(1, descending=True).values if descending else table).numpy()
 
@@ -110,7 +111,7 @@ def test_medusas_published_tree_has_its_63_nodes():
 def test_accuracies_equal_counting_position_by_position(kind, temperature):
     model = target("llama")
     head = heads_for(model, kind) if kind != "eagle" else new_head(kind, model)
-    generator, rows = torch.Generator().manual_seed(0), []
+    generator, rows = seeded(0), []
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
         rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
@@ -124,7 +125,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
                     law = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
                     wanted[d] += law[drafts[d][t].topk(5).indices].double()
     assert positions > 5
-    assert torch.allclose(found, wanted / positions, atol=1e-6)
+    close(found, wanted / positions, 1e-6)
     with complains("too short"):
         accuracies(Spec(model, head), rows[2:], 3, 5)
 

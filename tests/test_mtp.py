@@ -9,7 +9,6 @@ from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_m
 from refusals import complains
 from safetensors.torch import load_file
 from tiny_configs import MODELS, tiny
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
@@ -42,7 +41,7 @@ class Plain:
                 made.load_state_dict({"weight": tensors[f"{part}.weight"]})
             self.layers.append((layer, *norms, tensors[f"{parts[2]}.weight"]))
 
-    def whole(self, tensors, name, like) -> Tensor:
+    def whole(self, tensors, name, like):
         if name in tensors:
             return tensors[name]
         start, _, part = name.rpartition(".")
@@ -51,7 +50,7 @@ class Plain:
             [torch.cat([tensors[f"{start}.{i}.{half}.weight"] for half in halves]) for i in range(len(like))]
         )
 
-    def run(self, i, hidden, tokens) -> Tensor:
+    def run(self, i, hidden, tokens):
         """[T, H] states of layer i over [T, H] states and the token after each."""
         layer, token_norm, hidden_norm, final_norm, weight = self.layers[i]
         pair = [token_norm(self.model.model.embed_tokens(tokens)), hidden_norm(hidden)]
@@ -67,7 +66,7 @@ class Plain:
         )
         return final_norm(out[0] if isinstance(out, tuple) else out)[0]
 
-    def logits(self, text, drafted) -> Tensor:
+    def logits(self, text, drafted):
         """[V] of the token after the drafted ones. text: [n + 1], its last token is the root."""
         hidden = self.model.model(text[None, :-1]).last_hidden_state[0]
         path, n, last = torch.cat([text, drafted]), len(text) - 1, len(self.layers) - 1

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import transformers as hf
+from equality import close, seeded
 from growing import contents, joined, level_logits, same
-from models import GROUPED, plain_generate, random_eagle3, random_head, random_model, save_model, tokenizer, what
+from models import GROUPED, random_eagle3, random_head, random_model, save_model, tokenizer
 from other_words import sentence_piece, without_shared_tokens
+from refusals import complains
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
@@ -20,11 +22,8 @@ from treespec.draft.models.other_vocabulary import (
     start_of,
 )
 from treespec.draft.trained.kinds import new_head
-from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-
-PROMPTS = ["the user asks", "the answer is short: zürich \N{SNOWMAN}", "a"]
 
 
 def model_of(words, seed=5, **changes):
@@ -90,11 +89,11 @@ class TestSharedTokens:
         assert shared_vocabulary(target, tokenizer(), 999, 999).target.tolist() == [1, 2]
 
     def test_no_shared_token_is_one_line(self, tmp_path):
-        with pytest.raises(InputError, match="share no token"):
+        with complains("share no token"):
             shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
         target, draft = save_model(tmp_path / "target"), save_model(tmp_path / "draft")
         without_shared_tokens().save_pretrained(draft)
-        with pytest.raises(InputError, match=r"cannot draft for this target: the two vocabularies share no token"):
+        with complains(r"cannot draft for this target: the two vocabularies share no token"):
             load(str(target), drafter=f"model:{draft}")
 
 
@@ -109,7 +108,7 @@ class TestProposer:
                 tokens += [n for token in text for n in draft.words.spelled(token)]
                 tokens += draft.words.draft[list(path)].tolist()
                 alone = draft.model.model(torch.tensor([tokens])).logits[0, -1][draft.words.draft]
-                assert torch.allclose(logits, alone, atol=2e-4, rtol=2e-4)
+                close(logits, alone, 2e-4, 2e-4)
         assert same(before, contents(cache))
 
     def test_a_text_of_the_targets_start_alone_may_follow_another(self, pair):
@@ -118,21 +117,12 @@ class TestProposer:
         one.skipped = frozenset({1})  # as a tokenizer that begins every text with <s>
         first = one.begin(torch.tensor([1]))[0]
         one.rewind([0])
-        assert torch.allclose(one.begin(torch.tensor([1]))[0], first, atol=1e-5)
-
-    @pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "auto"), ("2x2", "rrs-wo"), (None, "auto")])
-    def test_greedy_texts_are_the_targets_alone_and_together(self, pair, tree, verifier):
-        target, draft = pair
-        spec = Spec(target, draft, tree, verifier)
-        wanted = [plain_generate(target, spec.encode(text), 16) for text in PROMPTS]
-        outputs = spec.generate(PROMPTS, max_new_tokens=16)
-        assert [output.token_ids for output in outputs] == wanted
-        assert what(spec.generate(PROMPTS, max_new_tokens=16, batch=2)) == what(outputs) or tree is None
+        close(one.begin(torch.tensor([1]))[0], first, 1e-5)
 
     def test_a_model_with_the_targets_weights_is_accepted_where_it_can_be(self, pair):
         """A vocabulary in another order shares all tokens, and drafts what the target says."""
         target, _ = pair
-        order = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(target.vocab_size, generator=seeded(0))
         model = random_model(hf.LlamaConfig(**target.config.to_dict()), 0)
         model.load_state_dict(target.model.state_dict())
         with torch.no_grad():
@@ -159,7 +149,7 @@ def test_the_command_names_the_share_and_refuses_several(tmp_path, caplog):
     assert "tokens that both have" in line
     wanted = spec.baseline().generate("the user", max_new_tokens=8).token_ids
     assert spec.generate("the user", max_new_tokens=8).token_ids == wanted
-    with pytest.raises(InputError, match="several draft models must have the target's tokens"):
+    with complains("several draft models must have the target's tokens"):
         load(str(target), drafter=f"model:{draft}+{target}")
 
 
@@ -197,5 +187,5 @@ class TestHeads:
         [("medusa", "is for a vocabulary of"), ("bare", "put the tokenizer that it was trained with into its folder")],
     )
     def test_others_are_refused_by_name(self, folders, kind, complaint):
-        with pytest.raises(InputError, match=complaint):
+        with complains(complaint):
             load(str(folders / "target"), str(folders / kind))

@@ -16,7 +16,7 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 MODULES = (
     "treespec.requests.options",
     "treespec.shaping.options",
-    *(f"treespec.cli.{name}" for name in ("config", "generate", "quickstart", "datastore")),
+    *(f"treespec.cli.{name}" for name in ("answer", "make")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),
     "treespec.draft.options",

@@ -110,7 +110,7 @@ def test_a_slow_tokenizer_is_refused():
 def test_the_split_depends_on_the_conversations_alone():
     import torch
 
-    def example(key: int) -> Example:
+    def example(key):
         return Example(torch.tensor([key]), torch.tensor([True]), str(key))
 
     examples = [example(i % 190) for i in range(200)]  # ten come twice

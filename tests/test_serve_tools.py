@@ -3,7 +3,6 @@
 import json
 import random
 
-import httpx
 import pytest
 from http_serving import MESSAGES, client, serving, tiny_spec
 from models import CHAT, tokenizer
@@ -133,7 +132,7 @@ def test_a_choice_of_tools_is_kept_or_refused():
     body = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 4, "seed": 1}
     with serving(spec) as state, client(state) as http:
 
-        def ask(**more) -> httpx.Response:
+        def ask(**more):
             return http.post("/v1/chat/completions", json=body | more)
 
         with_tools = ask().json()["usage"]["prompt_tokens"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from equality import seeded
 from models import random_head, target
 from safetensors.torch import load_file
 from training import beside, killed, refused, same_weights, trained, weights
@@ -28,7 +29,7 @@ from treespec.train.run import train
 def test_predicted_acceptance_is_the_mean_run_of_agreement():
     model = target("llama")
     head = random_head(model)
-    tokens = torch.randint(3, 64, (60,), generator=torch.Generator().manual_seed(6))
+    tokens = torch.randint(3, 64, (60,), generator=seeded(6))
     features = model.features(tokens[None])[0]
     result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
     law = model.output_logits(features).argmax(-1)

@@ -2,14 +2,12 @@
 
 import gzip
 import re
-import resource
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import beside, folder_of, killed, refused, same_weights, trained, weights, write_data
+from training import beside, files_of_at_most, folder_of, killed, refused, same_weights, trained, weights, write_data
 from transformers import AutoTokenizer
 
 from treespec.cli.make import stopped
@@ -61,17 +59,6 @@ def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_pat
     config = trained(config, target=str(folder), max_steps=1)  # the token does not occur
     data = write_data(tmp_path / "more.jsonl", name="zyx")
     assert "the target has" in refused(beside(config, "other"), data=str(data))
-
-
-@contextmanager
-def files_of_at_most(size):
-    """Writing beyond the limit fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tmp_path):

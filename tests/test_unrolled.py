@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from equality import close, seeded
 from models import random_eagle3, target
 from torch.nn.functional import softmax
 from training import trained
@@ -20,7 +21,7 @@ SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds mos
 
 
 def text(length, seed=0, batch=2):
-    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 64, (batch, length), generator=seeded(seed))
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -69,7 +70,7 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
     head = random_eagle3(model, drafted=SOME)
     tokens = text(10)
     features = model.features(tokens, head.aux_layers)[:, :-2]
-    counts = torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
+    counts = torch.rand(2, 8, generator=seeded(3)) < 0.7
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
     found, slopes = [], []
     for forward in (logits_of, one_by_one):
@@ -78,7 +79,7 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
         found.append(logits)
         slopes.append(torch.autograd.grad(loss, list(weights.values())))
     for ours, alone in zip(*found, strict=True):
-        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-4)
+        close(ours, alone, 1e-4)
     for name, ours, alone in zip(weights, *slopes, strict=True):
         assert alone.abs().max() > 0, name
         assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), name
@@ -89,7 +90,7 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     """Against plain loops over sequences, steps and rows, 0 where the target's top token cannot be drafted: to 1e-5."""
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
-    tokens, mask = text(9), torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    tokens, mask = text(9), torch.rand(2, 9, generator=seeded(4)) < 0.6
     features = model.features(tokens, head.aux_layers, last=True)
     config = TrainConfig(target="target", data="data", out="out", head="eagle3")
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=3)

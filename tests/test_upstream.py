@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from equality import close, seeded
 from models import random_eagle3, random_head
 from safetensors.torch import load_file
 from test_eagle31 import VARIANTS, made
@@ -18,13 +19,13 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 
-TOKENS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(3, 64, (1, 12), generator=seeded(2))
 N = TOKENS.shape[1] - 1  # pairs of a feature and the token after it
 
 
 def agree(theirs, ours):
     assert ours.abs().max() > 1
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    close(theirs, ours, 1e-4)
 
 
 def moved(module):

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from equality import close, seeded
 from models import COMMON, CONFIGS, draft_tree, follow, random_head, random_model, save_model, target
+from refusals import complains
 from torch import nn
 from transformers import PhiConfig
 
@@ -15,7 +17,6 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
 from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
-from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
@@ -31,7 +32,7 @@ def half():
     """A target of 64 tokens and a head that drafts 32 of them."""
     model = target("llama")
     head = random_head(model)
-    restrict(head, model, torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values)
+    restrict(head, model, torch.randperm(64, generator=seeded(1))[:32].sort().values)
     return model, head
 
 
@@ -53,10 +54,10 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     model, _ = half
     head = random_head(model)
     restrict(head, model, torch.arange(10, 15))
-    text = torch.randint(64, (40,), generator=torch.Generator().manual_seed(5))
+    text = torch.randint(64, (40,), generator=seeded(5))
     known = model.features(text[None])[0]
     row = (text, torch.ones(40, dtype=torch.bool), known)
-    found = outcomes(head, model, [row], (1, 40), 1.0, torch.Generator().manual_seed(6))
+    found = outcomes(head, model, [row], (1, 40), 1.0, seeded(6))
     mass = model.output_logits(known).softmax(-1)[1:39:2, 10:15].sum(-1)
     torch.testing.assert_close(found[0][1].sum(-1), mass)
 
@@ -68,19 +69,19 @@ def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
     model = Target(random_model(PhiConfig(**COMMON))) if "bias" in name else target(name)
     if "bias" in name:
         nn.init.normal_(model.model.lm_head.bias)
-    hidden = torch.randn(2, 3, model.feature_width, generator=torch.Generator().manual_seed(7))
+    hidden = torch.randn(2, 3, model.feature_width, generator=seeded(7))
     tokens = torch.tensor([0, 3, 17, 63])
     own = model.output_logits(hidden, model.output_rows(tokens))
-    torch.testing.assert_close(own, model.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
+    close(own, model.output_logits(hidden)[..., tokens], 1e-5)
 
 
 def test_an_output_embedding_that_is_not_there_is_refused():
     model = Target(random_model(CONFIGS["llama"]()))
     model.model.lm_head.weight = nn.Parameter(model.model.lm_head.weight.to("meta"))
-    with pytest.raises(InputError, match="offloaded"):
+    with complains("offloaded"):
         restrict(random_head(target("llama")), model, torch.arange(4))
     model.model.lm_head = nn.Identity()
-    with pytest.raises(InputError, match="is no linear layer"):
+    with complains("is no linear layer"):
         restrict(random_head(target("llama")), model, torch.arange(4))
 
 
@@ -91,7 +92,7 @@ def test_the_most_frequent_tokens_and_the_ends_are_kept():
     assert tokens.tolist() == [2, 9, 30, 40]  # 2 ends a text; of 30, 31 and 32 the lowest
     assert coverage == pytest.approx(7 / 9)
     for number in (0, 64):
-        with pytest.raises(InputError, match=f"--draft-vocab is {number}"):
+        with complains(f"--draft-vocab is {number}"):
             most_frequent(texts, number, model)
 
 
@@ -120,10 +121,9 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
 )
 def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):
     (tmp_path / FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputError, match=complaint) as error:
+    with complains(complaint) as error:
         load_vocabulary(tmp_path, 64)
     assert FILE in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
@@ -135,6 +135,6 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     assert spec.head.output.out_features == 50
     drafter = spec.decoder.drafter
     follow(drafter, torch.randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
-    tree = draft_tree(drafter, torch.tensor([8]), SamplingParams(1.0), torch.Generator().manual_seed(0))
+    tree = draft_tree(drafter, torch.tensor([8]), SamplingParams(1.0), seeded(0))
     assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8

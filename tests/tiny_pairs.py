@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import transformers as hf
 from drafting import source_of
+from equality import seeded
 from models import GROUPED, TableConfig, TableModel, random_eagle3, random_head, random_model
 from tiny_configs import MODELS, tiny
 
@@ -47,7 +48,7 @@ def table(seed=1, size=VOCAB, end=None):
 def near(seed):
     """A table near that of the target."""
     model = TableModel(TableConfig(VOCAB, seed=1))
-    noise = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(VOCAB, VOCAB, VOCAB, generator=seeded(seed))
     model.model.table.data += noise
     return Target(model)
 

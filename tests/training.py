@@ -1,6 +1,8 @@
 """A run of a few seconds: conversations, options, and a kill at a step."""
 
 import json
+import resource
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,3 +113,14 @@ def flipped(file, place):
     at = int(place * len(whole))
     file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
     return whole
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Writing beyond the limit fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -20,7 +20,7 @@ from treespec.draft.model_free.datastore import (
     suffix_array,
 )
 from treespec.draft.options import ORDER
-from treespec.files.atomic import locked, read_tensors, write_tensors
+from treespec.files.atomic import read_tensors, write_tensors
 
 END = -1
 LINE = "the user asks and the assistant answers the question\n"
@@ -119,18 +119,13 @@ class TestFiles:
             open_datastore(folder, tokenizer(), 400)
 
     def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
-        for name in (".lock", f".{DATASTORE}.99999999.tmp"):
-            (folder / name).write_text("half")
+        (folder / f".{DATASTORE}.99999999.tmp").write_text("half")
         (folder / DATASTORE).unlink()
         with complains("no datastore"):
             open_datastore(folder, tokenizer(), 400)
         build([[1, 2, 3]], tokenizer(), folder)
         assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
         assert {path.name for path in folder.iterdir()} == {DATASTORE}
-
-    def test_a_second_build_at_one_place_is_told_at_once(self, tmp_path):
-        with locked(tmp_path / "store"), complains("store is being written by process"):
-            build([[1, 2, 3]], tokenizer(), tmp_path / "store")
 
     def test_an_existing_folder_and_an_empty_text_are_refused(self, folder, tmp_path):
         with complains("exists: delete it"):

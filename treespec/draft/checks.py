@@ -104,19 +104,17 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 
 def check_datastore(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a folder without a datastore, and for another format."""
-    from treespec.draft.model_free.datastore import check_datastore_file, datastore_file
+    from treespec.draft.model_free.datastore import datastore_file
 
-    check_datastore_file(datastore_file(spec.place))
+    datastore_file(spec.place)
 
 
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.model_free.suffix_cache import folders_in, read, segments
+        from treespec.draft.model_free.suffix_cache import checked_folders
 
-        for folder in folders_in(Path(spec.place).expanduser()):
-            for segment in segments(folder):
-                read(segment)
+        checked_folders(Path(spec.place).expanduser())
 
 
 def check_there(name: str, what: str) -> None:

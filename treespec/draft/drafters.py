@@ -26,16 +26,8 @@ CHECKS = "treespec.draft.checks"
 
 def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
     """The row of a trained head."""
-    return DrafterKind(
-        name,
-        (f"{name}:HEAD",),
-        HEAD,
-        summary,
-        source,
-        f"{CHECKS}:check_head",
-        "must",
-        **facts,
-    )
+    checks = f"{CHECKS}:check_head"
+    return DrafterKind(name, (f"{name}:HEAD",), HEAD, summary, source, checks, "must", **facts)
 
 
 ROWS = (

@@ -10,8 +10,7 @@ memory mapping, and checked by its checksum: about a second a GB.
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,14 +20,7 @@ import numpy as np
 
 from treespec.draft.options import ORDER
 from treespec.errors import InputError
-from treespec.files.atomic import (
-    LOCK,
-    TEMPORARY,
-    locked,
-    read_about,
-    read_tensors,
-    write_tensors,
-)
+from treespec.files.atomic import read_about, read_tensors, remove_leftovers, write_tensors
 from treespec.text.conversations import CONVERSATIONS, read_conversations
 
 if TYPE_CHECKING:
@@ -61,18 +53,17 @@ class Datastore:
         M. Of more matches it takes evenly spaced ones in suffix order, so that each continuation
         keeps its share.
         """
+
         # 1. If a suffix occurs, shorter ones do: a binary search finds the longest.
-        known, first, last = shortest - 1, 0, 0
-        above = min(longest, ORDER, len(text))
-        while known < above:
-            middle = (known + above + 1) // 2
-            begin, end = self.places_of(text[-middle:].tolist())
-            if begin < end:
-                known, first, last = middle, begin, end
-            else:
-                above = middle - 1
-        if first == last:
+        def is_missing(known: int) -> bool:
+            begin, end = self.places_of(text[-known:].tolist())
+            return begin == end
+
+        lengths = range(shortest, min(longest, ORDER, len(text)) + 1)
+        known = shortest - 1 + bisect_left(lengths, True, key=is_missing)
+        if known < shortest:
             return np.empty((0, length), dtype=np.int64)
+        first, last = self.places_of(text[-known:].tolist())
 
         # 2. What follows there.
         matches = np.linspace(first, last - 1, min(last - first, most)).round().astype(np.int64)
@@ -124,40 +115,30 @@ def build(
 ) -> int:
     """Write a datastore and return its number of tokens. It takes some 50 bytes of memory a token.
 
-    A killed build leaves no datastore. Raises InputError if the folder exists, is being built by
-    another process or cannot be written, and for no token or more than MOST.
+    A killed build leaves no datastore. Raises InputError if the folder exists or cannot be written,
+    and for no token or more than MOST.
     """
     from torch import from_numpy
 
     folder = Path(folder)
     refuse_what_is_there(folder)
-    with locked(folder):
-        try:
-            refuse_what_is_there(folder)  # another build may have ended meanwhile
-            parts = [np.array([*text, END], dtype=np.int32) for text in texts if text]
-            if not parts:
-                raise InputError("--data holds no text")
-            if (size := sum(map(len, parts))) > MOST:
-                raise InputError(
-                    f"--data holds {size} tokens, a datastore at most {MOST}: give less"
-                )
-            tokens = np.concatenate(parts)
-            arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
-            tensors = {name: from_numpy(array) for name, array in arrays.items()}
-            about = {"format": FORMAT, "tokenizer": fingerprint(tokenizer)}
-            write_tensors(folder / DATASTORE, tensors, about)
-        finally:
-            with suppress(OSError):
-                (folder / LOCK).unlink(missing_ok=True)
-                folder.rmdir()  # unless it holds a datastore
+    parts = [np.array([*text, END], dtype=np.int32) for text in texts if text]
+    if not parts:
+        raise InputError("--data holds no text")
+    if (size := sum(map(len, parts))) > MOST:
+        raise InputError(f"--data holds {size} tokens, a datastore at most {MOST}: give less")
+    tokens = np.concatenate(parts)
+    arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
+    tensors = {name: from_numpy(array) for name, array in arrays.items()}
+    about = {"format": FORMAT, "tokenizer": fingerprint(tokenizer)}
+    write_tensors(folder / DATASTORE, tensors, about)
     return size
 
 
 def refuse_what_is_there(folder: Path) -> None:
     """Raises InputError unless the folder is missing, empty, or left by a killed build."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    others = [name for name in names if name != LOCK and not TEMPORARY.fullmatch(name)]
-    if others or (folder.exists() and not folder.is_dir()):
+    remove_leftovers(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise InputError(f"--out {folder} exists: delete it, or choose another")
 
 
@@ -171,7 +152,6 @@ def open_datastore(
     """
     file = datastore_file(folder)
     tensors, about = read_tensors(file, AGAIN)
-    check_format(file, about)
     if about.get("tokenizer") != fingerprint(tokenizer):
         raise InputError(f"{file} is of another tokenizer than the target's: {AGAIN}")
     arrays = [tensors[name].numpy() for name in ("tokens", "suffixes") if name in tensors]
@@ -181,25 +161,16 @@ def open_datastore(
 
 
 def datastore_file(folder: str | Path) -> Path:
-    """The file of a datastore. Raises InputError for a folder without one."""
+    """The file of a datastore. Raises InputError for a missing or damaged one, and another format."""
     file = Path(folder).expanduser() / DATASTORE
     if not file.is_file():
         raise InputError(
             f"no datastore at {folder}: it has no {DATASTORE}; make one with treespec datastore "
             "build"
         )
-    return file
-
-
-def check_datastore_file(file: Path) -> None:
-    """Raises InputError for a damaged file and another format, as far as the header tells."""
-    check_format(file, read_about(file, AGAIN))
-
-
-def check_format(file: Path, about: Mapping[str, str]) -> None:
-    if about.get("format") != FORMAT:
-        found = about.get("format")
+    if (found := read_about(file, AGAIN).get("format")) != FORMAT:
         raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {AGAIN}")
+    return file
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int = 0) -> str:

@@ -145,11 +145,7 @@ class SuffixCaches:
         self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
-            folders = folders_in(root)
-            for folder in folders:
-                for segment in segments(folder):
-                    read(segment, tokenizer)
-            for folder in folders[:-NAMES]:
+            for folder in checked_folders(root, tokenizer)[:-NAMES]:
                 delete(folder)
             self.named("")  # reading takes up to a second: not amid the first completion
 
@@ -167,7 +163,10 @@ class SuffixCaches:
     def _begun(self, name: str) -> SuffixCache:
         if self.root is not None:
             try:
-                return SuffixCache(self.tokens, self.root / folder_name(name), *self._of_target)
+                # A name may be a secret or hold any characters.
+                hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
+                folder = self.root / (hashed if name else SHARED)
+                return SuffixCache(self.tokens, folder, *self._of_target)
             except InputError as error:  # damaged since it was checked: no request fails by that
                 log.warning(WITHOUT, error)
         return SuffixCache(self.tokens)
@@ -182,21 +181,16 @@ def delete(folder: Path) -> None:
         folder.rmdir()
 
 
-def folders_in(root: Path) -> list[Path]:
+def checked_folders(root: Path, tokenizer: str | None = None) -> list[Path]:
     """The folders of the caches, the one that was written last at the end.
 
-    Raises InputError for a file.
+    Raises InputError for a file in place of the root, and as `read` does.
     """
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")
     written: dict[Path, float] = {}
-    for file in root.glob(f"*/{NUMBERED}"):
+    for segment in root.glob(f"*/{NUMBERED}"):
         with suppress(FileNotFoundError):  # another process has just forgotten it
-            written[file.parent] = file.parent.stat().st_mtime
+            read(segment, tokenizer)
+            written[segment.parent] = segment.parent.stat().st_mtime
     return sorted(written, key=written.__getitem__)
-
-
-def folder_name(name: str) -> str:
-    """A folder's name for a cache's, which may be a secret or hold any characters."""
-    hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
-    return hashed if name else SHARED

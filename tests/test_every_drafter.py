@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
 from treespec.api.spec import trace
-from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
+from treespec.draft.options import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS

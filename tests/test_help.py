@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINES
-from treespec.draft.drafters import DRAFTERS as ROWS
+from treespec.draft.options import DRAFTERS as ROWS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
 from treespec.heads.registry import HEADS, TRAINING

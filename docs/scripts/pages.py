@@ -14,7 +14,8 @@ from typing import Any
 import typer
 
 from treespec.cli import app
-from treespec.draft.drafters import DRAFTERS, DrafterSpec
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.options import DRAFTERS
 from treespec.draft.pairing import check_named
 from treespec.errors import InputError
 from treespec.trees.policy import POLICIES, policy

@@ -1,11 +1,15 @@
-"""What a row of the table of drafters holds, and the options of drafters. It loads no torch."""
+"""The table of drafters, and their options. It loads no torch.
 
-import re
+All that differs by drafter stands in its row; `--help`, the checks before loading, the pages,
+training and export read the table.
+"""
+
 from dataclasses import dataclass, fields
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, Options, option
+from treespec.heads.registry import HEADS
+from treespec.options import MANY, TOKENS, Options, either, installed, option
 
 ORDER = 16  # tokens that a datastore's suffixes are sorted by: the longest pattern of a search
 SINKS, WINDOW = 4, 32
@@ -124,38 +128,111 @@ class SparseOptions(DrafterOptions):
             raise InputError(f"the budget must be at least {least} tokens")
 
 
-def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
-    """(directory or file, options) of a value such as `DIRECTORY,nodes=24`.
-
-    Where the directory may be left out, a value that begins like an option is none: `nodes=x` is a
-    mistake, `./nodes=x` a folder.
-    """
-    if not kind.options:
-        return (value, "") if kind.place else ("", value)
-    if not kind.place or (kind.place == "may" and re.match(r"\w+=[^/\\]*(,|$)", value)):
-        return "", value
-    place, *given = re.split(r",(?=\w+=)", value)
-    return place, ",".join(given)
+FREE = "treespec.draft.model_free"
+CHECKS = "treespec.draft.checks"
 
 
-def options_of(kind: DrafterKind, text: str, written: str) -> Any:
-    """A row's options in `tokens=10,ngram=3`. Raises InputError."""
-    assert kind.options
-    defaults = {field.name: field.default for field in fields(kind.options)}
-    values: dict[str, int] = {}
-    for number, part in enumerate(text.split(",") if text else ()):
-        match = re.fullmatch(r"(?:(\w+)=)?(\w+)", part)
-        name = match[1] or (kind.first if number == 0 else part) if match else ""
-        if match and part in kind.switches:
-            values[part] = True
-        elif match and name in defaults.keys() - kind.switches and re.fullmatch("[0-9]+", match[2]):
-            values[name] = int(match[2])
-        else:
-            choice = ", ".join(f"{name}={value}" for name, value in defaults.items())
-            raise InputError(
-                f"--drafter {written}: {part!r} is not understood; its options are {choice}"
-            )
-    try:
-        return kind.options(**values)
-    except InputError as error:
-        raise InputError(f"--drafter {written}: {error}") from None
+def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
+    """The row of a trained head."""
+    checks = f"{CHECKS}:check_head"
+    return DrafterKind(name, (f"{name}:HEAD",), HEAD, summary, source, checks, "must", **facts)
+
+
+ROWS = (
+    of_head("head", "a trained head; its files name the kind"),
+    *(
+        of_head(
+            name, kind.summary, kind.source, at_once=kind.at_once, trained=kind.training is not None
+        )
+        for name, kind in HEADS.items()
+    ),
+    DrafterKind(
+        "lookup",
+        ("lookup",),
+        f"{FREE}.lookup:load_lookup",
+        "what followed the text's last tokens where they stood before",
+        "prompt lookup, Saxena 2023",
+        options=LookupOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "rest",
+        ("rest:DATASTORE",),
+        f"{FREE}.lookup:load_rest",
+        "what followed them in a datastore, as a tree",
+        "REST, He et al. 2024",
+        f"{CHECKS}:check_datastore",
+        "must",
+        RestOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "lookahead",
+        ("lookahead",),
+        f"{FREE}.lookahead:load_lookahead",
+        "n-grams that the target makes on the side, in the same forward",
+        "Lookahead, Fu et al. 2024",
+        options=LookaheadOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "jacobi",
+        ("jacobi",),
+        f"{FREE}.lookahead:load_jacobi",
+        "its guesses of the cycle before",
+        "Santilli et al. 2023",
+        options=JacobiOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "suffix",
+        ("suffix", "suffix:DIR", "suffix+eagle:HEAD"),
+        f"{FREE}.lookup:load_suffix",
+        "what followed them in the text and in earlier answers, by counts; alone or beside a draft "
+        "model",
+        "SuffixDecoding, Oliaro et al. 2024",
+        f"{CHECKS}:check_suffix_cache",
+        "may",
+        SuffixOptions,
+        one_hot=True,
+    ),
+    DrafterKind(
+        "model",
+        ("model:MODEL", "model:MODEL+MODEL"),
+        "treespec.draft.models.model:load_models",
+        "a smaller model, of any vocabulary, or several of the target's",
+        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
+        f"{CHECKS}:check_models",
+        "must",
+        several=True,
+    ),
+    DrafterKind(
+        "mtp",
+        ("mtp",),
+        "treespec.draft.trained.mtp_load:load_mtp_proposer",
+        "the target's own MTP layers, from its checkpoint",
+        "DeepSeek-V3, 2412.19437",
+        f"{CHECKS}:check_mtp",
+    ),
+    DrafterKind(
+        "self",
+        ("self:FILE",),
+        "treespec.draft.models.skip:load_skip",
+        "the target without some of its sublayers; `treespec skip` finds which",
+        "Draft & Verify, Zhang et al. 2024",
+        f"{CHECKS}:check_skip_set",
+        "must",
+    ),
+    DrafterKind(
+        "sparse",
+        ("sparse:512", "sparse:512,snapkv"),
+        "treespec.draft.models.sparse:load_sparse",
+        "the target over a few of its keys and values, for long contexts",
+        "MagicDec, Chen et al. 2024",
+        options=SparseOptions,
+        first="budget",
+    ),
+)
+DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")
+TRAINED = tuple(kind.name for kind in DRAFTERS.values() if kind.trained)
+FORMS = either(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors

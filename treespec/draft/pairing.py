@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treespec.draft.drafters import DRAFTERS, DrafterSpec
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.options import DRAFTERS
 from treespec.errors import InputError
 from treespec.heads.registry import kind_in, levels_in
 from treespec.trees.dynamic import AutoTree

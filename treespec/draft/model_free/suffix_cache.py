@@ -184,7 +184,7 @@ def delete(folder: Path) -> None:
 def checked_folders(root: Path, tokenizer: str | None = None) -> list[Path]:
     """The folders of the caches, the one that was written last at the end.
 
-    Raises InputError for a file in place of the root, and as `read` does.
+    Raises InputError if the root is a file, and as `read` does.
     """
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")

@@ -92,13 +92,8 @@ class Batch:
         # 3. A complete one takes the row of an ended text: no other row of the cache is copied.
         if complete and not stay:
             first, *complete = complete
-            self.cache, self.drafter, self.texts, stay = (
-                first.cache,
-                first.drafter,
-                [first.text],
-                [0],
-            )
-            ended = []
+            self.cache, self.drafter, self.texts = first.cache, first.drafter, [first.text]
+            stay, ended = [0], []
         placed = dict(zip(ended, complete, strict=False)) if stay else {}
         rest, rows = complete[len(placed) :], sorted([*stay, *placed])
         if not complete and len(rows) == len(self.texts):

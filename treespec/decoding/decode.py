@@ -7,7 +7,7 @@ from threading import RLock
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from treespec.decoding.batch import Batch, admitted
 from treespec.decoding.sequence import Piece, Recorded, Request, take
@@ -114,7 +114,7 @@ class Decoder:
     def _cycle(self) -> list[tuple[Request, Piece]]:
         """One forward over a tree for each text."""
         device, drafter, texts = self.target.output_device, self.drafter, self.rows.texts
-        stats, laws = [text.stats for text in texts], [text.distribution for text in texts]
+        stats, distributions = [text.stats for text in texts], [text.distribution for text in texts]
         generators = [text.generator for text in texts]
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
@@ -125,7 +125,7 @@ class Decoder:
                     for text in texts:
                         text.distribution.heard = {} if text.listener else None
                     before, now = drafter.forward_seconds, stats[0].now
-                    trees = drafter.draft_trees(roots, laws, generators, self.cache, now)
+                    trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
                         each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
 
@@ -139,7 +139,7 @@ class Decoder:
             #    distributions of this cycle, so they are shaped before the answer grows.
             with shared(stats, "verify"):
                 logits = [out.logits for out in outs]
-                judged = judge_all(self.verifier, trees, logits, laws, generators)
+                judged = judge_all(self.verifier, trees, logits, distributions, generators)
                 verdicts = list(map(self._checked, texts, judged))
                 shaped = {
                     row: text.distribution.shape(node_paths(trees[row]), logits[row])
@@ -160,8 +160,11 @@ class Decoder:
                     text.distribution.grow(tokens[1:])
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
-                    pairs = zip(outs, nodes, strict=True)
-                    features = [_rows(out.features, kept) for out, kept in pairs]
+                    features = []
+                    for out, kept in zip(outs, nodes, strict=True):
+                        in_order = kept == list(range(len(kept)))  # needs no copy
+                        rows = slice(len(kept)) if in_order else kept
+                        features.append(out.features[rows])  # [M, F]
                     drafter.observe(features, [torch.tensor(t, device=device) for t in kept_tokens])
 
             # 5. Pieces of the answers.
@@ -193,12 +196,3 @@ class Decoder:
         else:
             return verdict
         return UNREAD
-
-
-def _rows(features: Tensor, nodes: list[int]) -> Tensor:
-    """The features of accepted nodes. The first nodes need no copy, as without drafts and in chains.
-
-    features: [N, F]. Returns [M, F].
-    """
-    first = nodes == list(range(len(nodes)))
-    return features[: len(nodes)] if first else features[nodes]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 
 @dataclass
@@ -59,24 +59,20 @@ class Stats:
 
     def add(self, other: "Stats") -> None:
         """Add another generation's counts and seconds."""
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.new_tokens += other.new_tokens
-        self.accepted += other.accepted
-        self.undrafted += other.undrafted
-        self._add_drafted(other.drafted)
+        for name in ("prompt_tokens", "cached_tokens", "new_tokens", "accepted", "undrafted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.drafted = _sums(self.drafted, other.drafted)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:
         """Add one cycle's nodes at depth 1, 2, …"""
         self.undrafted += not per_depth
-        self._add_drafted(per_depth)
+        self.drafted = _sums(self.drafted, per_depth)
 
-    def _add_drafted(self, per_depth: list[int]) -> None:
-        self.drafted += [0] * (len(per_depth) - len(self.drafted))
-        for i, nodes in enumerate(per_depth):
-            self.drafted[i] += nodes
+
+def _sums(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 @contextmanager

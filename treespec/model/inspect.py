@@ -77,13 +77,8 @@ def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) ->
     """The layers that carry a state, None for a model without. Raises InputError."""
     if not carries_state(model):
         return None
-    try:
-        from treespec.model.recurrent import Recurrent
-    except ImportError as error:
-        raise InputError(
-            f"{type(model).__name__} cannot be a target: this transformers keeps the state of its "
-            "recurrent layers elsewhere; install transformers 5.23 or newer"
-        ) from error
+    from treespec.model.recurrent import Recurrent  # takes transformers 5.23 or newer
+
     recurrent = Recurrent(model, decoder, layers)
     return recurrent if recurrent.mixers else None
 
@@ -114,10 +109,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """The tokens that end a text: those of generation_config, else those of the config."""
     settings = (getattr(model, "generation_config", None), model.config.get_text_config())
-    for eos in (getattr(s, "eos_token_id", None) for s in settings):
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
+    given = (getattr(setting, "eos_token_id", None) for setting in settings)
+    eos = next((eos for eos in given if eos is not None), ())
+    return frozenset([eos] if isinstance(eos, int) else eos)
 
 
 LENGTH_DEPENDENT = "beyond, its rotary factors depend on the longest position of a forward"

@@ -42,15 +42,12 @@ def additive_masks(
     """
     masks = {}
     for kind, window in windows.items():
-        # 1. What this layer type sees.
-        near = (
-            chunk_mask if kind == "chunked_attention" else window_mask if kind in SLIDING else None
-        )
-        visible = seen & near(places, seen.shape[1], window) if near and window else seen
-
-        # 2. As numbers to add to the attention scores.
+        visible = seen
+        if window and kind in (*SLIDING, "chunked_attention"):
+            near = window_mask if kind in SLIDING else chunk_mask
+            visible = seen & near(places, seen.shape[1], window)
         masks[kind] = additive(visible.to(device), dtype)[:, None].repeat(1, 1, repeated, 1)
-    return masks if len(masks) > 1 else masks.popitem()[1] if masks else None
+    return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.model.weights import first_not_finite
+from treespec.model.quantised import is_plain_weight
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree, root_only
 
@@ -125,10 +125,10 @@ def _plain(target: Any, tokens: list[int]) -> torch.Tensor:
 def _why(target: Any, plain: torch.Tensor, difference: float) -> str:
     """The likely reason for which a tree's logits differ from the plain model's."""
     if not plain.isfinite().all():
-        if name := first_not_finite(target.model):
-            return (
-                f"its weights hold values that are not finite, in {name}; fetch or train it again"
-            )
+        for name, weight in target.model.named_parameters():
+            held = not weight.is_meta and is_plain_weight(weight)  # neither offloaded nor packed
+            if held and not weight.isfinite().all():
+                return f"its weights hold values that are not finite, in {name}; fetch or train it again"
         dtype = str(target.dtype).removeprefix("torch.")
         return f"its logits are not finite in {dtype}; try another --dtype"
     start = f"its logits over a tree differ from its plain ones by {difference:.3g} on average"

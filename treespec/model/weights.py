@@ -31,7 +31,6 @@ from treespec.model.gguf_load import (
 from treespec.model.identity import base_of
 from treespec.model.load_in import FOREIGN, foreign, own_fields, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
-from treespec.model.quantised import is_plain_weight
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 BUFFERS = (
@@ -143,14 +142,6 @@ def names(tensors: Iterable[str]) -> str:
     """The first three names in order, and the number of the others."""
     shown = sorted(tensors)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-
-
-def first_not_finite(model: nn.Module) -> str | None:
-    """The name of a plain weight that holds NaN or infinity, or None. It skips offloaded ones."""
-    for name, weight in model.named_parameters():
-        if not weight.is_meta and is_plain_weight(weight) and not weight.isfinite().all():
-            return name
-    return None
 
 
 def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:

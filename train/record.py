@@ -83,26 +83,17 @@ def record_of(config: TrainConfig) -> Record:
     return settled | contents
 
 
-def begun(folder: Path) -> Record | None:
-    """The record of a run that left a checkpoint or a result; None where there is none.
-
-    folder: OUT/training. Raises InputError for a damaged record.
-    """
-    if not (folder / "result.json").exists() and latest_step(folder) is None:
-        return None
-    return read_json(folder / "config.json", f"delete {folder} to begin again", FORMAT)
-
-
-def finished(folder: Path, before: Record | None, record: Record) -> Validation | None:
+def finished(folder: Path, record: Record) -> Validation | None:
     """The result of a finished run of the same record; None where there is still something to do.
 
-    before: what `begun` read. Raises InputError where a run of other options, target or data lies
-    there, and for a damaged file.
+    folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
+    and for a damaged file.
     """
-    if before is None:
-        return None
-    changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
     result = folder / "result.json"
+    if not result.exists() and latest_step(folder) is None:
+        return None
+    before = read_json(folder / "config.json", f"delete {folder} to begin again", FORMAT)
+    changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
     there = result.exists() and (folder.parent / "model.safetensors").exists()
     if ENDS & changed or not there:
         return None

@@ -21,7 +21,7 @@ from treespec.train.data.prepare import prepare, read
 from treespec.train.loop.run import BEST, Run, check_weights, compare, validation
 from treespec.train.loop.steps import fit
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
-from treespec.train.record import Validation, begun, finished, record_of, write_card
+from treespec.train.record import Validation, finished, record_of, write_card
 from treespec.train.start import begin, untrained
 
 
@@ -34,13 +34,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     # 1. What needs no weights is checked before they are loaded.
     check_folders(config)
     folder = Path(config.out) / "training"
-    before = begun(folder)
-    if before and config.mixed_precision is None:  # the default differs by machine
-        config = replace(config, mixed_precision=before["mixed_precision"])
     config = replace(config, mixed_precision=precision_of(config))
     accelerator = make_accelerator(config)
     record = record_of(config)
-    if done := finished(folder, before, record):
+    if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
     examples = read(config, record, accelerator)

@@ -71,12 +71,10 @@ def begin(
         take_trained(before, head, f"--from-head {config.from_head}")
     if config.freeze_output:
         cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
-    for module in list(
-        cast(nn.Module, head).modules()
-    ):  # published Hydra++, before each layer in line
+    for module in list(cast(nn.Module, head).modules()):
         if config.recipe.dropout and isinstance(module, nn.Sequential):
             for position, part in enumerate(module):
-                if isinstance(part, nn.Identity):
+                if isinstance(part, nn.Identity):  # a gap of Hydra++, before a layer
                     module[position] = nn.Dropout(config.recipe.dropout)
     return vocabulary
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -81,19 +81,13 @@ def tokenised(
 
 def key_of(config: TrainConfig, contents: Mapping[str, object]) -> str:
     """A digest of everything that the tokens depend on."""
-    folder = Path(treespec.text.__file__).parent
-    code = {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.py")
-    }
-    parts: list[Any] = [
-        contents["data"],
-        contents["target"],
-        config.template,
-        config.max_length,
-        code,
-    ]
-    parts += [version(name) for name in ("transformers", "tokenizers", "fschat")]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    digest = hashlib.sha256()
+    for file in sorted(Path(treespec.text.__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    parts = [contents["data"], contents["target"], config.template, config.max_length]
+    parts += map(version, ("transformers", "tokenizers", "fschat"))
+    digest.update(json.dumps(parts).encode())
+    return digest.hexdigest()[:32]
 
 
 def make(config: TrainConfig, say: Callable[[str], None]) -> Tokens:

@@ -201,9 +201,8 @@ def token_losses(
             # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
             #    by the number of positions, much of them would be too small for float16.
             states = guess.states[first:end].detach().requires_grad_()
-            with torch.enable_grad():
-                logs = precise(guess.output(states)).log_softmax(-1)
-                values = loss_of(p, logs).where(learns, 0).sum()
+            logs = precise(guess.output(states)).log_softmax(-1)
+            values = loss_of(p, logs).where(learns, 0).sum()
             gradients = torch.autograd.grad(values, (states, *guess.weights))
             losses[i] += values.detach()
             agreeing[i] += (learns & (logs.argmax(-1) == p.argmax(-1))).sum()

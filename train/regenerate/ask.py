@@ -70,12 +70,11 @@ def of_server(config: RegenerateConfig) -> Ask:
         length = sum(len(message["content"]) for message in messages)
         if length > CHARACTERS * (config.max_length - config.max_new_tokens):
             raise LeftOut("a conversation is too long")
-        options = config.sampling(greedy)
-        body: dict[str, Any] = {"model": config.target, "messages": messages, "seed": seed % 2**31}
-        body |= {name: options[name] for name in ("temperature", "top_p")}
-        body["max_tokens"] = config.max_new_tokens
-        if config.top_k:  # not OpenAI's, but vLLM's and SGLang's
-            body["top_k"] = config.top_k
+        body = {"model": config.target, "messages": messages, "seed": seed % 2**31}
+        body |= config.sampling(greedy)
+        body["max_tokens"] = body.pop("max_new_tokens")
+        if not body["top_k"]:  # not OpenAI's, but vLLM's and SGLang's
+            del body["top_k"]
         reply = replied(url, body)
         tokens = reply.usage.get("completion_tokens") or len(reply.text) // CHARACTERS
         return Answer(reply.text, tokens, "max_new_tokens" if reply.cut else "model")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import checksum
-from treespec.files.atomic import read_tensors, write_tensors, write_text
+from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
 from treespec.heads.folder import AGAIN, config_of, head_folder, inside, tensor_file
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEADS, HeadKind, kind_of
@@ -96,7 +95,7 @@ def save_head(
         for name, value in head.state_dict().items()
         if name not in leave_out
     }
-    write_head(Path(path), checksum.sealed(head.config), tensors)
+    write_head(Path(path), sealed(head.config), tensors)
 
 
 def write_head(folder: Path, config: Config, tensors: Tensors) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from safetensors import safe_open
 
 from treespec.errors import InputError, first_line
-from treespec.files import checksum
-from treespec.files.atomic import read_about, read_json
-from treespec.files.checksum import Fields as Config
+from treespec.files.atomic import CHECKSUM, read_about, read_json
+from treespec.files.atomic import Fields as Config
 from treespec.files.hub import mistyped, only_cached
 
 PRETRAINED = Path(__file__).with_name("pretrained")  # heads that come with treespec
@@ -77,7 +76,7 @@ def config_of(folder: Path) -> Config:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder} is not a head directory: it has no config.json")
-    edited = f"or, if you have edited it, delete its field {checksum.FIELD!r}"
+    edited = f"or, if you have edited it, delete its field {CHECKSUM!r}"
     return read_json(file, f"{AGAIN}, {edited}")
 
 

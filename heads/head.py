@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from treespec.files.checksum import Fields as Config
+from treespec.files.atomic import Fields as Config
 
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
 Stored = tuple[Config, Tensors]  # what a head's directory holds

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from treespec.files.checksum import Fields as Config
+from treespec.files.atomic import Fields as Config
 
 Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files.checksum import Fields as Config
+from treespec.files.atomic import Fields as Config
 from treespec.heads import folder as folders
 from treespec.heads.folder import written
 

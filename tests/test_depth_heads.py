@@ -18,7 +18,7 @@ from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
-from treespec.files.checksum import sealed
+from treespec.files.atomic import sealed
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 

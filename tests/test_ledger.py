@@ -18,8 +18,7 @@ from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
-from treespec.files import checksum
-from treespec.files.atomic import locked, write_json
+from treespec.files.atomic import locked, sealed, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -81,7 +80,7 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
 
 def test_another_format_is_refused(tmp_path):
     file = tmp_path / "ledger.jsonl"
-    file.write_text(json.dumps(checksum.sealed({"kind": "head", "format": 9})) + "\n")
+    file.write_text(json.dumps(sealed({"kind": "head", "format": 9})) + "\n")
     with complains(r"ledger.jsonl has format 9, this treespec reads 1: choose another --out"):
         Ledger(tmp_path)
 

@@ -21,8 +21,7 @@ from training import (
     weights,
 )
 
-from treespec.files import checksum
-from treespec.files.atomic import read_tensors, write_tensors
+from treespec.files.atomic import digest_of_tensors, read_tensors, write_tensors
 from treespec.train.checkpoints import latest_step
 from treespec.train.data.batches import epoch_batches
 from treespec.train.loop.run import check_weights
@@ -42,7 +41,7 @@ def spoil(config, numbers=None):
     tensors, about = read_tensors(shard, "")
     for name in map(str, tensors if numbers is None else numbers):
         tensors[name][1:, :4] = torch.inf
-        about[name] = checksum.of_tensors({"": tensors[name]}, {})
+        about[name] = digest_of_tensors({"": tensors[name]}, {})
     write_tensors(shard, tensors, about)
     return len(tensors)
 

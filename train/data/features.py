@@ -26,8 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import checksum
-from treespec.files.atomic import locked, writing
+from treespec.files.atomic import digest_of_tensors, locked, writing
 from treespec.model.identity import target_identity
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
@@ -58,7 +57,7 @@ class StoredFeatures:
     def write(self, shard: int, features: Iterable[tuple[int, Tensor]]) -> None:
         """Store one shard, under a temporary name first. features: [T, F] by conversation."""
         tensors = {str(i): self.stored(row) for i, row in features}
-        about = {name: checksum.of_tensors({"": row}, {}) for name, row in tensors.items()}
+        about = {name: digest_of_tensors({"": row}, {}) for name, row in tensors.items()}
         with writing(self.file(shard)) as temporary:
             save_file(tensors, temporary, metadata=about)
 
@@ -76,7 +75,7 @@ class StoredFeatures:
         try:
             with safe_open(file, framework="pt") as shard:
                 stored, about = shard.get_tensor(str(i)), shard.metadata()
-            if i not in self.verified and about[str(i)] != checksum.of_tensors({"": stored}, {}):
+            if i not in self.verified and about[str(i)] != digest_of_tensors({"": stored}, {}):
                 raise ValueError("its checksum does not match")
         except Exception as error:  # safetensors raises what the header's bytes lead to
             raise InputError(

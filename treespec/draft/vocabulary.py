@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import checksum
-from treespec.files.atomic import read_json, write_text
+from treespec.files.atomic import read_json, sealed, write_text
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.trees.tree import Drafts, TokenTree
@@ -87,7 +86,7 @@ def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple
 
 def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
     """Write the vocabulary file, whole or not at all. Raises InputError if that fails."""
-    fields = checksum.sealed({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
+    fields = sealed({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
     write_text(Path(folder) / FILE, json.dumps(fields) + "\n")  # thousands of numbers: one line
 
 

@@ -2,8 +2,13 @@
 
 `writing` gives a temporary name beside the file's own, `.NAME.PID.tmp`, and renames it at the end.
 A killed process leaves that temporary behind; `remove_leftovers` deletes it at the next start.
+
+Checksums lie inside the files that they protect, so that both are written together: a JSON object
+has its own as one more field, a safetensors file as metadata of its header. A file without one comes
+from another project, and passes.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -11,19 +16,20 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from safetensors import SafetensorError, safe_open
 
 from treespec.errors import InputError
-from treespec.files import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")  # .NAME.PID.tmp
 LOCK = ".lock"
+CHECKSUM = "checksum"
+Fields = dict[str, Any]  # a JSON object
 
 
 @contextmanager
@@ -95,10 +101,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
     """Replace a file by a JSON object with its checksum, as `writing` does."""
-    write_text(path, json.dumps(checksum.sealed(fields), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(sealed(fields), indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path, remedy: str, form: int | None = None) -> checksum.Fields:
+def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
     """The fields of a JSON object, without its checksum.
 
     remedy: advice about a damaged file, such as "delete it to measure again". form: the number that
@@ -107,7 +113,7 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> checksu
     """
     path = Path(path)
     try:
-        fields = checksum.unsealed(path.read_text(encoding="utf-8"), foreign=True)
+        fields = unsealed(path.read_text(encoding="utf-8"), foreign=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -127,7 +133,7 @@ def write_tensors(
 
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
-    about[checksum.FIELD] = checksum.of_tensors(values, about)
+    about[CHECKSUM] = digest_of_tensors(values, about)
     with writing(path) as temporary:
         save_file(values, temporary, metadata=about)
 
@@ -151,8 +157,8 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], di
             about = dict(file.metadata() or {})
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
-    expected = about.pop(checksum.FIELD, None)
-    if expected is not None and expected != checksum.of_tensors(tensors, about):
+    expected = about.pop(CHECKSUM, None)
+    if expected is not None and expected != digest_of_tensors(tensors, about):
         raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
     return tensors, about
 
@@ -207,3 +213,41 @@ def remove_leftovers(folder: str | Path) -> None:
         match = TEMPORARY.fullmatch(path.name)
         if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
             remove(path)
+
+
+def digest_of_fields(fields: Mapping[str, object]) -> str:
+    """SHA-256 of a JSON object without its checksum, whatever the order of its fields."""
+    content = {name: value for name, value in fields.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
+    from torch import uint8  # the checksums of JSON do without torch
+
+    digest = hashlib.sha256(digest_of_fields(metadata).encode())
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.flatten().view(uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def sealed(fields: Mapping[str, object]) -> dict[str, object]:
+    """The same fields, and the checksum as the last."""
+    content = {name: value for name, value in fields.items() if name != CHECKSUM}
+    return {**content, CHECKSUM: digest_of_fields(content)}
+
+
+def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
+    """The fields of a JSON object without its checksum.
+
+    foreign: whether it may lack one. Raises ValueError or RecursionError for a damaged one.
+    """
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
+    own = digest_of_fields(fields)
+    if fields.pop(CHECKSUM, own if foreign else None) != own:
+        raise ValueError("its checksum does not match")
+    return fields

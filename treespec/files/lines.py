@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from treespec.errors import InputError
-from treespec.files import checksum
+from treespec.files.atomic import Fields, sealed, unsealed
 
 
 @final
@@ -21,7 +21,7 @@ class Lines:
     The file has no buffer: closing it would write what a full disk refused, and raise again.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, done: list[checksum.Fields]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, done: list[Fields]) -> None:
         self.path, self.file, self.done = path, file, done
 
     def append(self, fields: Mapping[str, object]) -> None:
@@ -29,7 +29,7 @@ class Lines:
 
         Raises InputError where there is no room; the lines before it are kept.
         """
-        left = (json.dumps(checksum.sealed(fields), ensure_ascii=False) + "\n").encode()
+        left = (json.dumps(sealed(fields), ensure_ascii=False) + "\n").encode()
         try:
             while left:
                 left = left[self.file.write(left) :]
@@ -61,7 +61,7 @@ def opened(path: str | Path) -> Iterator[Lines]:
         yield Lines(path, file, done)
 
 
-def parsed(content: bytes, path: Path) -> tuple[list[checksum.Fields], int]:
+def parsed(content: bytes, path: Path) -> tuple[list[Fields], int]:
     """The objects of a file's lines, and their size in bytes, both without a torn last line.
 
     Raises InputError, with the line's number, for a damaged line before the last.
@@ -70,7 +70,7 @@ def parsed(content: bytes, path: Path) -> tuple[list[checksum.Fields], int]:
     rows, end = [], 0
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(checksum.unsealed(line))
+            rows.append(unsealed(line))
         except (ValueError, RecursionError) as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.files import checksum
-from treespec.files.atomic import read_json, write_text
+from treespec.files.atomic import read_json, sealed, write_text
 
 EDITED = "make it again with treespec skip, or, if you have edited it, delete its field 'checksum'"
 
@@ -32,7 +31,7 @@ def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, object]) 
     Raises InputError.
     """
     lists = {"layers": skipped.layers, "attention": skipped.attention, "mlp": skipped.mlp}
-    write_text(file, json.dumps(checksum.sealed({**about, **lists})) + "\n")
+    write_text(file, json.dumps(sealed({**about, **lists})) + "\n")
 
 
 def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:

@@ -95,17 +95,15 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     source = next(ids, re.split("[: ]", where)[-1])
 
     # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
-    lists = {name: _listed(row.get(name)) for name in (*TURNS, TOKENS)}
-    form = next((name for name, found in lists.items() if isinstance(found, list)), TEXT)
-    if any(isinstance(row.get(name), list) for name in MASKS) and TOKENS in row:
-        form = TOKENS
-    if answered and form == TOKENS:
+    lists = (_listed(row.get(name)) for name in TURNS)
+    turns = next((found for found in lists if isinstance(found, list)), None)
+    masked = any(isinstance(row.get(name), list) for name in MASKS)
+    if answered and TOKENS in row and (masked or turns is None):
         return Conversation([], where, source, tokens=tokens_of(row))
-    if answered and form == TEXT and isinstance(row.get(TEXT), str):
+    if answered and turns is None and isinstance(row.get(TEXT), str):
         return Conversation([], where, source, text=row[TEXT])
 
     # 3. Messages, the answers that a limit ended (as `treespec regenerate` writes), and tools.
-    turns = next((lists[name] for name in TURNS if isinstance(lists[name], list)), None)
     messages = messages_of(turns, answered)
     if not answered and any(message["role"] == "tool" for message in messages):
         raise UnusableConversation("a tool answers in it")
@@ -158,14 +156,14 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     for i, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise UnusableConversation("a turn is not an object", f"turn {i}")
-        name, message = _name_of(turn), _message(turn, i)
+        message = _message(turn, i)
         role, content = message["role"], message["content"]
         if role == "system" and i == 1:
             system = [message] if content.strip() else []
         elif messages or role != "assistant":
             if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
                 raise UnusableConversation(
-                    "user and assistant do not alternate", f"turn {i} is {name!r}"
+                    "user and assistant do not alternate", f"turn {i} is {role!r}"
                 )
             if not (content.strip() or message.get("tool_calls") or role == "tool"):
                 raise UnusableConversation("a turn is empty", f"turn {i}")
@@ -189,34 +187,27 @@ def thought_of(message: Message) -> str:
     return before.rpartition("<think>")[2].strip() if end else ""
 
 
-def _name_of(turn: dict[str, Any]) -> object:
-    name = turn.get("role")
-    return turn.get("from") if name is None else name
-
-
 def _message(turn: dict[str, Any], i: int) -> Message:
     """Turn number `i` as a message. Raises UnusableConversation."""
+
+    def either(*names: str) -> Any:
+        return next((turn[name] for name in names if turn.get(name) is not None), None)
+
     # 1. Its role.
-    name = _name_of(turn)
+    name = either("role", "from")
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
 
-    # 2. Its text. An answer that only calls tools has none.
-    content = turn.get("content")
-    content = turn.get("value") if content is None else content
-    calls = _listed(turn.get("tool_calls"))
-    if content is None and calls:
-        content = ""
-    thoughts = [turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)]
+    # 2. Its text, and its thoughts. An answer that only calls tools has no text.
+    content, calls = either("content", "value"), _listed(turn.get("tool_calls"))
     try:
-        content = text_of(content)
-        for text in (content, *thoughts):
-            well_formed(text, "which")
+        content = "" if content is None and calls else text_of(content)
+        for text in (content, *(turn.get(name) for name in THOUGHTS)):
+            well_formed(text if isinstance(text, str) else "", "which")
     except ValueError as error:
-        raise UnusableConversation(
-            "the content of a turn is not text", f"turn {i} {error}"
-        ) from None
+        problem = "the content of a turn is not text"
+        raise UnusableConversation(problem, f"turn {i} {error}") from None
 
     # 3. What else a template may show.
     message: Message = {"role": role, "content": content}
@@ -226,16 +217,14 @@ def _message(turn: dict[str, Any], i: int) -> Message:
     return message
 
 
-def _call(call: object) -> object:
+def _call(call: Any) -> Any:
     """A tool call with arguments as fields: templates write them out, a text would be quoted."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        return call
     try:
+        function = call["function"]
         arguments = json.loads(function["arguments"])
+        return call | {"function": function | {"arguments": arguments}}
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
-    return call | {"function": function | {"arguments": arguments}}
 
 
 def _listed(value: object) -> object:

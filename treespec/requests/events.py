@@ -78,11 +78,7 @@ class Cycle:
         return sum(self.p[child] or 0.0 for child in self.children(node))
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        for piece in fields["answer"]:
-            if piece["logprobs"] is None:
-                del piece["logprobs"]
-        return fields
+        return asdict(self)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Cycle":

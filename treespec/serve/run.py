@@ -2,8 +2,6 @@
 
 import asyncio
 import copy
-import errno
-import logging
 import signal
 import socket
 import sys
@@ -97,10 +95,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-log = logging.getLogger(__name__)
 SPARE = 128  # connections beside those whose answers run and wait
 FAREWELL = 1.0  # seconds to read that an answer was cut off
-AGAIN = 60.0  # seconds between two lines on failing accepts
 
 
 @final
@@ -110,24 +106,11 @@ class Server(uvicorn.Server):
     def __init__(self, state: State) -> None:
         super().__init__(config_of(state))
         self.state = state
-        self.told = -AGAIN  # when failing accepts were last told
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Unlike uvicorn's, which raises the signal again at the end. A second Ctrl-C does not wait."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
         self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._failed)
-        await super().startup(sockets)
-
-    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody awaits. asyncio tells every accept that fails for want of files."""
-        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif loop.time() >= self.told + AGAIN:
-            self.told = loop.time()
-            log.error("connections wait: too many files are open (raise the limit: ulimit -n)")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.state.ending = True

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KINDS = ("json_schema", "regex", "grammar")
-# JSON as json.dumps writes it. One way to space means fewer tokens to choose, and more forced ones.
 # Far beyond what schemas in use need. They bound the time of a token and the memory of a matcher.
 LIMITS: Any = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 LIMITS |= {"verbose_errors": False}
+# JSON as json.dumps writes it. One way to space means fewer tokens to choose, and more forced ones.
 SPACING: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 

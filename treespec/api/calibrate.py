@@ -1,31 +1,24 @@
 """Fit a head's calibration on text: predicted against actual acceptance."""
 
 from collections.abc import Iterable, Sequence
-from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from treespec.decoding.decode import Decoder
-from treespec.decoding.sequence import Request
-from treespec.decoding.stats import Stats
+from treespec.api.spec import Spec
+from treespec.decoding.sequence import Recorded
 from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features_of, outline
 from treespec.draft.drafter import Proposer
 from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
-from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution
+from treespec.requests.options import Keywords
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.text.ending import Ending
-from treespec.trees.static import StaticTree, eagle
-from treespec.trees.tree import TokenTree
+from treespec.trees.static import eagle
 from treespec.verify.distributions import rejections, without
 from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
-from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Probabilities, Verdict, Walk
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 Outcomes = tuple[Tensor, ...]  # of `tried`, and a weight [n]
@@ -65,23 +58,15 @@ def calibrate(
     top, top_hit, *_, weight = map(torch.cat, zip(*samples, strict=True))
     greedy = of_tops(top, top_hit, weight)
 
-    # 3. Rates counted while the target writes.
-    proposer, prompts = proposer_of(head, target), prompts_of(rows, target)
-    rates = {f"{t:g}": own_rates(target, proposer, prompts, t) for t in (COLDEST, *TEMPERATURES)}
-    weights = [tuple(fitted.tolist()) for fitted in (tops, draws, greedy)]
-    return Calibration(weights[0], weights[1], weights[2], rates)
-
-
-def prompts_of(rows: Sequence[Row], target: Target) -> list[list[int]]:
-    """For PROMPTS rows the tokens before the first counted one.
-
-    At least one token, and at most half of the context, so that an answer fits.
-    """
-    prompts = []
+    # 3. Rates counted while the target writes, after what precedes the first counted token: at
+    #    least a token, and at most half of the context, so that a completion fits.
+    proposer, prompts = proposer_of(head, target), []
     for tokens, counts, _ in rows[:PROMPTS]:
         first = max(int(counts.int().argmax()), 1)
         prompts.append(tokens[: min(first, target.context_length // 2)].tolist())
-    return prompts
+    rates = {f"{t:g}": own_rates(target, proposer, prompts, t) for t in (COLDEST, *TEMPERATURES)}
+    weights = [tuple(fitted.tolist()) for fitted in (tops, draws, greedy)]
+    return Calibration(weights[0], weights[1], weights[2], rates)
 
 
 @torch.no_grad()
@@ -170,33 +155,6 @@ def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
     return solution
 
 
-@final
-class Counted:
-    """The walk over draws without replacement. It counts how often each was judged and accepted."""
-
-    name = "counted"
-    paced = False
-    scheme: Scheme = RRSWithoutReplacement()
-
-    def __init__(self, tree: StaticTree) -> None:
-        self.walk = Walk(self.scheme)
-        self.judged, self.accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
-
-    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        verdict = self.walk(tree, p, generator)
-        if tree.drafts is None:
-            return verdict
-        row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
-        drawn = tree.drafts.draws.tokens  # [I, K]
-        for node, token in zip([0, *verdict.path], verdict.tokens, strict=True):
-            if node in row_of:
-                draws = drawn[row_of[node]].cpu()
-                hit = (draws == token).double()
-                self.judged += (draws >= 0) * (1 - hit.cumsum(0) + hit)
-                self.accepted += hit
-        return verdict
-
-
 def own_rates(
     target: Target,
     proposer: Proposer,
@@ -205,23 +163,35 @@ def own_rates(
     tokens: int = 48,
     seed: int = 0,
 ) -> tuple[float, ...]:
-    """[K] Pr(the k-th draw without replacement is accepted), counted over answers to prompts.
+    """[K] Pr(the k-th draw without replacement is accepted), counted over completions of prompts.
 
-    prompts: token ids, at least one each. tokens: the most tokens of an answer. Draws that were
+    prompts: token ids, at least one each. tokens: the most tokens of a completion. Draws that were
     never judged have no rate.
     """
-    # 1. Decode and count.
     tree = eagle().cut(proposer.max_depth) if proposer.max_depth else eagle()
-    counted = Counted(tree)
-    decoder = Decoder(target, TreeDrafter(proposer.new(), tree, counted.scheme), counted)
-    law = Distribution(SamplingParams(max(temperature, COLDEST)))
+    judged, accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
+
+    def count(seen: Recorded) -> None:
+        drafts, verdict = seen.tree.drafts, seen.verdict
+        if drafts is None:
+            return
+        draws_at = dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))  # [K]
+        for node, token in zip([0, *verdict.path], verdict.tokens, strict=True):
+            if (draws := draws_at.get(node)) is not None:
+                hit = (draws == token).double()
+                judged.add_((draws >= 0) * (1 - hit.cumsum(0) + hit))
+                accepted.add_(hit)
+
+    # 1. Decode and count.
+    spec = Spec(target, proposer, tree, "rrs-wo")
+    options: Keywords = {"temperature": max(temperature, COLDEST), "max_new_tokens": tokens}
     for i, prompt in enumerate(prompts):
-        generator = torch.Generator(device=target.output_device).manual_seed(seed + i)
-        ending = Ending(None, target.eos, (), min(tokens, target.context_length - len(prompt)))
-        for _ in decoder.run([Request(list(prompt), ending, generator, Stats(), law)]):
+        request = spec.request(list(prompt), seed=seed + i, **options)
+        request.listener = count
+        for _ in spec.decoder.run([request]):
             pass
 
-    # 2. From chances given that earlier draws were refused, to unconditional ones.
-    chances = (counted.accepted / counted.judged)[counted.judged > 0]
-    refused = (1 - chances).cumprod(0)
-    return tuple((chances * torch.cat([refused.new_ones(1), refused[:-1]])).tolist())
+    # 2. From rates given that earlier draws were refused, to unconditional ones.
+    rates = (accepted / judged)[judged > 0]
+    refused = (1 - rates).cumprod(0)
+    return tuple((rates * torch.cat([refused.new_ones(1), refused[:-1]])).tolist())

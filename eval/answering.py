@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from treespec.api.loading import calibration_of, load_sources
+from treespec.api.load import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
 from treespec.decoding.sequence import LEAD
 from treespec.decoding.stats import Stats

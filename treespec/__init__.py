@@ -9,11 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treespec.errors import InputError
+
 if TYPE_CHECKING:
     from treespec.api.engine import Engine
     from treespec.api.load import load
     from treespec.api.spec import Spec
-    from treespec.errors import InputError
 
     __version__: str
 
@@ -26,7 +27,6 @@ _LATER = {
     "load": "treespec.api.load",
     "Spec": "treespec.api.spec",
     "Engine": "treespec.api.engine",
-    "InputError": "treespec.errors",
 }
 
 __all__ = ["Engine", "InputError", "Spec", "__version__", "load"]
@@ -37,14 +37,12 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("treespec")
-    if name in ("Engine", "Spec"):  # which import torch and transformers
-        from treespec.files.quiet import quiet
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from treespec.files.quiet import quiet
 
-        with quiet():
-            return getattr(import_module(_LATER[name]), name)
-    if name in _LATER:
+    with quiet():
         return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

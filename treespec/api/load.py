@@ -1,41 +1,50 @@
-"""`load`: the public API's first call. Only here torch and transformers are imported."""
+"""`load`: the public API's first call. Targets and their sources of drafts, for decoding only."""
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from treespec.api.options import ModelOptions
+from treespec.api.spec import Spec
 from treespec.demo.known import default_drafter
+from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.drafters import DrafterSpec
+from treespec.draft.source import Source, load_source
 from treespec.errors import InputError
-from treespec.files.quiet import quiet
-from treespec.model.placement import Placement
+from treespec.files.locks import alone_with
+from treespec.heads.folder import head_folder
+from treespec.model.adapters import unwrapped
+from treespec.model.packed import multiplies_bfloat16, pack
+from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.target import Target
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from treespec.api.spec import Spec
     from treespec.model.placement import DeviceMap
+
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
 
 def load(
-    target: "str | PathLike[str] | PreTrainedModel",
+    target: str | PathLike[str] | PreTrainedModel,
     head: str | PathLike[str] | None = None,
     tree: str | None = None,
     verifier: str = "auto",
     *,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     drafter: str | None = None,
     allow_lossy: bool = False,
     template: str | None = None,
     device_map: "DeviceMap" = "auto",
-    dtype: "str | torch.dtype" = "auto",
+    dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
     load_in: str | None = None,
     revision: str | None = None,
-) -> "Spec":
+) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
     target: directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
@@ -56,24 +65,82 @@ def load(
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
-    with quiet():
-        from treespec.api.loading import calibration_of, load_sources
-        from treespec.api.spec import Spec
-
     if head is None and drafter is None:
         drafter = default_drafter(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
-    tree = DrafterSpec.parse(named).tree_or(tree) if named else tree
     how = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
-    model, sources = load_sources(target, [named] if named else [], how, tokenizer)
-    source = sources[named] if named else None
-    calibration = calibration_of(source, named) if source and named else None
-    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+    if named is None:
+        model, _ = load_sources(target, [], how, tokenizer)
+        return Spec(model, None, tree, verifier, template, allow_lossy)
+    tree = DrafterSpec.parse(named).tree_or(tree)
+    model, sources = load_sources(target, [named], how, tokenizer)
+    calibration = calibration_of(sources[named], named)
+    return Spec(model, sources[named], tree, verifier, template, allow_lossy, calibration)
 
 
-def load_options(options: ModelOptions) -> "Spec":
+def load_options(options: ModelOptions) -> Spec:
     """`load` with the options that commands share. Raises as `load` does."""
     named: dict[str, Any] = {
         known.name: getattr(options, known.name) for known in fields(ModelOptions)
     }
     return load(**named)
+
+
+def load_sources(
+    target: str | PathLike[str] | PreTrainedModel,
+    drafters: Sequence[str],
+    how: Placement = AS_IT_IS,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[Target, dict[str, Source]]:
+    """A target, and by drafter name each source of drafts for it.
+
+    drafters: `kind:value` each, as `--drafter` takes them. tokenizer: as for `load`.
+    """
+    specs = {name: DrafterSpec.parse(name) for name in drafters}
+
+    # 1. The target.
+    target = unwrapped(target)
+    if isinstance(target, PreTrainedModel):
+        refuse_placement(how)
+        with alone_with([target]):
+            model = Target(target, tokenizer)
+    else:
+        if not isinstance(target, str | PathLike):
+            raise InputError(
+                f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
+                "model"
+            )
+        slow = only_cpu(how.device_map) and not multiplies_bfloat16()
+        if slow and how.load_in and how.dtype == "auto":
+            how = replace(how, dtype="float32")  # in which quantised weights are multiplied faster
+        model = Target.load(fspath(target), how)
+        model.tokenizer = tokenizer or model.tokenizer
+
+    # 2. Sources take what they need of the target's weights before those are packed.
+    sources = {name: load_source(spec, model) for name, spec in specs.items()}
+    if model.model is not target:  # a model that the caller holds keeps its weights as they are
+        pack(model.model)
+    for module in (module for source in sources.values() for module in source.models):
+        pack(module)
+    return model, sources
+
+
+def only_cpu(device_map: Any) -> bool:
+    """Whether accelerate places every weight on the CPU."""
+    if isinstance(device_map, dict):
+        return bool(device_map) and all(str(place) == "cpu" for place in device_map.values())
+    if device_map is None or str(device_map) in SPREAD:
+        return not torch.accelerator.is_available()
+    return str(device_map) == "cpu"
+
+
+def refuse_placement(how: Placement) -> None:
+    """Raises InputError for a placement, which a loaded model cannot follow."""
+    for name, value in vars(how).items():
+        if value not in (None, "auto") and name != "trust_remote_code":
+            raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
+
+
+def calibration_of(source: Source, drafter: str) -> Calibration | None:
+    """The calibration beside a trained head. drafter: `kind:value`, the name of the source."""
+    return load_calibration(head_folder(DrafterSpec.parse(drafter).place)) if source.head else None

@@ -4,7 +4,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -170,15 +170,12 @@ def memory_of(one: Contestant, config: EvalConfig) -> str | None:
     return {"none": None, "run": f"eval {one.name}", "kept": ""}[config.memory]
 
 
-@dataclass
 class WaitingStats(Stats):
-    """Stats whose clock waits for the GPU, so that a stage includes the work it queued."""
-
-    device: torch.device = field(default=torch.device("cpu"))
+    """Stats whose clock waits for the GPUs, so that a stage includes the work it queued."""
 
     def now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        for device in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(device)
         return super().now()
 
 
@@ -188,7 +185,7 @@ def waited_stages(spec: Spec, ask: Ask, options: Keywords) -> dict[str, float]:
     spec: with nothing cached.
     """
     text = spec.request(ask.ids, seed=ask.seed, **options)
-    text.stats = WaitingStats(device=spec.target.output_device)
+    text.stats = WaitingStats()
     for _ in spec.decoder.run([text]):
         pass
     return dict(text.stats.seconds)

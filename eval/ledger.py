@@ -12,8 +12,6 @@ figures without any model, and a killed one goes on where it stopped. Kinds of e
 Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
@@ -21,7 +19,7 @@ from typing import Any, TypedDict, final
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.questions import Question
+from treespec.eval.questions import Question, digest_of
 from treespec.files.lines import Lines, parsed
 from treespec.model.identity import identity_of, target_identity
 
@@ -134,14 +132,13 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
     Its field `same` has what must not change. Contestants are named after the last part of the
     target's path; target and drafters are compared by content, so they may be moved.
     """
-    lines = json.dumps([(q.question_id, q.category, q.turns) for q in questions])
     options = asdict(config)
     free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
     same = {name: x for name, x in options.items() if name not in free}
     same |= {
         "target": PurePath(config.target).name,
         "processes": processes,
-        "the questions": hashlib.sha256(lines.encode()).hexdigest(),
+        "the questions": digest_of(questions),
     }
     return {"format": FORMAT, "options": options, "processes": processes, "same": same}
 

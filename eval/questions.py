@@ -1,5 +1,6 @@
 """Questions in FastChat's format: our own, those of a published suite, or a file's."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -59,6 +60,12 @@ def load_questions(
         names = set(categories)
         questions = [q for q in questions if names & {q.category, q.group}]
     return questions, problems
+
+
+def digest_of(questions: Sequence[Question]) -> str:
+    """A SHA-256 of what is asked."""
+    lines = json.dumps([(q.question_id, q.category, q.turns) for q in questions])
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -69,21 +69,24 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
 
 
 @final
+@dataclass
 class Run:
-    """One process of an evaluation, and its questions. head: of the ledger, before models load."""
+    """One process of an evaluation, and its questions. head: of the ledger, before models load.
 
-    def __init__(
-        self,
-        config: EvalConfig,
-        ledger: Ledger,
-        head: Entry,
-        questions: list[Question],
-        report: Report,
-    ) -> None:
-        self.config, self.ledger, self.head, self.questions = config, ledger, head, questions
-        self.before, self.tell = ledger.head, report
-        self.done = self.total = 0  # completions
-        self.failed: set[Contestant] = set()  # peers that raised
+    done, total: completions. failed: peers that raised.
+    """
+
+    config: EvalConfig
+    ledger: Ledger
+    head: Entry
+    questions: list[Question]
+    tell: Report
+    done: int = 0
+    total: int = 0
+    failed: set[Contestant] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.before = self.ledger.head
 
     def report(self, text: str) -> None:
         self.tell(Step(self.done, self.total, text))

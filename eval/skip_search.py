@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,10 +21,6 @@ from treespec.eval.config import SkipConfig
 from treespec.eval.texts import from_file, load_models
 
 LONGEST = 256  # tokens of a prompt
-
-if TYPE_CHECKING:
-    from optuna import Study, Trial
-    from optuna.trial import FrozenTrial
 
 
 def search_skip_set(config: SkipConfig, report: Report = silent) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def search(
     library = optuna()
     library.logging.set_verbosity(library.logging.WARNING)
     sampler = library.samplers.GPSampler(seed=0)
-    study: Study = library.create_study(direction="maximize", sampler=sampler)
+    study = library.create_study(direction="maximize", sampler=sampler)
     middle = range(layers // 4, layers - layers // 4, 2)
     for attention, mlp in ((), ()), (middle, ()), (middle, middle):
         first = {f"attention {layer}": int(layer in attention) for layer in range(layers)}
@@ -91,10 +87,10 @@ def search(
     # 2. All trials; the time ends them after one.
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
-    def objective(trial: "Trial") -> float:
+    def objective(trial: Any) -> float:
         return speed(skip_set(layers, lambda name: trial.suggest_int(name, 0, 1)))
 
-    def show(study: "Study", trial: "FrozenTrial") -> None:
+    def show(study: Any, trial: Any) -> None:
         text = f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"
         report(Step(trial.number + 1, trials, text))
         if time.monotonic() >= end:

@@ -15,7 +15,7 @@ from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Report, Step, differences, silent
-from treespec.eval.questions import Question, load_questions
+from treespec.eval.questions import Question, digest_of, load_questions
 from treespec.eval.texts import Passage, describe, load_models, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
@@ -55,10 +55,9 @@ def collected(config: AcceptanceConfig, report: Report) -> Collected:
     questions: list[Question] = []
     if config.text is None:
         questions = load_questions(config.questions)[0][: config.limit]
-        content = json.dumps([(q.question_id, q.turns) for q in questions]).encode()
+        made["the text"] = digest_of(questions)
     else:
-        content = content_of(config.text)
-    made["the text"] = hashlib.sha256(content).hexdigest()
+        made["the text"] = hashlib.sha256(content_of(config.text)).hexdigest()
     made |= models_of(config)
 
     # 2. Those that are there. Models that are gone are not compared.

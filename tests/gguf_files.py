@@ -7,10 +7,10 @@ import torch
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None):
+def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more=None):
     """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
 
-    factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them.
+    factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
     """
     config, writer = model.config, gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
@@ -37,6 +37,8 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None):
         else:
             blocks = gguf.GGMLQuantizationType[wanted]
             writer.add_tensor(own, gguf.quants.quantize(values, blocks), raw_dtype=blocks)
+    if more:
+        more(writer)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()

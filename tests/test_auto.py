@@ -20,7 +20,7 @@ from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
-from treespec.draft.model_free.one_hot import OneHotDrafter, part, rests
+from treespec.draft.model_free.one_hot import part, rests
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
@@ -229,16 +229,3 @@ def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_n
 def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
     assert rests(CostModel(times(1e-3)), 120)
     assert not rests(CostModel(times(1e-6)), 60)
-
-
-@pytest.mark.parametrize("drafter", ["lookup", "lookahead", "jacobi", "suffix"])
-@pytest.mark.parametrize("node", [1e-6, 2e-3, 0.1])
-def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
-    model = target("llama")
-    source = OneHotDrafter(source_of(drafter, model).drafting.drafters[0])
-    spec = Spec(model, source, times=times(node))
-    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
-    assert (
-        spec.generate(prompt, max_new_tokens=60).token_ids
-        == spec.baseline().generate(prompt, max_new_tokens=60).token_ids
-    )

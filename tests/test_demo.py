@@ -14,7 +14,7 @@ import torch
 from models import random_head
 from refusals import complains
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from wheels import TEMPLATE, write_gguf, write_wheel
+from wheels import TEMPLATE, write_demo, write_wheel
 
 import treespec
 from treespec.cli.answer import ChatConfig, GenerateConfig, TraceConfig
@@ -40,7 +40,7 @@ from treespec.train.regenerate.config import RegenerateConfig
 def gguf(tmp_path_factory):
     """(a GGUF file, the model in it)."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    return path, write_gguf(path)
+    return path, write_demo(path)
 
 
 @pytest.fixture(scope="module")

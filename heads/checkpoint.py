@@ -6,12 +6,12 @@ but tensors is loaded.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.errors import InputError
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
@@ -56,18 +56,12 @@ def load_head(
         raise InputError(
             f"{folder / 'config.json'} does not describe {build.known_as}: {_line(error)}"
         ) from error
-    shapes = {name: value.shape for name, value in described.state_dict().items()}
-    if missing := shapes.keys() - tensors.keys() - described.optional:
-        raise InputError(f"{folder}: the head lacks {_names(missing)}; {_doubt(config, kind)}")
-    if unknown := tensors.keys() - shapes.keys():
-        raise InputError(f"{folder}: unknown tensors {_names(unknown)}; {_doubt(config, kind)}")
-    for name, value in tensors.items():
-        if value.shape != shapes[name]:
-            raise InputError(
-                f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}"
-            )
+    try:
+        check_shapes(described, tensors, described.optional)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}; {_doubt(config, kind)}") from None
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise InputError(f"{folder}: {_names(broken)} hold values that are not finite; {AGAIN}")
+        raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
 
     # 3. Build the head itself: some of its buffers follow from the config.
     head: Head = build(config)
@@ -118,9 +112,32 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _names(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first five names in order, and the number of the others."""
     shown = sorted(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+def check_shapes(
+    module: nn.Module,
+    tensors: Tensors,
+    optional: Collection[str] = (),
+    in_file: Callable[[str], str] = str,
+) -> None:
+    """Raises ValueError for tensors that are missing, unknown or misshapen, by name.
+
+    optional: names that may be missing. in_file: a tensor's name in its file, by the module's.
+    """
+    shapes = {name: value.shape for name, value in module.state_dict().items()}
+    if missing := shapes.keys() - tensors.keys() - set(optional):
+        raise ValueError(f"it lacks {listed(map(in_file, missing))}")
+    if unknown := tensors.keys() - shapes.keys():
+        raise ValueError(f"it holds unknown tensors {listed(map(in_file, unknown))}")
+    for name, value in tensors.items():
+        if value.shape != shapes[name]:
+            raise ValueError(
+                f"{in_file(name)} is {list(value.shape)}, config.json says {list(shapes[name])}"
+            )
 
 
 def tensors_in(folder: Path) -> Tensors:
@@ -136,13 +153,10 @@ def tensors_in(folder: Path) -> Tensors:
         of_heads = {places[name] for name in places if name.startswith("medusa_head.")}
         files = sorted(of_heads or set(places.values()))  # without the model around the heads
         outside = [name for name in files if not inside(name)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # a file may say anything
         raise InputError(f"{index} is damaged: it names no files of tensors; {AGAIN}") from error
     if outside:
-        raise InputError(
-            f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; "
-            f"{AGAIN}"
-        )
+        raise InputError(f"{index} names {outside[0]!r}, a file outside the head's folder; {AGAIN}")
     return {name: value for file in files for name, value in _loaded(folder / file).items()}
 
 

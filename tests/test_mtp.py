@@ -134,11 +134,11 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
     [
         ({}, "model.mtp_layers.0.input_proj.weight", r"lacks model\.mtp_layers\.0\.input_proj\.weight"),
         ({}, "model.mtp_layers.0.mlp.up_proj.weight", r"lacks model\.mtp_layers\.0\.mlp\.up_proj\.weight"),
-        ({"model.mtp_layers.0.gate.weight": (2,)}, None, r"holds model\.mtp_layers\.0\.gate\.weight"),
+        ({"model.mtp_layers.0.gate.weight": (2,)}, None, r"unknown tensors model\.mtp_layers\.0\.gate\.weight"),
         (
             {"model.mtp_layers.0.final_layernorm.weight": (3,)},
             None,
-            r"final_layernorm\.weight is \[3\], must be \[32\]",
+            r"final_layernorm\.weight is \[3\], config\.json says \[32\]",
         ),
         ({"mtp.head.0.weight": (2,)}, None, r"mtp\.head\.0\.weight belongs to an MTP layer of a layout .* not known"),
         ({"model.mtp_block.0.norm.weight": (2,)}, None, r"model\.mtp_block\.0\.norm\.weight belongs"),

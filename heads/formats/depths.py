@@ -17,11 +17,9 @@ TO_VLLM = (
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
 OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # first head: Hydra's, Hydra++'s
-UNUSED = {  # a copy of the target's embedding, and an embedding of the prefix layer, never read
-    "input_embed_fn.weight",
-    PREFIX + "embed_tokens.weight",
-}
 ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
+# The target's embedding, one of the prefix layer that is never read, and the angles.
+UNUSED = {"input_embed_fn.weight", PREFIX + "embed_tokens.weight", ANGLES}
 
 
 def read_medusa(config: Config, tensors: Tensors) -> Stored:
@@ -43,13 +41,10 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
         raise ValueError(f"the head lacks {output}; is it Medusa heads?")
     vocab_size, hidden_size = tensors[output].shape
     sizes = {"medusa_num_heads": count, "medusa_num_layers": layers}
-    sizes |= {"hidden_size": hidden_size, "vocab_size": vocab_size}
-    config = config | {name: value for name, value in sizes.items() if name not in config}
+    config = sizes | {"hidden_size": hidden_size, "vocab_size": vocab_size} | config
     if type(heads := config["medusa_num_heads"]) is not int:
         raise ValueError(f"medusa_num_heads is {heads!r}, must be a number")
-    if 0 < heads < count:
-        config["medusa_num_heads"] = count
-    return config, tensors
+    return config | {"medusa_num_heads": max(heads, count) if heads > 0 else heads}, tensors
 
 
 def _from_vllm(config: Config, tensors: Tensors) -> Stored:
@@ -65,8 +60,9 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
         (r"^lm_heads\.(\d+)\.", rf"\1.{layers}."),
     )
     if not config.get("medusa_fc_bias", False):
-        for name in [name for name in named if name.endswith(".linear.weight")]:
-            named[f"{name.removesuffix('weight')}bias"] = torch.zeros_like(named[name][:, 0])
+        weights = {name: named[name] for name in named if name.endswith(".linear.weight")}
+        for name, weight in weights.items():
+            named[name.removesuffix("weight") + "bias"] = torch.zeros_like(weight[:, 0])
     return config, named
 
 
@@ -92,6 +88,7 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     Raises ValueError for features of another layer than the last, and if neither the config nor the
     tensors tell the number of attention heads of the prefix layer.
     """
+    # 1. What the config and the first head tell.
     if config.get("hidden_state_offset"):
         raise ValueError(
             f"hidden_state_offset is {config['hidden_state_offset']}, of which only 0 is known"
@@ -99,34 +96,23 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     output = next((tensors[name] for name in OUTPUTS if name in tensors), None)
     if output is None:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
-    vocab_size, hidden_size = output.shape
-    by_shapes: Config = {
-        "hydra_num_heads": hydra_heads(tensors),
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-    }
+    vocab_size, width = output.shape
+    shapes = {name.removeprefix(LAYER): len(value) for name, value in tensors.items()}
+    known: Config = {"hydra_num_heads": hydra_heads(tensors), "hidden_size": width} | config
+    known = {"vocab_size": vocab_size} | known
+
+    # 2. Of a prefix layer: the number of rotary angles, D / 2, tells the head count.
     if any(name.startswith(LAYER) for name in tensors):
-        by_shapes |= _attention(config, tensors, hidden_size)
-    config = config | {name: value for name, value in by_shapes.items() if name not in config}
-    return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
-
-
-def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
-    """Sizes of the prefix layer. The number of rotary angles, D / 2, tells the head count."""
-    if "num_attention_heads" in config:
-        heads = config["num_attention_heads"]
-    elif ANGLES in tensors:
-        heads = width // (2 * len(tensors[ANGLES]))
-    else:
-        base = config.get("base_model_name_or_path", "the target")
-        raise ValueError(
-            f"num_attention_heads is missing, and the file does not tell: add what {base} has"
-        )
-    sizes = {"num_attention_heads": heads}
-    for field, name, size in (
-        ("num_key_value_heads", "self_attn.k_proj.weight", width // heads),
-        ("intermediate_size", "mlp.gate_proj.weight", 1),
-    ):
-        if LAYER + name in tensors:
-            sizes[field] = len(tensors[LAYER + name]) // size
-    return sizes
+        if "num_attention_heads" not in known:
+            if ANGLES not in tensors:
+                base = config.get("base_model_name_or_path", "the target")
+                raise ValueError(
+                    f"num_attention_heads is missing, and the file does not tell: add what {base} has"
+                )
+            known["num_attention_heads"] = width // (2 * len(tensors[ANGLES]))
+        size = width // known["num_attention_heads"]
+        if keys := shapes.get("self_attn.k_proj.weight"):
+            known.setdefault("num_key_value_heads", keys // size)
+        if inner := shapes.get("mlp.gate_proj.weight"):
+            known.setdefault("intermediate_size", inner)
+    return known, {name: value for name, value in tensors.items() if name not in UNUSED}

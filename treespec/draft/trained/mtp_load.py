@@ -16,11 +16,11 @@ from treespec.draft.checks import layers_in, tensor_files
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.mtp import Mtp, MtpLayer, MtpProposer
 from treespec.errors import InputError, first_line
+from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
 from treespec.model.target import Target
-from treespec.model.weights import names as listed
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
@@ -77,18 +77,9 @@ def built_layer(
     # 2. One with tensors of the same names, the last one first. Does every tensor fit?
     for number in (*like_mtp, like_mtp[0]):
         layer = empty_layer(target, number, layout)
-        shapes = {name: value.shape for name, value in layer.state_dict().items()}
-        if shapes.keys() == tensors.keys():
+        if layer.state_dict().keys() == tensors.keys():
             break
-    if missing := [names.in_file(name) for name in shapes.keys() - tensors.keys()]:
-        raise ValueError(f"its MTP layer lacks {listed(missing)}")
-    if unknown := [names.in_file(name) for name in tensors.keys() - shapes.keys()]:
-        raise ValueError(f"its MTP layer holds {listed(unknown)}, which its decoder layer lacks")
-    for name, value in tensors.items():
-        if value.shape != shapes[name]:
-            raise ValueError(
-                f"{names.in_file(name)} is {list(value.shape)}, must be {list(shapes[name])}"
-            )
+    check_shapes(layer, tensors, in_file=names.in_file)
 
     # 3. Fill it. A buffer keeps its own dtype: the biases of a router are float32.
     weights = dict(layer.named_parameters())

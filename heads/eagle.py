@@ -117,11 +117,10 @@ class FeatureHead(LlamaHead):
         caches: keys and values of each decoder layer.
         """
         angles = self.rotary(positions, features.dtype)
+        stores = caches if caches is not None else [None] * len(self.attentions)
         attends = [
-            partial(
-                attention, angles=angles, mask=mask, cache=None if caches is None else caches[i]
-            )
-            for i, attention in enumerate(self.attentions)
+            partial(attention, angles=angles, mask=mask, cache=cache)
+            for attention, cache in zip(self.attentions, stores, strict=True)
         ]
         return self.extrapolate(self.embedded(tokens, features.dtype), features, attends)
 

@@ -24,6 +24,7 @@ FILES = (  # of tensors: the first that exists
     "hydra_lm_head.pt",
 )
 WHOLE = "medusa_head."  # before the names in a whole model
+HYDRA = r"hydra_mlp\.(\d+)\."  # the number of a head
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
 
 
@@ -129,13 +130,11 @@ def check_new(out: Path) -> None:
         raise InputError(f"{out} exists already: name a new folder")
 
 
-def medusa_levels(config: Config, names: Iterable[str]) -> int | None:
-    """The number of heads that `read` finds; None where the config holds something else."""
+def medusa_levels(config: Config, names: Iterable[str]) -> int:
+    """The number of heads that `read` finds. Raises TypeError where the config says no number."""
     configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
-    count = medusa_heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    if not all(type(number) is int for number in configured):
-        return None
-    return max([*configured, count]) or None
+    plain = (BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
+    return max([medusa_heads(plain), *configured])
 
 
 def medusa_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:
@@ -144,14 +143,9 @@ def medusa_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def hydra_levels(config: Config, names: Iterable[str]) -> int | None:
-    """The number of heads, by the config or the names of the tensors; None where neither tells."""
-    heads = config.get("hydra_num_heads", hydra_heads(names))
-    return heads or None if type(heads) is int else None
-
-
-def hydra_heads(names: Iterable[str]) -> int:
-    return medusa_heads(names, r"hydra_mlp\.(\d+)\.")
+def hydra_levels(config: Config, names: Iterable[str]) -> int:
+    """The number of heads, by the config or the names of the tensors."""
+    return int(config.get("hydra_num_heads", medusa_heads(names, HYDRA)))
 
 
 def p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
@@ -160,9 +154,7 @@ def p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
     return int(config.get("levels") or methods[0].get("speculative_tokens") or 8)
 
 
-def dflash_levels(config: Config, names: Collection[str]) -> int | None:
-    """Levels that a DFlash head drafts; None where its config does not tell."""
-    size = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
-    if not isinstance(size, int):
-        return None
-    return size if config.get("sample_from_anchor") else size - 1
+def dflash_levels(config: Config, names: Collection[str]) -> int:
+    """Levels that a DFlash head drafts. Raises KeyError where its config does not tell."""
+    size = config.get("block_size") or config["dflash_config"]["block_size"]
+    return int(size) - (not config.get("sample_from_anchor"))

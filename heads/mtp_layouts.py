@@ -104,12 +104,15 @@ def mtp_layers(names: Collection[str], layers: int) -> tuple[Layout, list[LayerN
     """
     in_file = {name.replace(WITHIN, "", 1): name for name in names}
     for layout in LAYOUTS:
-        # 1. Layer after layer, while there are names of it.
+        # 1. Layer after layer, while there are names of it. A name is of the first start it has.
         found: list[LayerNames] = []
         number = layers if layout.follows else 0
         while any(name.startswith(layout.starts_of(number)["block."]) for name in in_file):
-            starts = layout.starts_of(number)
-            found.append(LayerNames(named(in_file, starts), starts))
+            starts, tensors = layout.starts_of(number), {}
+            for plain, name in in_file.items():
+                if ours := [key for key, start in starts.items() if plain.startswith(start)]:
+                    tensors[ours[0] + plain.removeprefix(starts[ours[0]])] = name
+            found.append(LayerNames(tensors, starts))
             number += 1
 
         # 2. No other tensor of theirs is left over.
@@ -122,19 +125,6 @@ def mtp_layers(names: Collection[str], layers: int) -> tuple[Layout, list[LayerN
         f"it holds no MTP layer: no tensor such as model.layers.{layers}.eh_proj.weight, "
         "mtp.fc.weight or model.mtp_layers.0.input_proj.weight"
     )
-
-
-def named(in_file: Mapping[str, str], starts: Mapping[str, str]) -> dict[str, str]:
-    """Our name -> the file's, of all tensors with one of these starts.
-
-    in_file: names without the model around them -> the file's.
-    """
-    tensors = {}
-    for plain, name in in_file.items():
-        ours = next((ours for ours, theirs in starts.items() if plain.startswith(theirs)), None)
-        if ours is not None:
-            tensors[ours + plain.removeprefix(starts[ours])] = name
-    return tensors
 
 
 def refuse_unknown(names: Collection[str]) -> None:

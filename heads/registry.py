@@ -288,7 +288,7 @@ def levels_in(folder: Path) -> int | None:
 def levels_of(config: Config, names: Collection[str]) -> int | None:
     """As `levels_in`, of a directory's config.json and the names of its tensors."""
     try:
-        return HEADS[kind_of(config, names)].levels(config, names)
+        return HEADS[kind_of(config, names)].levels(config, names) or None
     except Exception:  # a file may say anything: loading it raises the error
         return None
 

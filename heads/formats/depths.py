@@ -4,7 +4,7 @@ of zankner/Hydra. Their configs lack some of the target's sizes, which the tenso
 
 import torch
 
-from treespec.heads.folder import BLOCK, WHOLE, hydra_heads, medusa_heads
+from treespec.heads.folder import BLOCK, HYDRA, WHOLE, medusa_heads
 from treespec.heads.formats.engines import Served, dtype_of, renamed
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
@@ -98,7 +98,7 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, width = output.shape
     shapes = {name.removeprefix(LAYER): len(value) for name, value in tensors.items()}
-    known: Config = {"hydra_num_heads": hydra_heads(tensors), "hidden_size": width} | config
+    known: Config = {"hydra_num_heads": medusa_heads(tensors, HYDRA), "hidden_size": width} | config
     known = {"vocab_size": vocab_size} | known
 
     # 2. Of a prefix layer: the number of rotary angles, D / 2, tells the head count.

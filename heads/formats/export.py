@@ -61,8 +61,9 @@ def export(
         if to != "treespec" and len(head.aux_layers) not in (0, 3):
             raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
         kind = HEADS[head.kind]
-        if head.lacks_embedding and kind.embedded:
-            head.share_embedding(as_stored(embedding, head))
+        if head.lacks_embedding and kind.embedded and embedding is not None:
+            weight = embedding().detach().to(head.dtype)
+            head.share_embedding(nn.Parameter(weight, requires_grad=False))
         config, tensors = resolve_name(kind.write)(head, served, to)
         temporary.mkdir(parents=True)
         write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
@@ -75,19 +76,6 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))
-
-
-def as_stored(embedding: Callable[[], Tensor] | None, head: Head) -> nn.Parameter:
-    """The target's embedding in a head's dtype. Raises ValueError where it is not to be had."""
-    if embedding is None:
-        raise ValueError("it does not store the target's embedding, which the format must")
-    weight = embedding()
-    if weight.shape != (head.vocab_size, head.hidden_size):
-        raise ValueError(
-            f"the target's embedding is {list(weight.shape)}, and the head's is "
-            f"{[head.vocab_size, head.hidden_size]}"
-        )
-    return nn.Parameter(weight.detach().to(head.dtype), requires_grad=False)
 
 
 def left_behind(head_path: str) -> str | None:

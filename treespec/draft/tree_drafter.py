@@ -18,8 +18,14 @@ from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
-from treespec.draft.grow.growth import Growth, grow_together, ungrown
-from treespec.draft.grow.shaped import ForcedDrafter, in_drafts, shape_drafts
+from treespec.draft.grow.growth import (
+    ForcedDrafter,
+    Growth,
+    grow_together,
+    in_drafts,
+    shape_drafts,
+    ungrown,
+)
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target

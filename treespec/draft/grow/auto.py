@@ -156,10 +156,13 @@ def expansion(
 
 @final
 class AutoBuilder(TreeBuilder):
-    """models: the cost models of the sequence; None before the first cycle."""
+    """models: the cost models of the sequence; None before the first cycle. shape: the best of the trees
+    of fixed shape in the cycle that runs.
+    """
 
     policy: AutoTree
     models: CostModels | None = None
+    shape: Shape
 
     @property
     def seconds(self) -> float:
@@ -169,22 +172,25 @@ class AutoBuilder(TreeBuilder):
     def pauses(self, params: SamplingParams, batch: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""
         self.params = params
-        self.models = self.models or self._new_models(params.temperature)
-        model = self.models.among(batch)
-        shape = self._shape(model)
+        if not self.models:
+            assert self.costs
+            known = self.calibration.rates if self.calibration else {}
+            rates = nearest(known, max(params.temperature, COLDEST)) if known else None
+            self.models = CostModels(self.costs, rates)
+        model, draws = self.models.among(batch), 0 if self.one_hot else self.drawing.max_draws
+        self.shape = shape_for(model, self.policy, draws)
         if not self.one_hot:
-            return model.pauses(shape.speed)
-        model.start(shape.speed)
-        return model.pauses(max(shape.speed, model.speed))
+            return model.pauses(self.shape.speed)
+        model.start(self.shape.speed)
+        return model.pauses(max(self.shape.speed, model.speed))
 
     def shaped(self) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
-        shape = self._shape(model)
-        if not (self.one_hot and model.speed > shape.speed):
-            model.predict(shape.prediction, model.by_rates)
-            return (yield from self.fixed(shape.tree))
+        if not (self.one_hot and model.speed > self.shape.speed):
+            model.predict(self.shape.prediction, model.by_rates)
+            return (yield from self.fixed(self.shape.tree))
         by = Profitable(self.policy, model, self.params, self.calibration)
         tree, kept = yield from by.grow(self.root, self.logits)
         model.predict(by.prediction(kept.numpy(), tree.parents.cpu().numpy()), model.by_law)
@@ -193,13 +199,3 @@ class AutoBuilder(TreeBuilder):
     def update(self, path: Sequence[int]) -> None:
         if self.models:
             self.models.present.update(path)
-
-    def _new_models(self, temperature: float) -> CostModels:
-        assert self.costs
-        known = self.calibration.rates if self.calibration else {}
-        rates = nearest(known, max(temperature, COLDEST)) if known else None
-        return CostModels(self.costs, rates)
-
-    def _shape(self, model: CostModel) -> Shape:
-        """The best of the trees of fixed shape."""
-        return shape_for(model, self.policy, 0 if self.one_hot else self.drawing.max_draws)

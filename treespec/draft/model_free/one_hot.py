@@ -22,7 +22,7 @@ from torch import Tensor
 from treespec.draft.cost.model import CostBy, best_size
 from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction
 from treespec.draft.drafter import Renewed
-from treespec.draft.grow.shaped import ForcedDrafter
+from treespec.draft.grow.growth import ForcedDrafter
 from treespec.draft.model_free.guess import Guess
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput

@@ -116,7 +116,7 @@ def test_a_loaded_model_takes_no_form():
 
 @pytest.mark.parametrize(
     ("form", "told"),
-    [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install 'treespec[quant]'")],
+    [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install torchao")],
 )
 def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):
     monkeypatch.setattr("treespec.model.placement.find_spec", lambda name: None)

@@ -10,7 +10,7 @@ from treespec.demo.known import is_demo
 from treespec.draft.checks import check_there
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
-from treespec.model.folder import check_files, check_words, located
+from treespec.model.folder import check_files, located
 from treespec.options import nearest
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def begin(
     if not is_demo(target):
         path = str(Path(target).expanduser())
         located(path, placement)
-        check_files(path, placement)
-        if words or chats:
-            check_words(path, placement, chats and template is None)
+        check_files(path, placement, words, chats and template is None)
 
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:

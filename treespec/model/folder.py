@@ -68,8 +68,13 @@ def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
     return where | ({"revision": how.revision} if how.revision else {})
 
 
-def check_files(path: str, how: Placement = AS_IT_IS) -> None:
-    """Raises InputError for a directory whose files are missing or damaged. A hub id passes."""
+def check_files(
+    path: str, how: Placement = AS_IT_IS, words: bool = False, chats: bool = False
+) -> None:
+    """Raises InputError for a directory whose files are missing or damaged. A hub id passes.
+
+    words: whether it must have a tokenizer; chats: and a file that can hold a chat template.
+    """
     folder = Path(path)
     if not folder.is_dir() or gguf_file(path, how) or (folder / ADAPTER).exists():
         return
@@ -90,6 +95,17 @@ def check_files(path: str, how: Placement = AS_IT_IS) -> None:
         for name, field in (("tokenizer.json", "model"), ("tokenizer_config.json", None)):
             if damage := not_json(folder / name, field):
                 raise InputError(f"cannot load the tokenizer of {path!r}: {damage}")
+    if (words or chats) and not any(file for name in WORDS for file in folder.glob(name)):
+        raise InputError(
+            f"the target {path!r} has no tokenizer: its directory lacks tokenizer.json"
+        )
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    if chats and "chat_template" not in fields and not any(folder.glob("*chat_template*")):
+        raise InputError(
+            f"the tokenizer of {path} has no chat template; pass `--template NAME` with one of "
+            "fschat's, such as vicuna_v1.1"
+        )
 
 
 def check_fields(folder: Path) -> None:
@@ -117,27 +133,6 @@ def check_sizes(sizes: Mapping[str, object]) -> None:
             raise InputError(
                 f"config.json has {name} = {size!r}; it must be a positive whole number"
             )
-
-
-def check_words(path: str, how: Placement = AS_IT_IS, chats: bool = False) -> None:
-    """Raises InputError for a directory without a tokenizer.
-
-    chats: also where no file can hold a chat template.
-    """
-    folder = Path(path)
-    if not folder.is_dir() or gguf_file(path, how) or (folder / ADAPTER).exists():
-        return
-    if not any(file for pattern in WORDS for file in folder.glob(pattern)):
-        raise InputError(
-            f"the target {path!r} has no tokenizer: its directory lacks tokenizer.json"
-        )
-    config = folder / "tokenizer_config.json"
-    fields = json.loads(config.read_text()) if config.is_file() else {}
-    if chats and "chat_template" not in fields and not any(folder.glob("*chat_template*")):
-        raise InputError(
-            f"the tokenizer of {path} has no chat template; pass `--template NAME` with one of "
-            "fschat's, such as vicuna_v1.1"
-        )
 
 
 def not_json(file: Path, field: str | None = None) -> str | None:

@@ -13,13 +13,8 @@ if TYPE_CHECKING:
     Device: TypeAlias = str | int | torch.device
     DeviceMap: TypeAlias = Device | dict[str, Device] | None
 
-# form of --load-in -> the module that it takes, and what installs that
-TAKES = {
-    "4bit": ("bitsandbytes", "bitsandbytes"),
-    "8bit": ("bitsandbytes", "bitsandbytes"),
-    "fp8": ("torchao", "'treespec[quant]'"),
-    "int8": ("torchao", "'treespec[quant]'"),
-}
+# form of --load-in -> the package that it takes
+TAKES = {"4bit": "bitsandbytes", "8bit": "bitsandbytes", "fp8": "torchao", "int8": "torchao"}
 
 
 @final
@@ -71,12 +66,11 @@ class Placement:
 
     def check_package(self) -> None:
         """Raises InputError where the package that quantises is not installed."""
-        if self.quantizer is not None:
-            module, install = TAKES[self.quantizer]
-            if find_spec(module) is None:
-                raise InputError(
-                    f"--load-in {self.load_in} takes the package {module}: pip install {install}"
-                )
+        package = TAKES.get(self.quantizer or "")
+        if package and find_spec(package) is None:
+            raise InputError(
+                f"--load-in {self.load_in} takes the package {package}: pip install {package}"
+            )
 
 
 AS_IT_IS = Placement()

@@ -12,6 +12,7 @@ from treespec.api.options import (
     QUESTION_FILE,
     TREE,
     VERIFIER,
+    DrafterOptions,
     HeadOptions,
     ModelOptions,
     PlacementOptions,
@@ -19,7 +20,6 @@ from treespec.api.options import (
     SamplingOptions,
     TargetOptions,
     TextOptions,
-    TreeOptions,
 )
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
@@ -33,7 +33,7 @@ PEER = re.compile(rf"{TRANSFORMERS}|https?://[^\s,]+(,[^,]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, QuestionOptions):
+class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOptions, QuestionOptions):
     """Raises InputError for a number out of its range and unless one drafter option is given."""
 
     out: str = option("folder for ledger, report and completions; the same command resumes there")

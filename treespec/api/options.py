@@ -33,28 +33,21 @@ MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
 VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
 FASTEST = "auto takes the fastest, chosen again in every cycle"
 PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
-TRUST = "run Python files from the target's directory or repository; read them first"
 QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextModelOptions(CommandOptions):
-    """How text becomes tokens."""
+class VariantOptions(CommandOptions):
+    """Which of the target's files are read, in which form its weights are held, its chat template."""
 
     PANEL = "Target"
 
     template: str | None = option(
         "fschat template that formats messages; default: the tokenizer's own", None
     )
-    trust_remote_code: bool = option(TRUST, False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariantOptions(TextModelOptions):
-    """Which of the target's files are read, and in which form its weights are held."""
-
-    PANEL = "Target"
-
+    trust_remote_code: bool = option(
+        "run Python files from the target's directory or repository; read them first", False
+    )
     load_in: str | None = option(
         f"form to hold the target's weights in: {either(LOAD_IN_FORMS)}; 4bit and 8bit by "
         "bitsandbytes, fp8 and int8 by torchao, FILE a path or a name beside the target's files; "
@@ -106,7 +99,7 @@ class PlacementOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(CommandOptions):
-    """What drafts, and how its tokens are verified."""
+    """What drafts, in which trees, and how its tokens are verified."""
 
     PANEL = "Drafting"
 
@@ -114,6 +107,7 @@ class DrafterOptions(CommandOptions):
         f"draft head: a directory, a hub id, or {DEMO} for the one that treespec brings", None
     )
     drafter: str | None = option(DRAFTER, None)
+    tree: str | None = option(f"{TREE}; default: chosen for the verifier", None)
     verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
     allow_lossy: bool = option("allow verifiers that change the distribution of the text", False)
 
@@ -157,14 +151,7 @@ class HeadOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeOptions(DrafterOptions):
-    PANEL = "Drafting"
-
-    tree: str | None = option(f"{TREE}; default: chosen for the verifier", None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(TargetOptions, PlacementOptions, TreeOptions):
+class ModelOptions(TargetOptions, PlacementOptions, DrafterOptions):
     """What decodes: a target, and what drafts for it. Without a drafter: one token at a time."""
 
 
@@ -176,18 +163,12 @@ class DemoOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(CommandOptions):
+class SamplingOptions(CommandOptions):
+    """How long a completion may be, and which tokens may be sampled."""
+
     PANEL = "Answers"
 
     max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(AnswerOptions):
-    """Which tokens may be sampled."""
-
-    PANEL = "Answers"
-
     top_k: int = shared(RequestOptions, "top_k")
     top_p: float = shared(RequestOptions, "top_p")
 
@@ -203,7 +184,7 @@ class QuestionOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(QuestionOptions, AnswerOptions):
+class TextOptions(QuestionOptions):
     """Which text a fit reads: a file, or the target's own answers."""
 
     PANEL = "Questions"

@@ -233,13 +233,9 @@ def trace(
     Raises InputError as `Spec.stream` does.
     """
     cycles: list[Cycle] = []
-    heard = options.get("on_cycle")
     options["on_cycle"] = cycles.append
     own = spec.new()
     own.decoder.stretch = ALONE  # others may decode with the models meanwhile
     for _ in own.stream(prompt, seed=seed, **options):
-        for cycle in cycles:
-            if heard:
-                heard(cycle)
-            yield cycle
+        yield from cycles
         cycles.clear()

@@ -66,6 +66,7 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
     Raises InputError for files and models that cannot be used, for text that is too short, and for
     a head that is never right on it.
     """
+    # 1. The accuracies.
     spec = load_models(config, config.head, config.out, report)
     rows = rows_of(spec, read(config, spec, report))
     table = accuracies(spec, rows, config.depth, config.ranks, config.temperature)
@@ -73,24 +74,20 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
         raise InputError(
             f"the head {config.head} is never right on this text: no tree is worth its nodes"
         )
-    tree = fitted_tree(config, spec, table)
+
+    # 2. The best tree of the kind and size; without a size the fastest by the times measured here.
+    if config.kind == "medusa":
+        tree = most_likely(table.tolist(), config.nodes)
+    else:
+        rates, depth = table.mean(0).numpy(), len(table)
+        if config.nodes:
+            tree = sequoia(rates, config.nodes, depth)
+        else:
+            assert spec.proposer
+            cost = cost_for(spec.target, spec.proposer)
+            tree = cost.best(np.array([rates, rates]), LARGEST, depth)[0]
     write_text(config.out, text_of(tree))
     return tree, table, expected_length(tree, table.tolist())
-
-
-def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
-    """The best tree of the kind and size that `config` names. table: [D, R] accuracies.
-
-    Without a size (sequoia only) it is the one that decodes fastest by the times measured here.
-    """
-    if config.kind == "medusa":
-        return most_likely(table.tolist(), config.nodes)
-    rates, depth = table.mean(0).numpy(), len(table)
-    if config.nodes:
-        return sequoia(rates, config.nodes, depth)
-    assert spec.proposer
-    cost = cost_for(spec.target, spec.proposer)
-    return cost.best(np.array([rates, rates]), LARGEST, depth)[0]
 
 
 def read(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:

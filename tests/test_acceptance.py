@@ -184,7 +184,7 @@ def laws_file(folder, p, q):
         "typical is not lossless": {"verifier": "typical"},
         "by --draft-temperature": {"verifier": "rrs:draft-temperatures=1/2"},
         "spechub answers at most 2 draws": {"verifier": "spechub", "draws": "3"},
-        "cannot read laws from nowhere.json": {"laws": "nowhere.json"},
+        "cannot read distributions from nowhere.json": {"laws": "nowhere.json"},
     }.items(),
 )
 def test_bad_input_is_explained(changes, message, tmp_path):

@@ -19,7 +19,7 @@ from treespec.verify.distributions import Independent, answer
 
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
-Law = tuple[float, ...]
+Probabilities = tuple[float, ...]
 Array = NDArray[np.float64]
 
 
@@ -37,7 +37,7 @@ class Transport:
     rate: float
 
 
-def sets_drawn(q: Law, k: int) -> dict[frozenset[int], float]:
+def sets_drawn(q: Probabilities, k: int) -> dict[frozenset[int], float]:
     """{set of tokens: Pr(k independent draws from q are these tokens)}.
 
     Raises InputError for more than 5000 sets.
@@ -60,7 +60,7 @@ def sets_drawn(q: Law, k: int) -> dict[frozenset[int], float]:
 
 
 @lru_cache(maxsize=64)
-def solve(p: Law, q: Law, k: int) -> Transport:
+def solve(p: Probabilities, q: Probabilities, k: int) -> Transport:
     """The transport with most mass from k draws of q to their tokens, at most p(x) to token x."""
     # 1. The program: a variable for each pair of a set (row) and a token of it, a bound for each set and token.
     drawn = sets_drawn(q, k)
@@ -94,10 +94,10 @@ def _share(bound: Array, used: Array) -> Array:
     return np.minimum(1, np.divide(bound, used, out=np.ones_like(used), where=used > 0))
 
 
-def _rows(law: Tensor) -> list[Law]:
+def _rows(p: Tensor) -> list[Probabilities]:
     """The rows of probabilities [B, V] as tuples of floats, each normalised in float64."""
-    law = law.double()
-    return [tuple(row) for row in (law / law.sum(-1, keepdim=True)).tolist()]
+    p = p.double()
+    return [tuple(row) for row in (p / p.sum(-1, keepdim=True)).tolist()]
 
 
 @final

@@ -58,9 +58,12 @@ def collected(config: AcceptanceConfig, report: Report) -> Collected:
         made["the text"] = digest_of(questions)
     else:
         made["the text"] = hashlib.sha256(content_of(config.text)).hexdigest()
-    made |= models_of(config)
+    with suppress(InputError):  # models that are gone are not compared
+        head = identity_of(config.head or "")
+        target = target_identity(config.target or "", config.placement)
+        made |= {"the target": target, "the head": head}
 
-    # 2. Those that are there. Models that are gone are not compared.
+    # 2. Those that are there.
     if file.exists():
         other = f"choose another --out, or delete {file} to collect the logits again"
         tensors, about = read_tensors(file, other)
@@ -83,17 +86,6 @@ def collected(config: AcceptanceConfig, report: Report) -> Collected:
     about = {"made": json.dumps(made), "environment": json.dumps(environment)}
     write_tensors(file, asdict(logits), about)
     return logits, environment
-
-
-def models_of(config: AcceptanceConfig) -> dict[str, str]:
-    """The identities of target and head, as far as their files are there."""
-    with suppress(InputError):
-        head = identity_of(config.head or "")
-        return {
-            "the target": target_identity(config.target or "", config.placement),
-            "the head": head,
-        }
-    return {}
 
 
 def logits_of(
@@ -158,11 +150,11 @@ def given(path: Path) -> tuple[Logits, list[Coordinates]]:
     """
     # 1. The file.
     try:
-        laws = json.loads(path.read_text())
-        p, q = (torch.tensor(laws[name], dtype=torch.float64) for name in "pq")
-        at = laws.get("at") or [{"law": number} for number in range(len(p))]
+        fields = json.loads(path.read_text())
+        p, q = (torch.tensor(fields[name], dtype=torch.float64) for name in "pq")
+        at = fields.get("at") or [{"law": number} for number in range(len(p))]
     except OSError as error:
-        raise InputError(f"cannot read laws from {path}: {error.strerror}") from error
+        raise InputError(f"cannot read distributions from {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f'{path} must hold {{"p": [[…], …], "q": [[…], …]}}, rows of one length'
@@ -173,6 +165,6 @@ def given(path: Path) -> tuple[Logits, list[Coordinates]]:
     both = torch.cat([p, q]) if fits else -torch.ones(1, 1)
     if (both < 0).any() or (both.sum(-1) - 1).abs().max() > 1e-3:
         raise InputError(
-            f"{path}: p and q must hold equally many laws over the same tokens, each summing to 1"
+            f"{path}: p and q must hold equally many distributions over the same tokens, each summing to 1"
         )
     return Logits(p.log(), q.log(), torch.arange(len(p))), at

@@ -78,12 +78,12 @@ def on_odds(happened: Tensor, probability: Tensor) -> Tensor:
     return odds.log() * happened[:, None] - (1 - probability + odds * probability).log()
 
 
-def on_powers(laws: Tensor, tokens: Tensor) -> Tensor:
+def on_powers(p: Tensor, tokens: Tensor) -> Tensor:
     """[n, POWERS] bets that tokens come from a power of their distribution.
 
-    laws: [n, V], not normalised. tokens: [n] int64.
+    p: [n, V], not normalised. tokens: [n] int64.
     """
-    logs = laws.log()
+    logs = p.log()
     own = logs.gather(1, tokens[:, None]).double()
     powers = own.new_tensor((1.0, *POWERS))
     sums = [(power * logs).exp().sum(1, dtype=torch.float64).log() for power in powers.tolist()]

@@ -123,7 +123,7 @@ WRONG = [
     (tuple(name for name in NEEDS if "--out" in NEEDS[name]), "--out HOME/deep.json/x.json", "is a file"),
     (("export",), "--out HOME/medusa", "medusa exists already: name a new folder"),
     (("export",), "--to vlm", "--to is 'vlm', must be"),
-    (("train",), "--head egle", "--head is 'egle', must be one of"),
+    (("train",), "--head egle", "--head is 'egle', must be eagle, eagle3"),
     (("train",), "--head medusa --no-bias", "--no-bias is for --head eagle: leave it out for medusa"),
     (TRAIN, "--mixed-precision int3", "--mixed-precision is 'int3', must be no, bf16 or fp16"),
     (TRAIN, "--tracker clearml", "pip install clearml"),

@@ -10,7 +10,6 @@ rate) follows from the step.
 """
 
 import json
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 REMEDY = "this checkpoint is not used"
 KEPT = 2
-NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
@@ -52,9 +50,8 @@ class Place:
 
 def all_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of all checkpoints in OUT/training, the latest first, readable or not."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    numbered = [(int(match[1]), path) for path in paths if (match := NAME.fullmatch(path.name))]
-    return sorted(numbered, reverse=True)
+    paths = folder.glob("checkpoint-*")
+    return sorted(((int(path.name.partition("-")[2]), path) for path in paths), reverse=True)
 
 
 def latest_step(folder: Path) -> int | None:

@@ -60,11 +60,12 @@ class Validation:
 
     def figures(self) -> dict[str, float]:
         """As a tracker takes it: numbers by name."""
-        named = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
-        named["predicted_length"] = self.acceptance_length
+        agreement = enumerate(self.agreement, start=1)
+        named = {f"held_out/agreement_{step}": share for step, share in agreement}
+        named["held_out/predicted_length"] = self.acceptance_length
         if self.decoded_length is not None:
-            named["decoded_length"] = self.decoded_length
-        return {f"held_out/{name}": value for name, value in named.items()}
+            named["held_out/decoded_length"] = self.decoded_length
+        return named
 
 
 def record_of(config: TrainConfig) -> Record:

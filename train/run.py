@@ -14,7 +14,6 @@ from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
-from treespec.heads.head import Head
 from treespec.train.checkpoints import Place, take_weights
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import prepare, read
@@ -102,21 +101,16 @@ def finish(run: Run, place: Place) -> Validation:
         restrict(served, run.target, run.vocabulary)
     calibrates = accelerator.is_main_process or config.shard_target  # all gather its weights
     if config.calibrate and data.held_out and calibrates:
-        save_calibration_of(served, run)
+        try:
+            calibration = calibrate(served, run.target, list(run.held_out()), seed=config.seed)
+            if accelerator.is_main_process:
+                save_calibration(calibration, Path(config.out))
+        except InputError as error:
+            accelerator.print(
+                f"no calibration, --tree sampled will need treespec calibrate: {error}"
+            )
     if accelerator.is_main_process:
         write_json(run.folder / "config.json", run.record)
         write_card(config, data, place, result)
         write_json(run.folder / "result.json", asdict(result))
     return result
-
-
-def save_calibration_of(head: Head, run: Run) -> None:
-    """Save the head's calibration, or say why there is none."""
-    try:
-        calibration = calibrate(head, run.target, list(run.held_out()), seed=run.config.seed)
-        if run.accelerator.is_main_process:
-            save_calibration(calibration, Path(run.config.out))
-    except InputError as error:
-        run.accelerator.print(
-            f"no calibration, --tree sampled will need treespec calibrate: {error}"
-        )

@@ -148,7 +148,11 @@ def store(
                 )
         accelerator.wait_for_everyone()
         mine = missing[accelerator.process_index :: accelerator.num_processes]
-        work = {shard: batches_of(shard, rows, config.batch_size) for shard in mine}
+        work: dict[int, list[list[int]]] = {}  # of each shard, batches of similar lengths
+        for shard in mine:
+            numbers = range(shard * SHARD, min((shard + 1) * SHARD, len(rows)))
+            ordered, size = sorted(numbers, key=lambda i: len(rows[i])), config.batch_size
+            work[shard] = [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
         # 3. A sharded target makes as many forwards in all processes.
         own = most = sum(map(len, work.values()))
@@ -163,13 +167,6 @@ def store(
                     full.features(rows[0][None], aux_layers, last=True)
         accelerator.wait_for_everyone()
     return stored
-
-
-def batches_of(shard: int, rows: Sequence[Tensor], size: int) -> list[list[int]]:
-    """The conversations of a shard in batches of similar lengths."""
-    numbers = range(shard * SHARD, min((shard + 1) * SHARD, len(rows)))
-    ordered = sorted(numbers, key=lambda i: len(rows[i]))
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def computed(

@@ -14,3 +14,11 @@ def complains(pattern):
         yield told
     assert "\n" not in str(told.value)
     assert told.value.exit_code == 2
+
+
+@contextmanager
+def says(*words):
+    """What runs inside is refused in one line that holds each of these words as they stand."""
+    with complains(".") as told:
+        yield
+    assert [word for word in words if word not in str(told.value)] == []

@@ -70,15 +70,15 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
 
 
 @pytest.mark.parametrize(
-    ("verifier", "tree"),
-    [
-        ("topk", "dynamic:depth=3,topk=4,nodes=9"),
-        ("topk", "auto:nodes=16"),
-        ("rrs-wo", "eagle"),
-        ("block", "chain:4"),
-        ("traversal", "sampled:nodes=12,depth=3"),
-        ("layer:greedy", "3x2"),
-    ],
+    ("tree", "verifier"),
+    {
+        "dynamic:depth=3,topk=4,nodes=9": "topk",
+        "auto:nodes=16": "topk",
+        "eagle": "rrs-wo",
+        "chain:4": "block",
+        "sampled:nodes=12,depth=3": "traversal",
+        "3x2": "layer:greedy",
+    }.items(),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [2, 4])
@@ -210,14 +210,14 @@ def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
 
 
 @pytest.mark.parametrize(
-    ("texts", "complaint"),
-    [
-        ([[5], []], "prompt 2 of 2: the prompt is empty"),
-        ([[], [5]], "prompt 1 of 2: the prompt is empty"),
-        ([[5], [6], [64]], "prompt 3 of 3: token id 64"),
-        ([[5] * 128, [5]], "prompt 1 of 2: the prompt has 128 tokens"),
-        ([[5], "word"], "prompt 2 of 2: the target has no tokenizer"),
-    ],
+    ("complaint", "texts"),
+    {
+        "prompt 2 of 2: the prompt is empty": [[5], []],
+        "prompt 1 of 2: the prompt is empty": [[], [5]],
+        "prompt 3 of 3: token id 64": [[5], [6], [64]],
+        "prompt 1 of 2: the prompt has 128 tokens": [[5] * 128, [5]],
+        "prompt 2 of 2: the target has no tokenizer": [[5], "word"],
+    }.items(),
 )
 def test_a_bad_prompt_is_named(llama, texts, complaint):
     with complains(complaint):

@@ -104,13 +104,13 @@ def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "complaint"),
-    [
-        (SLIDING | {"sliding_window": None}, "layer_types has sliding_attention, and sliding_window is None"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention', must be full_attention or"),
-        ({"num_hidden_layers": 2}, r"lacks layers\.1\.input_layernorm\.weight"),
-        ({"qk_norm": True}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
-    ],
+    ("complaint", "parts"),
+    {
+        "layer_types has sliding_attention, and sliding_window is None": SLIDING | {"sliding_window": None},
+        "layer_types has 'chunked_attention', must be full_attention or": {"layer_types": ["chunked_attention"]},
+        r"lacks layers\.1\.input_layernorm\.weight": {"num_hidden_layers": 2},
+        r"lacks midlayer\.self_attn\.k_norm\.weight": {"qk_norm": True},
+    }.items(),
 )
 def test_layers_that_cannot_be_are_refused_in_a_line(parts, complaint, tmp_path):
     folder = write(tmp_path, THREE | parts, made({}).state_dict())

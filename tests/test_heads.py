@@ -125,19 +125,19 @@ def retold(**changes):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (lambda f: shutil.rmtree(f), "no head directory"),
-        (lambda f: (f / "config.json").unlink(), "has no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "is damaged"),
-        (lambda f: (f / "config.json").write_text("{}"), r"config\.json|says"),
-        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
-        (retold(fc__bias=None), r"lacks fc\.bias"),
-        (retold(d2t=torch.zeros(2)), "unknown tensors d2t"),
-        (retold(fc__weight=torch.zeros(2, 2)), r"fc\.weight is \[2, 2\]"),
-        (retold(fc__weight=torch.full((32, 64), torch.nan)), r"fc\.weight"),
-    ],
+    ("complaint", "spoil"),
+    {
+        "no head directory": lambda f: shutil.rmtree(f),
+        "has no config.json": lambda f: (f / "config.json").unlink(),
+        "is damaged": lambda f: (f / "config.json").write_text("{"),
+        r"config\.json|says": lambda f: (f / "config.json").write_text("{}"),
+        "neither model.safetensors nor": lambda f: (f / "model.safetensors").unlink(),
+        "damaged": lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
+        r"lacks fc\.bias": retold(fc__bias=None),
+        "unknown tensors d2t": retold(d2t=torch.zeros(2)),
+        r"fc\.weight is \[2, 2\]": retold(fc__weight=torch.zeros(2, 2)),
+        r"fc\.weight": retold(fc__weight=torch.full((32, 64), torch.nan)),
+    }.items(),
 )
 def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
     spoil(published)

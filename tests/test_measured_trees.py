@@ -147,13 +147,13 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"kind": "fern"}, "--kind is 'fern'"),
-        ({"nodes": 1}, "at least 2"),
-        ({"nodes": 0}, "0 with --kind sequoia"),
-        ({"out": "tree"}, "must end in .json"),
-    ],
+    ("complaint", "changes"),
+    {
+        "--kind is 'fern'": {"kind": "fern"},
+        "at least 2": {"nodes": 1},
+        "0 with --kind sequoia": {"nodes": 0},
+        "must end in .json": {"out": "tree"},
+    }.items(),
 )
 def test_bad_options_are_one_line(changes, complaint):
     with complains(complaint):

@@ -6,7 +6,7 @@ import math
 from importlib import import_module
 
 import pytest
-from refusals import complains
+from refusals import complains, says
 
 from treespec.errors import InputError
 from treespec.options import check, numbers_in, option, range_of
@@ -72,10 +72,8 @@ def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(k
     built(kind)  # the defaults lie inside
     for number in outside(allowed):
         value = str(number) if field.name in LISTS and field.type not in NUMBERS else number
-        with pytest.raises(InputError) as caught:
+        with says(kind.named(field.name)):
             built(kind, **{field.name: value})
-        assert kind.named(field.name) in str(caught.value)
-        assert "\n" not in str(caught.value)
 
 
 def test_lists_of_numbers_name_the_part_that_is_wrong():

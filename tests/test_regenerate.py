@@ -93,13 +93,13 @@ def test_parts_make_up_the_whole(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 8}, "seed = 12, not 8"),
-        ({"temperature": 0.5}, "temperature = 1.0, not 0.5"),
-        ({"max_new_tokens": 9}, "max_new_tokens = 8, not 9"),
-        ({"filter": "english"}, "filter = 'all', not 'english'"),
-    ],
+    ("named", "change"),
+    {
+        "seed = 12, not 8": {"seed": 8},
+        "temperature = 1.0, not 0.5": {"temperature": 0.5},
+        "max_new_tokens = 8, not 9": {"max_new_tokens": 9},
+        "filter = 'all', not 'english'": {"filter": "english"},
+    }.items(),
 )
 def test_rows_of_other_options_are_not_mixed(whole, change, named):
     with complains(named):

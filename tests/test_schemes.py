@@ -20,10 +20,9 @@ from enumeration import (
 )
 from equality import close, seeded
 from mutants import mutant
-from refusals import complains
+from refusals import complains, says
 from scipy.stats import chisquare
 
-from treespec.errors import InputError
 from treespec.eval.acceptance import otm_lp
 from treespec.trees.tree import Draws
 from treespec.verify import distributions, is_lp, kseq, registry, rrs, single, spechub, topk
@@ -219,18 +218,13 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
         "rrs:draft-temperatures=1/0": "must be a number above 0",
         "is-lp:draft-temperatures=-1": "must be a number above 0",
         "optimal:threshold=0": "must be a number above 0 and at most 1",
-        "optimal:threshold=nan": "must be a number above 0 and at most 1",
         "optimal:threshold=some": "threshold must be a number",
-        "optimal:extra=2": "must be a whole number from 0 to 1",
-        "optimal:exact=-1": "must be a whole number from 0 to 1",
         "typical:epsilon=few": "epsilon must be a number",
-        "typical:delta=nan": "must be a number above 0 and at most 1",
     }.items(),
 )
 def test_an_unknown_scheme_or_option_is_named(spec, words):
-    with pytest.raises(InputError) as error:
+    with says(words):
         registry.scheme_by_name(spec, allow_lossy=True)
-    assert words in str(error.value)
 
 
 def test_options_have_the_type_of_their_field():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafting import source_of
 from models import prompt, target, tokenizer
-from refusals import complains
+from refusals import complains, says
 from test_given import GENERATOR, paths_of, spec_of
 
 from treespec.api.engine import Engine
@@ -19,7 +19,6 @@ from treespec.draft.model_free.lookup import Suffix
 from treespec.draft.model_free.matches import SuffixIndex, longest_match, tree_of
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches, read
 from treespec.draft.options import SuffixOptions
-from treespec.errors import InputError
 from treespec.model.target import Target
 
 
@@ -236,11 +235,8 @@ class TestFiles:
             self.memories(tmp_path).named("").add([1, 2, 3])
         file = tmp_path / "shared" / "000001.jsonl"
         file.write_bytes(damage + file.read_bytes())
-        with pytest.raises(InputError) as caught:
+        with says("is damaged", "delete it to forget its answers"):
             self.memories(tmp_path)
-        assert "is damaged" in str(caught.value)
-        assert "delete it to forget its answers" in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(self, tmp_path, caplog):
         memories = self.memories(tmp_path)

@@ -106,18 +106,18 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [
-        ('{"tokens": []}', "ascending order, from 0 to 63"),
-        ('{"tokens": [3, 64]}', "ascending order, from 0 to 63"),
-        ('{"tokens": [-1, 3]}', "ascending order, from 0 to 63"),
-        ('{"tokens": [4, 3]}', "ascending order, from 0 to 63"),
-        ('{"tokens": [3, 3]}', "ascending order, from 0 to 63"),
-        ('{"tokens": [3, 4.0]}', "not understood"),
-        ('{"tokens": 3}', "not understood"),
-        ("[3, 4]", "is damaged"),
-        ("{", "is damaged"),
-        (b"\xff\xfe", "is damaged"),
-    ],
+    {
+        '{"tokens": []}': "ascending order, from 0 to 63",
+        '{"tokens": [3, 64]}': "ascending order, from 0 to 63",
+        '{"tokens": [-1, 3]}': "ascending order, from 0 to 63",
+        '{"tokens": [4, 3]}': "ascending order, from 0 to 63",
+        '{"tokens": [3, 3]}': "ascending order, from 0 to 63",
+        '{"tokens": [3, 4.0]}': "not understood",
+        '{"tokens": 3}': "not understood",
+        "[3, 4]": "is damaged",
+        "{": "is damaged",
+        b"\xff\xfe": "is damaged",
+    }.items(),
 )
 def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):
     (tmp_path / FILE).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -71,7 +71,7 @@ class FeatureHead(LlamaHead):
         """Draft from every position at once, on its own features (training-time test, section 3.2).
 
         tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
-        counts: [B, R] bool: whether the law of token t + 2 is wanted. steps: at most R are
+        counts: [B, R] bool: whether token t + 2 is to be drafted. steps: at most R are
         computed.
         Returns for each step the states [M, H] of its wanted rows, which the output layer turns into
         logits. Five tokens, of which d and e are wanted:

@@ -10,9 +10,9 @@ Five tokens:
     token         a    b    c    d    e
     fused         g0   g1   g2   g3   .        from the target
     head sees     g0,b g1,c g2,d g3,e          rotary positions 0 1 2 3
-    head gives    a1   a2   a3   a4            the laws of c, d, e and the token after e
+    head gives    a1   a2   a3   a4            for c, d, e and the token after e
     then sees     a1,c a2,d a3,e               rotary positions 1 2 3
-    and gives     b2   b3   b4                 the laws of d, e and the token after e
+    and gives     b2   b3   b4                 for d, e and the token after e
 """
 
 from collections.abc import Sequence

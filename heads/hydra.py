@@ -28,7 +28,7 @@ from treespec.heads.medusa import DepthHeads, ResBlock, last_linear
 
 @final
 class Prefix(nn.Module):
-    """Hydra++'s view of the text: a Llama of one layer over the target's hidden states."""
+    """Hydra++'s view of the sequence: a Llama of one layer over the target's hidden states."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

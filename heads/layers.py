@@ -134,9 +134,9 @@ class Attention(nn.Module):
 def last_seen(seen: Tensor, window: int) -> Tensor:
     """Of the columns that each row sees, the last `window`. seen: [..., T, columns] bool.
 
-    A row sees its path in the order of its positions: the text's pairs, then one node of each level
+    A row sees its path in the order of its positions: the sequence's pairs, then one node of each level
     of the tree. So the last columns that it sees are the last positions before it, whatever
-    columns its siblings fill. A window of 3 over a text of two pairs and the levels {0, 1}, {2, 3}:
+    columns its siblings fill. A window of 3 over a sequence of two pairs and the levels {0, 1}, {2, 3}:
 
         columns        | pairs | level 1 | level 2 |
         node 3 sees    |  x x  |   . x   |   . x   |     its parent is node 1

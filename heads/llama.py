@@ -93,7 +93,7 @@ class LlamaHead(Head):
 
 
 class Pairs(NamedTuple):
-    """n new pairs (a feature, and the token after it) of each text, and what a forward sees.
+    """n new pairs (a feature, and the token after it) of each sequence, and what a forward sees.
 
     The forward is over them and a block of S further rows:
 

@@ -1,9 +1,9 @@
-"""Attention for training, where drafts start at every position of a text at once.
+"""Attention for training, where drafts start at every position of a sequence at once.
 
-Step 0 is causal over the pairs of the text, whose features are the target's. At a later step, row t
+Step 0 is causal over the pairs of the sequence, whose features are the target's. At a later step, row t
 sees pairs 0 to t. Of every step since step 0 it sees only its own entry, whose feature the head
 drafted (Li et al. 2025, 2503.01840, section 3.2). Five rows at step 2; rows 3 and 4 have left,
-because the text has no further token for them:
+because the sequence has no further token for them:
 
              step 0      step 1      step 2
     row 0    x . . . .   x . . . .   x . .
@@ -16,7 +16,7 @@ memory grows with rows times steps, not with rows squared.
 
 With a sliding window, row t at step s sees the window's last positions up to its own, t + s. So
 each step takes its own column in and lets the oldest pair go. Above, with a window of 3, row 2 sees
-the pairs 1 and 2 at step 1, beside its own column, and pair 2 at step 2, beside its own two.
+the pairs 1 and 2 at step 1, next to its own column, and pair 2 at step 2, next to its own two.
 """
 
 from typing import final
@@ -63,7 +63,7 @@ class UnrolledAttention:
         (keys, values), *later = self.steps
         oldest, pairs = 0, None
         if (window := self.attention.window) is not None:
-            pairs = max(window - len(later), 0)  # of the window, beside the row's own columns
+            pairs = max(window - len(later), 0)  # of the window, next to the row's own columns
             oldest = min(max(first + 1 - pairs, 0), first)
             later = later[-window:]
         own_columns = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]

@@ -41,7 +41,8 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
         raise ValueError(f"the head lacks {output}; is it Medusa heads?")
     vocab_size, hidden_size = tensors[output].shape
     sizes = {"medusa_num_heads": count, "medusa_num_layers": layers}
-    config = sizes | {"hidden_size": hidden_size, "vocab_size": vocab_size} | config
+    sizes |= {"hidden_size": hidden_size, "vocab_size": vocab_size}
+    config = config | sizes | config
     if type(heads := config["medusa_num_heads"]) is not int:
         raise ValueError(f"medusa_num_heads is {heads!r}, must be a number")
     return config | {"medusa_num_heads": max(heads, count) if heads > 0 else heads}, tensors
@@ -98,8 +99,9 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, width = output.shape
     shapes = {name.removeprefix(LAYER): len(value) for name, value in tensors.items()}
-    known: Config = {"hydra_num_heads": medusa_heads(tensors, HYDRA), "hidden_size": width} | config
-    known = {"vocab_size": vocab_size} | known
+    heads = medusa_heads(tensors, HYDRA)
+    sizes = {"hydra_num_heads": heads, "hidden_size": width, "vocab_size": vocab_size}
+    known: Config = config | sizes | config
 
     # 2. Of a prefix layer: the number of rotary angles, D / 2, tells the head count.
     if any(name.startswith(LAYER) for name in tensors):

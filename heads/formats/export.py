@@ -19,7 +19,7 @@ from treespec.heads.formats.engines import DRAFTED, Served
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 
-TOKENS = 8  # length of the random text on which heads are compared
+TOKENS = 8  # length of the random sequence on which heads are compared
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def export(
     check_export(head.kind, to, head_path)
     check_new(out)
 
-    # 2. Write beside `out`, read back, compare, rename.
+    # 2. Write next to `out`, read back, compare, rename.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         head.check_target(served.layers, served.vocab_size, served.hidden_size, served.hidden_size)
@@ -111,7 +111,7 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
 
 
 def compare(one: Head, other: Head) -> int:
-    """The number of logits of two heads on the same random text, all of them equal.
+    """The number of logits of two heads on the same random sequence, all of them equal.
 
     Raises ValueError where one differs.
     """
@@ -125,7 +125,7 @@ def compare(one: Head, other: Head) -> int:
 
 @torch.no_grad()
 def outputs(head: Head) -> Tensor:
-    """[steps, TOKENS, N] logits of a head in float32 on random text; of EAGLE-1 the features."""
+    """[steps, TOKENS, N] logits of a head in float32 on a random sequence; of EAGLE-1 the features."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
     return head.trial(features, generator)

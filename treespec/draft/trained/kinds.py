@@ -42,15 +42,6 @@ def embedding_to_share(target: Target) -> nn.Parameter | nn.Module:
     return embedding.weight if is_plain(embedding) else embedding
 
 
-def output_weight(target: Target) -> Tensor:
-    """[V, H] a copy of the target's output embedding, in float32.
-
-    Raises InputError if it is offloaded.
-    """
-    on_a_device(target.model.get_output_embeddings(), "output embedding")
-    return target.output_rows(torch.arange(target.vocab_size)).weight.float().clone()
-
-
 def new_head(kind: str, target: Target, **fields: Any) -> Any:
     """An untrained head in float32, with the target's embedding if it needs one.
 
@@ -64,7 +55,9 @@ def new_head(kind: str, target: Target, **fields: Any) -> Any:
     if head.lacks_embedding:
         head.share_embedding(embedding_of(target))
     for layer in head.output_layers:
-        layer.weight = nn.Parameter(output_weight(target))
+        on_a_device(target.model.get_output_embeddings(), "output embedding")
+        rows = target.output_rows(torch.arange(target.vocab_size))
+        layer.weight = nn.Parameter(rows.weight.float().clone())
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     return head

@@ -79,14 +79,14 @@ class Mtp(nn.Module):
 
 @final
 class MtpProposer(DeepeningProposer):
-    """Drafts with L MTP layers and the target's output path; one text at first.
+    """Drafts with L MTP layers and the target's output path; one sequence at first.
 
     The pair (target's state at position t, token t + 1) has column t of the cache, in every layer,
     and position t. Layer i takes the state that layer i - 1 gave at the column before, so it has
     nothing at the first i columns. A node at depth d goes through the layers from d on, or through
     the last one; three layers:
 
-        columns    | pairs of the text | level 1 | level 2 | level 3 |   drafts
+        columns    | observed pairs    | level 1 | level 2 | level 3 |   drafts
         layer 0    | x x x x x x       | .       | .       | .       |   level 1
         layer 1    | . x x x x x       | x x     | .       | .       |   level 2
         layer 2    | . . x x x x       | x x     | x x     | x x     |   level 3, 4, …
@@ -200,7 +200,7 @@ class MtpProposer(DeepeningProposer):
     def _behind(self, i: int, states: Tensor, lengths: Sequence[int]) -> Tensor:
         """[B, n, H] at each new column, layer i - 1's state at the column before; 0 at the first.
 
-        states: [B, n, H] of layer i - 1 at the new columns. lengths: of the texts before them.
+        states: [B, n, H] of layer i - 1 at the new columns. lengths: of the sequences before them.
         """
         stored = self.cache.tree_layers[len(self.mtp) + i - 1].storage[0]
         before = [stored[row, 0, max(length - 1, 0)] for row, length in enumerate(lengths)]

@@ -73,7 +73,7 @@ class PairProposer(Proposer):
 
         tokens: [T]. features: [T, F]. R > 0. `Kind.rollout` says what a draft step is.
         """
-        raise TypeError(f"{type(self).__name__} drafts no steps along a text")
+        raise TypeError(f"{type(self).__name__} drafts no steps along a sequence")
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
@@ -93,7 +93,8 @@ class PairProposer(Proposer):
         pairs = self.waiting
         counts, device = [len(tokens) for _, tokens in pairs], pairs[0][1].device
         last: list[list[Tensor]] = []
-        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
+        size = self.target.rows_beside if self.chunk is None else lambda columns: self.chunk
+        for chunk in causal_chunks(self.cache, counts, size, device):
             features = together([features[chunk.columns] for features, _ in pairs])
             tokens = together([tokens[chunk.columns] for _, tokens in pairs])
             ends = chunk.columns.stop >= max(counts)
@@ -124,10 +125,6 @@ class PairProposer(Proposer):
         kept = [max(0, length - done) for length, done in zip(lengths, cached, strict=True)]
         self.waiting = [(f[:n], t[:n]) for (f, t), n in zip(self.waiting, kept, strict=True)]
         self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
-
-    def chunk_size(self, columns: int) -> int:
-        """Pairs in the next forward. columns: of the cache."""
-        return self.chunk or self.target.rows_beside(columns)
 
 
 class DeepeningProposer(PairProposer):

@@ -25,14 +25,14 @@ from treespec.trees.mask import committed, positions
 
 @final
 class EagleProposer(DeepeningProposer):
-    """Drafts with a head and the target's output path; one text at first.
+    """Drafts with a head and the target's output path; one sequence at first.
 
-    Levels of the trees are written behind the pairs in the head's own cache, one row a text, and
+    Levels of the trees are written after the pairs in the head's own cache, one row a sequence, and
     forgotten by the next `begin`:
 
         | observed pairs | level 1 | level 2 | ...
 
-    Texts with fewer pairs or frontier nodes are padded with ones that no node sees.
+    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees.
     """
 
     head: FeatureHead
@@ -150,12 +150,10 @@ class HydraProposer(DeepeningProposer):
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Step d is head d - 1, given the sequence's own tokens."""
         rows = len(tokens) - steps - 1
-        places = torch.arange(rows, device=features.device)
-        inputs = self.head.states(features[None, :rows].to(self.head.dtype), places)[0]
-        embedded = self._embedded(tokens, inputs)
-        for i in range(steps):
-            inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)
-            yield self.head.step(i, inputs)
+        known = features[None, :rows].to(self.head.dtype)
+        counts = torch.ones(steps, 1, rows, dtype=torch.bool, device=known.device)
+        states = self.head(known, self._embedded(tokens[None, 1:], known), counts)
+        return (layer(one) for layer, one in zip(self.head.output_layers, states, strict=False))
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         return self.target.embeddings(tokens).to(like.dtype)
@@ -163,14 +161,14 @@ class HydraProposer(DeepeningProposer):
 
 @final
 class BlockProposer(AtOnceProposer):
-    """Drafts with a block head and the target's output path; one text at first.
+    """Drafts with a block head and the target's output path; one sequence at first.
 
-    `begin` runs the head over the waiting pairs together with the block, which is behind them in
+    `begin` runs the head over the waiting pairs together with the block, which is after them in
     the same forward and is then forgotten.
     """
 
     head: BlockHead
-    laws: Tensor  # [B, D, N] draft logits of all levels
+    draft_logits: Tensor  # [B, D, N] draft logits of all levels
     block: Tensor  # [B, S, H] states of the block
 
     @property
@@ -178,11 +176,11 @@ class BlockProposer(AtOnceProposer):
         return self.head.layer_count
 
     def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        self.laws = self.head.logits(self.drafted(last), self.target)
+        self.draft_logits = self.head.logits(self.drafted(last), self.target)
         return super().first(last, roots)
 
     def at(self, level: int) -> Tensor:
-        return self.laws[:, level]
+        return self.draft_logits[:, level]
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Step d is level d of the block below each position in turn."""
@@ -200,7 +198,7 @@ class BlockProposer(AtOnceProposer):
     def pairs(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
     ) -> list[Tensor]:
-        """The block stands behind the last chunk."""
+        """The block stands after the last chunk."""
         below = None if roots is None else roots.to(self.target.output_device)
         places, seen = self._beside(chunk, 0 if below is None else self.head.block)
         new = Pairs(tokens, features.to(self.head.dtype), places, seen)
@@ -210,7 +208,7 @@ class BlockProposer(AtOnceProposer):
     def _beside(self, chunk: Chunk, size: int) -> tuple[Tensor, Tensor]:
         """Positions [B, T] of all columns, and what the rows see, [B, n + S, T], with a block of S.
 
-        A text of two cached pairs and one of three new ones, and a block of two:
+        A sequence of two cached pairs and one of three new ones, and a block of two:
 
             columns      | a b | 0 1 2 | S S |
             pair 0       | x x | x . . | . . |      positions 0 1 2 3 4, the block's 3 4

@@ -61,13 +61,9 @@ class Stream:
                 piece = next(self._pieces)
             except StopIteration:
                 raise
-            except InputError as error:
-                self._failed = error
-                raise
             except BaseException as error:
-                self._failed = InputError(
-                    f"this stream was interrupted by {type(error).__name__}: begin another"
-                )
+                why = f"this stream was interrupted by {type(error).__name__}: begin another"
+                self._failed = error if isinstance(error, InputError) else InputError(why)
                 raise
             self._seen.append(piece)
             return piece

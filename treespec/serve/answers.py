@@ -94,7 +94,13 @@ class Answers:
                 raise refused(error) from error
             raise
         self.deadline = self.loop.call_at(self.end, self.cancel)
-        self.gone = asyncio.create_task(self._watch())
+
+        async def watch() -> None:
+            while (await self.request.receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
+
+        self.gone = asyncio.create_task(watch())  # the client may leave
 
     def _listener(self, number: int) -> Callable[[Piece | None], None]:
         seen = self.state.metrics.watch()
@@ -105,12 +111,6 @@ class Answers:
                 self.loop.call_soon_threadsafe(self.arrived.put_nowait, (number, piece))
 
         return on_piece
-
-    async def _watch(self) -> None:
-        """Cancel the answers when the client leaves."""
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
-        self.cancel()
 
     def cancel(self) -> None:
         for answer in self.answers:

@@ -1,6 +1,6 @@
 """/v1/chat/completions, /v1/completions, and /tokenize: the token ids of a prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import choice_of, encoded, source_of
 from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
-from treespec.serve.state import State, memory_of, state_of
+from treespec.serve.state import memory_of, state_of
 from treespec.serve.tools import Catcher, form_of
 from treespec.text.strings import fitting, well_formed
 
@@ -37,15 +37,14 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
         state.check_prompt(ids, "messages")
         return [ids]
 
-    answers = await begun(request, asked, encode, {} if schema is None else {"json_schema": schema})
-    return await sent(
-        asked,
-        answers,
-        write=chat_choice,
-        names=("chat.completion", "chat.completion.chunk", "chatcmpl"),
-        opening=[""],
-        catcher=partial(Catcher, form, state.spec.target.tokenizer, most),
-    )
+    style = {
+        "write": chat_choice,
+        "names": ("chat.completion", "chat.completion.chunk", "chatcmpl"),
+        "opening": [""],
+        "catcher": partial(Catcher, form, state.spec.target.tokenizer, most),
+    }
+    more = {} if schema is None else {"json_schema": schema}
+    return await respond(request, asked, encode, style, more)
 
 
 @router.post("/v1/completions")
@@ -76,59 +75,50 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
             return prompt if asked.echo else None
         return str(tokenizer.decode(prompt))
 
-    return await sent(
-        asked,
-        await begun(request, asked, encode, {}, USUAL),
-        write=text_choice,
-        names=("text_completion", "text_completion", "cmpl"),
-        opening=[echoed(prompt) for prompt in prompts],
-        catcher=partial(Catcher, None, None),
-    )
+    style = {
+        "write": text_choice,
+        "names": ("text_completion", "text_completion", "cmpl"),
+        "opening": [echoed(prompt) for prompt in prompts],
+        "catcher": partial(Catcher, None, None),
+    }
+    return await respond(request, asked, encode, style, {}, USUAL)
 
 
-async def begun(
+async def respond(
     request: Request,
     asked: Sampled,
     encode: Callable[[], list[list[int]]],
+    style: Fields,
     more: Fields,
     usual: int | None = None,
-) -> Answers:
-    """The answers to a request, submitted. Raises ApiError.
+) -> Response:
+    """Answer a request to either endpoint, as a whole or as a stream. Raises ApiError.
 
-    encode: gives the token ids of its prompts. more: further options. usual: tokens of an answer
-    without a limit of the request; None: as many as the server and the engine's memory allow.
+    encode: gives the token ids of its prompts. style: the fields of `Reply` that the endpoint
+    chooses. more: further options. usual: tokens of an answer without a limit of the request; None:
+    as many as the server and the engine's memory allow.
     """
+    # 1. What is asked, in treespec's terms.
     state, answers = state_of(request), Answers(state_of(request), request)
     state.check_model(asked.model)
     prompts = await answers.tokenised(encode)
     options = {"temperature": state.config.temperature} | asked.options() | more
-    options |= {"max_new_tokens": limit_of(state, asked, prompts, usual)}
     options["memory"] = memory_of(request)
-    await answers.submit(prompts, asked.n or 1, asked.seed, options)
-    return answers
 
-
-def limit_of(
-    state: State, asked: Sampled, prompts: Sequence[Sequence[int]], usual: int | None
-) -> int:
-    """The most tokens of an answer. Raises ApiError where the server's limit is less."""
-    tokens = None
+    # 2. The most tokens of an answer.
+    most, columns, tokens = state.config.max_tokens, state.engine.columns, None
     for name in ("max_tokens", "max_completion_tokens"):  # the latter is OpenAI's since 2024
         if (value := getattr(asked, name, None)) is not None:
             tokens = state.check_tokens(value, name)
     if tokens is None:
-        most, columns = state.config.max_tokens, state.engine.columns
-        tokens = min(usual or most, most)
-        if columns is not None:
-            tokens = max(1, min(tokens, columns - max(map(len, prompts))))
-    return tokens
+        room = most if columns is None else max(1, columns - max(map(len, prompts)))
+        tokens = min(usual or most, most, room)
 
-
-async def sent(asked: ChatRequest | CompletionRequest, answers: Answers, **style: Any) -> Response:
-    """The response, as a whole or as a stream. style: the fields of `Reply` of the endpoint."""
-    given = asked.model_extra or {}
-    hidden = frozenset() if given.get("ignore_eos") else answers.state.ends
-    reply = Reply(answers, counted=asked.counted, hidden=hidden, **style)
+    # 3. The answers.
+    await answers.submit(prompts, asked.n or 1, asked.seed, options | {"max_new_tokens": tokens})
+    counted = bool(asked.stream_options and asked.stream_options.include_usage)
+    hidden = frozenset() if options.get("ignore_eos") else state.ends
+    reply = Reply(answers, counted=counted, hidden=hidden, **style)
     return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
 
 

@@ -80,11 +80,6 @@ class Sampled(StrictBody):
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1)
 
-    @property
-    def counted(self) -> bool:
-        """Whether a stream ends with a chunk of usage; its other chunks then have none."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def options(self) -> dict[str, Any]:
         """The options of `Spec.generate` that the request names. Raises ApiError."""
         given = self.model_extra or {}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol, TypeAlias, final, runtime_checkable
+from typing import Protocol, Self, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,9 +37,16 @@ class Shaper(Protocol):
         ...
 
 
+class Unprompted:
+    """A processor that no prompt changes."""
+
+    def begin(self, prompt: Sequence[int]) -> Self:
+        return self
+
+
 @final
 @dataclass(frozen=True)
-class Bias:
+class Bias(Unprompted):
     """Adds a number to the logits of some tokens, as OpenAI's `logit_bias`; -inf forbids a token.
 
     tokens, values: as long as each other.
@@ -47,9 +54,6 @@ class Bias:
 
     tokens: tuple[int, ...]
     values: tuple[float, ...]
-
-    def begin(self, prompt: Sequence[int]) -> "Bias":
-        return self
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         tokens = torch.tensor(self.tokens, device=logits.device)
@@ -59,7 +63,7 @@ class Bias:
 
 @final
 @dataclass(frozen=True)
-class LeastTokens:
+class LeastTokens(Unprompted):
     """Forbids the end tokens before the answer has `least` tokens.
 
     ends: the tokens that end an answer.
@@ -67,9 +71,6 @@ class LeastTokens:
 
     least: int
     ends: tuple[int, ...]
-
-    def begin(self, prompt: Sequence[int]) -> "LeastTokens":
-        return self
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         early = [len(answer) + len(path) < self.least for path in paths]

@@ -165,8 +165,8 @@ def save(path: Path, whole: Tokens) -> None:
     }
     about = {
         "keys": [example.key for example in whole.examples],
-        "read": whole.read.fields(),
-        "encoded": whole.encoded.fields(),
+        "read": vars(whole.read),
+        "encoded": vars(whole.encoded),
     }
     write_tensors(path, tensors, {name: json.dumps(value) for name, value in about.items()})
 
@@ -178,7 +178,7 @@ def load(path: Path) -> Tokens:
     ids = tensors["tokens"].long().split(lengths)  # the examples share one tensor
     masks = tensors["counts"].split(lengths)
     rows = zip(ids, masks, json.loads(about["keys"]), strict=True)
-    reports = (Report.of(json.loads(about[name])) for name in ("read", "encoded"))
+    reports = (Report(**json.loads(about[name])) for name in ("read", "encoded"))
     return Tokens([Example(*fields) for fields in rows], *reports)
 
 

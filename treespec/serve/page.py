@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -31,6 +32,12 @@ router = APIRouter()
 TREES = list(TREE_FORMS.values())
 PAGES = 2  # answers on pages at a time; each has a cache of its own
 STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
+
+POLICY = (
+    "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 
 
 class PageRequest(StrictBody):
@@ -62,14 +69,7 @@ def _page() -> tuple[bytes, str]:
         (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         return base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
 
-    rules = [
-        "default-src 'none'",
-        f"script-src 'sha256-{hashed('script')}'",
-        f"style-src 'sha256-{hashed('style')}'",
-        *("connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"),
-        *("frame-ancestors 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'"),
-    ]
-    return html.encode(), "; ".join(rules)
+    return html.encode(), POLICY.format(script=hashed("script"), style=hashed("style"))
 
 
 @router.get("/cycles")
@@ -171,14 +171,12 @@ def parts_of(cycle: Cycle) -> list[Fields]:
 
     Where a character spreads over tokens, its piece is one part with all of its tokens.
     """
-    said: list[Fields] = [
-        {"text": cycle.texts[node], "p": cycle.p[node], "q": cycle.q[node]} for node in cycle.path
-    ]
-    said.append({"text": cycle.own.text, "p": cycle.own.p, "q": cycle.own.q})
-    parts: list[Fields] = []
+    own, said = cycle.own, list[Fields]()
+    for node in cycle.path:
+        said.append({"text": cycle.texts[node], "p": cycle.p[node], "q": cycle.q[node]})
+    rest, parts = iter([*said, {"text": own.text, "p": own.p, "q": own.q}]), list[Fields]()
     for piece in cycle.answer:
-        tokens = said[: len(piece.token_ids)]
-        said = said[len(piece.token_ids) :]
+        tokens = list(islice(rest, len(piece.token_ids)))
         alone = "".join(token["text"] for token in tokens) == piece.text
         groups = [(token["text"], [token]) for token in tokens] if alone else [(piece.text, tokens)]
         for text, group in groups:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from treespec.errors import InputError
 from treespec.text.entries import Conversation, UnusableConversation, conversation_of
@@ -27,6 +26,9 @@ class Report:
     problems: list[str] = field(default_factory=list)  # the first few, with file and line
     thoughtless: int = 0
 
+    def __post_init__(self) -> None:
+        self.left_out = Counter(self.left_out)  # JSON holds a dict
+
     def leave_out(self, where: str, error: UnusableConversation) -> None:
         self.left_out[error.reason] += 1
         if len(self.problems) < SHOWN:
@@ -36,27 +38,15 @@ class Report:
         cut = f", {self.cut} of them cut at the maximal length" if self.cut else ""
         counts = [f"{reason}: {count}" for reason, count in self.left_out.most_common()]
         reasons = f" ({'; '.join(counts)})" if counts else ""
-        dropped = f"; the template drops the thoughts of {self.thoughtless} further answers"
-        dropped = f"{dropped}, which do not count" if self.thoughtless else ""
-        return (
-            f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
-            f"{dropped}"
-        )
+        told = f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
+        dropped = f"; the template drops the thoughts of {self.thoughtless} further answers, which"
+        return f"{told}{dropped} do not count" if self.thoughtless else told
 
     def add(self, other: "Report") -> None:
         """Count what a later part of the data adds."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
         del self.problems[SHOWN:]
-
-    def fields(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
-        return vars(self) | {"left_out": dict(self.left_out)}
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Report":
-        """A report from its fields, as JSON holds them."""
-        return cls(**fields | {"left_out": Counter(fields["left_out"])})
 
 
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'

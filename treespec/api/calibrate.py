@@ -43,19 +43,24 @@ def calibrate(
     # 1. Sampled outcomes, and the two models fitted to them.
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
     depth = draft_steps(head, depth)
-    samples: list[Outcomes] = []
-    for temperature in TEMPERATURES:
-        samples += outcomes(head, target, rows, (depth, positions), temperature, generator)
-    if not sum(len(sample[0]) for sample in samples):
-        raise InputError("the text is too short to calibrate a head on: give longer conversations")
-    top, top_hit, draw, draw_hit, room, weight = map(torch.cat, zip(*samples, strict=True))
+
+    def sampled(*temperatures: float) -> list[Tensor]:
+        limits, samples = (depth, positions), list[Outcomes]()
+        for temperature in temperatures:
+            samples += outcomes(head, target, rows, limits, temperature, generator)
+        if not sum(len(sample[0]) for sample in samples):
+            raise InputError(
+                "the text is too short to calibrate a head on: give longer conversations"
+            )
+        return [torch.cat(parts) for parts in zip(*samples, strict=True)]
+
+    top, top_hit, draw, draw_hit, room, weight = sampled(*TEMPERATURES)
     tops = of_tops(top, top_hit, weight)
     share = weight[:, None, None] * room
     draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), share.flatten())
 
     # 2. The first model again, at temperature 0.
-    samples = outcomes(head, target, rows, (depth, positions), 0.0, generator)
-    top, top_hit, *_, weight = map(torch.cat, zip(*samples, strict=True))
+    top, top_hit, *_, weight = sampled(0.0)
     greedy = of_tops(top, top_hit, weight)
 
     # 3. Rates counted while the target writes, after what precedes the first counted token: at

@@ -187,9 +187,12 @@ class Engine:
     @torch.inference_mode()
     def _answer_all(self) -> None:
         """A cycle of all running requests after another, until the engine is closed."""
-        while self._wait():
+        while True:
             # 1. Requests leave the queue: cancelled ones, and those that there is room for.
             with self._changed:
+                self._changed.wait_for(lambda: self._answers or self._closed)
+                if not self._answers:
+                    return
                 left = [text for text in self._waiting if text.ended]
                 self._waiting = deque(text for text in self._waiting if not text.ended)
                 entering = admitted(self._waiting, self._running, self.batch, self.columns)
@@ -209,12 +212,6 @@ class Engine:
             rows = self.decoder.rows
             if not self._running and (rows.texts or rows.entering):
                 self._step([])  # frees the rows of requests that were cancelled since the cycle
-
-    def _wait(self) -> bool:
-        """Wait for requests; False once the engine is closed and all are answered."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answers or self._closed)
-            return bool(self._answers)
 
     def _step(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""

@@ -168,7 +168,7 @@ def in_words(error: Exception) -> str:
 
 def setting(name: str) -> Command:
     """The command that shows and sets an option."""
-    (known,) = (known for known in fields(ChatConfig) if known.name == name)
+    known = next(known for known in fields(ChatConfig) if known.name == name)
     called, choices = name.replace("_", "-"), SETTINGS[name]
     kind: Any = next((k for k in (int, float) if known.type in (k, k | None)), str)
 
@@ -186,18 +186,16 @@ def setting(name: str) -> Command:
     return Command(run, known.metadata["help"], "TEXT" if kind is str else "N", choices)
 
 
-def verifier(conversation: Conversation, value: str) -> str:
-    if not value:
-        return f"{conversation.drafting()}; there are {', '.join(NAMES)}"
-    conversation.change(verifier=value)
-    return conversation.drafting()
+def drafting(option: str, values: str) -> Callable[[Conversation, str], str]:
+    """What shows and sets the verifier or the tree. values: those that there are, as text."""
 
+    def run(conversation: Conversation, value: str) -> str:
+        if not value:
+            return f"{conversation.drafting()}; there are {values}"
+        conversation.change(**{option: {"default": getattr(ChatConfig, option)}.get(value, value)})
+        return conversation.drafting()
 
-def tree(conversation: Conversation, value: str) -> str:
-    if not value:
-        return f"{conversation.drafting()}; there are default, {FORMS}"
-    conversation.change(tree=None if value == "default" else value)
-    return conversation.drafting()
+    return run
 
 
 def reset(conversation: Conversation, _: str) -> str:
@@ -242,8 +240,7 @@ def save(conversation: Conversation, value: str) -> str:
     line = json.dumps({"messages": messages}, ensure_ascii=False)
     with writing(path) as temporary:
         before = path.read_bytes() if path.exists() else b""
-        if before and not before.endswith(b"\n"):
-            before += b"\n"
+        before = before and before.rstrip(b"\n") + b"\n"
         temporary.write_bytes(before + line.encode() + b"\n")
         if before:
             shutil.copymode(path, temporary)
@@ -288,8 +285,12 @@ COMMANDS = {
     "/undo": Command(undo, "forget the last message and its answer"),
     "/retry": Command(lambda said, _: Question(said.last_message), "answer the last message again"),
     **{f"/{name.replace('_', '-')}": setting(name) for name in SETTINGS},
-    "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
-    "/tree": Command(tree, "shape of the drafted tree", "SPEC", TREES),
+    "/verifier": Command(
+        drafting("verifier", ", ".join(NAMES)), "how drafted tokens are verified", "NAME", NAMES
+    ),
+    "/tree": Command(
+        drafting("tree", f"default, {FORMS}"), "shape of the drafted tree", "SPEC", TREES
+    ),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
     "/load": Command(load, "go on with the last conversation of such a file", "FILE"),

@@ -82,7 +82,8 @@ class HydraHead(DepthHeads):
             raise ValueError("grounded_heads is false: such heads see no tokens, and are Medusa's")
 
         # 2. Head i takes the state and the i + 1 tokens after it.
-        width = self.hidden_size
+        width, plus = self.hidden_size, self.cached_layers
+        self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if plus else None
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(self.max_depth):
             blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
@@ -109,7 +110,9 @@ class HydraHead(DepthHeads):
 
         positions: [T] or [B, T]. view: mask and cache, as `Prefix` takes them.
         """
-        return features
+        if self.prefix_embeding_layer is None:
+            return features
+        return self.prefix_embeding_layer(features, positions, *view)
 
     def hidden(self, i: int, states: Tensor) -> Tensor:
         """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., H] before the output."""
@@ -143,13 +146,6 @@ class HydraPlusHead(HydraHead):
     new_blocks = 4
     cached_layers = 1
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.prefix_embeding_layer = Prefix(LlamaConfig(**config))
-
     @classmethod
     def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         return LlamaHead.config_for(target, **super().config_for(target, heads, **fields))
-
-    def states(self, features: Tensor, positions: Tensor, *view: Any) -> Tensor:
-        return self.prefix_embeding_layer(features, positions, *view)

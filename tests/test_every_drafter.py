@@ -19,10 +19,10 @@ from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
+    **{name: name for name in ROWS},
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
-    "mtp": "mtp",
     "self": "self:{home}/skip.json",
     "sparse": "sparse:16",
     "rest": "rest:{home}/store",

@@ -49,9 +49,9 @@ class TextDrafter(Renewed, ABC):
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         """The draft tokens below the last token, the root. text: [T] int64."""
 
-    def settle(self, accepted: int, out: TreeOutput) -> None:
-        """Feedback after a cycle: the number of accepted draft tokens, and the target's output on
-        the tree.
+    def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+        """Feedback after a cycle: the draft tokens that the target scored, the number of accepted
+        ones, and the target's output on their tree.
         """
         return
 
@@ -71,14 +71,14 @@ class OneHotDrafter(ForcedDrafter):
     times: with them it drafts only the part of a tree that pays (`part`); None: whole trees.
     """
 
-    per_text = ("texts", "drafters", "models_by_text", "resting")
+    per_text = ("texts", "drafters", "models_by_text", "guesses")
     one_hot = True
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
         self.name, self.drafters, self.times = type(drafter).__name__.lower(), [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by sequence
         self.models_by_text: list[CostModels | None] = [None]
-        self.resting = [False]  # whether a sequence goes without drafts this cycle
+        self.guesses: list[Guess | None] = [None]  # of this cycle; None: it goes without drafts
 
     @property
     def timed(self) -> bool:
@@ -97,12 +97,12 @@ class OneHotDrafter(ForcedDrafter):
         for row, (root, distribution) in enumerate(zip(roots.split(1), distributions, strict=True)):
             model, drafter = self.cost_model(row, distribution), self.drafters[row]
             waits = model and not drafter.predicts and rests(model, drafter.widest)
-            self.resting[row] = bool(waits) or distribution.over
-            guess = Guess()
-            if not self.resting[row]:
+            guess = None
+            if not waits and not distribution.over:
                 last = [*root.tolist(), *self.chains[row]]
                 guess = self.guess(row, last, generators[row], model)
-            trees.append(guess.tree(self.end(row, root)))
+            self.guesses[row] = guess
+            trees.append((guess or Guess()).tree(self.end(row, root)))
         return self.hung(roots, trees, generators)
 
     def guess(
@@ -123,8 +123,8 @@ class OneHotDrafter(ForcedDrafter):
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
         if models := self.models_by_text[row]:
             models.present.update(path)
-        if not self.resting[row]:
-            self.drafters[row].settle(len(path), out)
+        if guess := self.guesses[row]:
+            self.drafters[row].settle(guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         new = [known[:-1].cpu().numpy() for known in tokens]
@@ -140,7 +140,7 @@ class OneHotDrafter(ForcedDrafter):
     def rewind(self, lengths: Sequence[int]) -> None:
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
         self.drafters = [drafter.new() for drafter in self.drafters]
-        self.models_by_text, self.resting = [None] * len(lengths), [False] * len(lengths)
+        self.models_by_text, self.guesses = [None] * len(lengths), [None] * len(lengths)
 
     def new(self) -> "OneHotDrafter":
         return self.paced(self.times)

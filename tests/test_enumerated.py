@@ -25,7 +25,7 @@ REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "rrs:draft-temper
 CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "skip", "sparse", "snapkv", "suffix+model"]
-FOUND = ["rest", "suffix", "lookup", "jacobi:window=2", "lookahead:window=1,ngram=3"]
+FOUND = ["rest", "suffix", "lookup", "recycling", "jacobi:window=2", "lookahead:window=1,ngram=3"]
 GROWN = [
     ("model", "auto", "auto:depth=2,topk=2"),
     ("model", "topk", "auto:depth=2,topk=2"),
@@ -74,7 +74,7 @@ def enumerate_texts(spec, way="top-k", batch=64, **how):
 
 
 def enumerate_setup(drafter, verifier, tree, way, batch, **how):
-    how |= {"merged": not drafter.startswith(("jacobi", "lookahead"))}
+    how |= {"merged": not drafter.startswith(("jacobi", "lookahead", "recycling"))}
     if drafter.startswith("suffix"):
         how |= {"recall": True, "memory": "texts"}
     return enumerate_texts(spec_of(drafter, tree, verifier, WAYS[way].end), way, batch, **how)

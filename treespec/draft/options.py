@@ -185,6 +185,14 @@ ROWS = (
         one_hot=True,
     ),
     DrafterKind(
+        "recycling",
+        ("recycling",),
+        f"{FREE}.recycling:load_recycling",
+        "what the target held likely after the same tokens before",
+        "Token Recycling, Luo et al. 2024",
+        one_hot=True,
+    ),
+    DrafterKind(
         "suffix",
         ("suffix", "suffix:DIR", "suffix+eagle:HEAD"),
         f"{FREE}.lookup:load_suffix",

@@ -1,0 +1,55 @@
+"""Token Recycling: the tree is what the target held likely after each token where it stood last."""
+
+import torch
+from models import CONFIGS, plain_generate, prompt, random_model
+
+from treespec.api.spec import Spec
+from treespec.draft.model_free.guess import Guess
+from treespec.draft.model_free.recycling import SHAPE, TOPK, Recycling
+from treespec.model.target import Target, TreeOutput
+
+A, B, C, D, E = range(5)
+
+
+def drafted(drafter, *text):
+    guess = drafter.draft(torch.tensor(text).numpy(), torch.Generator())
+    tokens = [text[-1], *guess.tokens]
+    return {(tokens[parent], token) for parent, token in zip(guess.parents, guess.tokens, strict=True)}
+
+
+def scored(*best):
+    """The target's output where these are the most likely tokens after each node, best first."""
+    logits = torch.zeros(len(best), TOPK)
+    for row, tokens in zip(logits, best, strict=True):
+        row[list(tokens)] = torch.arange(len(tokens), 0, -1).float()
+    return TreeOutput(logits, torch.empty(0))
+
+
+def test_the_drawn_example():
+    drafter = Recycling()
+    assert drafted(drafter, C, B, A) == set()
+    drafter.settle(Guess(), 0, scored((B, C)))  # after a
+    assert drafter.after[A][:2] == [B, C]
+    drafter.after = {A: [B, C], B: [D, E]}
+    assert drafted(drafter, C, B, A) == {(A, B), (A, C), (B, D), (B, E)}
+
+
+def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
+    drafter = Recycling()
+    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy(), torch.Generator())
+    assert list(guess.tokens)[:2] == [C, B]
+    assert list(guess.parents)[:2] == [0, 0]
+    drafter.settle(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))
+    assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]
+    assert len(drafter.after[A]) == TOPK
+
+
+def test_the_shape_has_the_papers_size_and_the_text_is_the_targets_own():
+    assert len(SHAPE) == 79
+    assert max(map(len, SHAPE)) <= 6
+    assert max(map(max, SHAPE)) < TOPK
+    target = Target(random_model(CONFIGS["llama"]()))
+    ids = prompt()
+    for verifier in ("topk", "auto"):
+        output = Spec(target, Recycling(), verifier=verifier).generate(ids, max_new_tokens=24, temperature=0)
+        assert output.token_ids == plain_generate(target, ids, 24)

@@ -24,7 +24,7 @@ from treespec.files.lines import Lines, parsed
 from treespec.model.identity import identity_of, target_identity
 
 FILE = "ledger.jsonl"
-FORMAT = 1
+FORMAT = 2
 CHANGE_NO_COMPLETION = ("out", "allow_lossy", "run_code")  # options
 BEGINNING = b'{"kind": "head"'
 

@@ -21,7 +21,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.known import data_file
 from treespec.train.data.prepare import Data
 
-FORMAT = 1
+FORMAT = 2
 Record = dict[str, Any]  # the options of a run; of target and data digests of their content
 ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
 MAY_CHANGE = ENDS | {

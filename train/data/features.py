@@ -34,7 +34,7 @@ from treespec.train.data.batches import padded
 from treespec.train.machine import whole
 
 SHARD = 256  # conversations a file
-FORMAT = 1
+FORMAT = 2
 ROW = 64  # values that share a scale
 LARGEST = 127
 

@@ -51,9 +51,9 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
     ("command", "text", "complaint"),
     [
         ("train", "max-step: 3", r"'max-step' is no option of this command \(did you mean max-steps\?\)"),
-        ("train", f"{NEEDED}max-steps: 2.5", "'--max-steps': Input should be a valid integer"),
-        ("train", f"{NEEDED}max-steps: two", "'--max-steps': Input should be a valid integer"),
-        ("train", f"{NEEDED}learning-rate: fast", "'--learning-rate': Input should be a valid number"),
+        ("train", f"{NEEDED}max-steps: 2.5", "max-steps is 2.5, must be a whole number"),
+        ("train", f"{NEEDED}max-steps: two", "max-steps is 'two', must be a whole number"),
+        ("train", f"{NEEDED}learning-rate: fast", "learning-rate is 'fast', must be a number"),
         ("train", f"{NEEDED}calibrate: maybe", "'--calibrate': Input should be a valid boolean"),
         ("train", "mixed-precision: no", "mixed-precision is False, must be text: put it in quotes"),
         ("eval", "temperature: [0, 1]", r"temperature is \[0, 1\], must be text"),

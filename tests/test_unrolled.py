@@ -85,7 +85,6 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
         assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), name
 
 
-@torch.no_grad()
 def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     """Against plain loops over sequences, steps and rows, 0 where the target's top token cannot be drafted: to 1e-5."""
     model = target("llama")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")
 CONFIG, FILE = "--config", "options.yaml"
+WORDS = {int: "a whole number", float: "a number"}
 HEADER = "# The options of a run: the same command with --config and this file repeats it.\n"
 
 
@@ -137,6 +138,11 @@ def options_in(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
             if (several or kind is str) and not all(isinstance(part, str) for part in parts):
                 wrong = f"{key} is {value!r}, must be text: put it in quotes"
                 raise InputError(f"{CONFIG} {file}: {wrong}")
+            try:
+                kind(str(value)) if kind in WORDS else None
+            except ValueError:
+                wrong = f"{key} is {value!r}, must be {WORDS[kind]}"
+                raise InputError(f"{CONFIG} {file}: {wrong}") from None
             values[name] = [*map(str, parts)] if several else str(value)
     return values
 

@@ -68,10 +68,10 @@ def test_such_questions_are_found():
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 253_124,
-    "test code tokens": 206_250,
-    "source files": 318,
-    "source lines": 40_024,
+    "source code tokens": 231_425,
+    "test code tokens": 201_379,
+    "source files": 266,
+    "source lines": 36_250,
     "functions with 7 parameters or more": 3,
     "rooms": 19,
     "imports between rooms": 112,

@@ -53,7 +53,7 @@ def write_exported(folder):
 
 def write_ledger(folder):
     ledger = Ledger(folder)
-    for number, line in enumerate([{"format": 1, "options": {"target": "é"}}, *LINES]):
+    for number, line in enumerate([{"format": 2, "options": {"target": "é"}}, *LINES]):
         ledger.append("completion" if number else "head", line)
 
 

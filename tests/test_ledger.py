@@ -16,7 +16,7 @@ from training import files_of_at_most
 
 from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import summarise
-from treespec.eval.ledger import Ledger
+from treespec.eval.ledger import FORMAT, Ledger
 from treespec.eval.run import evaluate
 from treespec.files.atomic import locked, sealed, write_json
 from treespec.heads.checkpoint import save_head
@@ -81,7 +81,7 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
 def test_another_format_is_refused(tmp_path):
     file = tmp_path / "ledger.jsonl"
     file.write_text(json.dumps(sealed({"kind": "head", "format": 9})) + "\n")
-    with complains(r"ledger.jsonl has format 9, this treespec reads 1: choose another --out"):
+    with complains(rf"ledger.jsonl has format 9, this treespec reads {FORMAT}: choose another --out"):
         Ledger(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_a_folder_that_another_writes_or_that_cannot_be_written_is_told_before_a
     assert not steps
 
 
-HEAD = {"format": 1, "options": {}}
+HEAD = {"format": FORMAT, "options": {}}
 
 
 def kept(folder, numbers=()):
@@ -203,7 +203,7 @@ def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_numbe
 def test_a_kill_loses_no_entry_whose_append_returned(tmp_path):
     writer = (
         "import itertools, sys, pathlib; from treespec.eval.ledger import Ledger\n"
-        "ledger = Ledger(pathlib.Path(sys.argv[1])); ledger.append('head', {'format': 1})\n"
+        "ledger = Ledger(pathlib.Path(sys.argv[1])); ledger.append('head', {'format': 2})\n"
         "for i in itertools.count():\n"
         "    ledger.append('checked', {'number': i, 'words': 'x' * 50_000})\n"
         "    print(i, flush=True)\n"

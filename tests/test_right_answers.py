@@ -81,7 +81,7 @@ def test_right_answers_are_counted_and_the_same_at_temperature_0(home, questions
 
 def test_another_check_of_the_same_question_judges_its_answers_anew(tmp_path):
     """A mended reference changes no question, so the answers stay."""
-    Ledger(tmp_path).append("head", {"format": 1})
+    Ledger(tmp_path).append("head", {"format": 2})
     Ledger(tmp_path).append("completion", {"contestant": "m", "question_id": 1, "turns": ["It is 18."]})
     for number, right in (("18", True), ("9", False), ("18", True)):
         judge(Ledger(tmp_path), asked(number), False, lambda step: None)

@@ -165,8 +165,8 @@ def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
 def test_records_of_another_format_are_refused(config):
     killed(config)
     file = Path(config.out) / "training" / "config.json"
-    write_json(file, read_json(file, "") | {"format": 2})
-    assert f"{file} has format 2, this treespec reads 1: delete " in refused(config)
+    write_json(file, read_json(file, "") | {"format": 9})
+    assert f"{file} has format 9, this treespec reads 2: delete " in refused(config)
 
 
 def test_a_checkpoint_without_its_record_is_not_gone_on_from(config):

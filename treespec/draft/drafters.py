@@ -64,7 +64,7 @@ class DrafterSpec:
     @classmethod
     def _member(cls, text: str) -> "DrafterSpec":
         # 1. The name, the value and the tree.
-        name = re.match("[^:@]*", text)[0]  # type: ignore[index]
+        name = re.split("[:@]", text)[0]
         value, kind = text[len(name) + 1 :], DRAFTERS.get(name)
         if kind is None:
             hint = nearest(name.removeprefix("suffix+"), DRAFTERS)

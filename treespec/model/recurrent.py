@@ -219,8 +219,7 @@ def row_of(states: Sequence[State], row: int) -> list[State]:
     """The states [1, ...] of a row, which do not keep those of the others."""
     one: list[State] = []
     for state in states:
-        alone = state is None or len(state) == 1
-        one.append(state if alone else state[row : row + 1].clone())  # type: ignore[index]
+        one.append(state if state is None or len(state) == 1 else state[row : row + 1].clone())
     return one
 
 

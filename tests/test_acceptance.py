@@ -52,7 +52,7 @@ def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(figure_2):
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    "rates, said",
     [  # is-lp's sampled rate and its error, and kseq's rate
         ((0.732, 0.005, 0.70), "is-lp"),
         ((0.732, 0.010, 0.71), "is-lp, kseq"),
@@ -174,7 +174,7 @@ def laws_file(folder, p, q):
 
 
 @pytest.mark.parametrize(
-    ("message", "changes"),
+    "message, changes",
     {
         "--target and --head": {"laws": None},
         "must be hu, khisti-draws": {"preset": "khan"},

@@ -91,7 +91,7 @@ def failing(input_ids, scores):
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    "options, complaint",
     [
         ({"logit_bias": {-1: 1.0}}, "logit_bias: a token id is -1"),
         ({"logit_bias": {100000: 1.0}}, "token id 100000, which is outside the vocabulary"),

@@ -151,7 +151,7 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "complaint"),
+    "name, changes, complaint",
     [
         ("z-lab", {"block_size": None}, "block_size"),
         ("z-lab", {"dflash_config": {"target_layer_ids": [0]}}, "does not tell mask_token_id"),
@@ -183,7 +183,7 @@ def test_a_head_with_fewer_tokens_of_its_own_output_is_saved_and_loaded_again(tm
     close(levels(again), before[:, [3, 8, 40]], 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize(("name", "dropped"), [("z-lab", "fc.weight"), ("P-EAGLE of speculators", "mask_hidden")])
+@pytest.mark.parametrize("name, dropped", [("z-lab", "fc.weight"), ("P-EAGLE of speculators", "mask_hidden")])
 def test_a_missing_and_an_unknown_tensor_are_named(name, dropped, tmp_path):
     config, tensors_of, make, built = FORMATS[name]
     tensors = tensors_of(make(**built))

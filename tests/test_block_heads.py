@@ -149,7 +149,7 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
 
 
 @pytest.mark.parametrize(
-    ("tree", "verifier"), [("ddtree:nodes=12", "topk"), ("ddtree:nodes=12", "rrs"), ("chain:3", "single")]
+    "tree, verifier", [("ddtree:nodes=12", "topk"), ("ddtree:nodes=12", "rrs"), ("chain:3", "single")]
 )
 @pytest.mark.parametrize("make", [dflash, p_eagle])
 def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):

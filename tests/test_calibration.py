@@ -112,7 +112,7 @@ def test_rates_are_counted_by_draw_and_never_sum_to_more_than_one(table):
         assert sum(rates) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])
+@pytest.mark.parametrize("lengths, counted", [([], True), ([5, 3], True), ([40], False)])
 def test_too_little_text_to_calibrate_is_refused(table, lengths, counted):
     model, head = table
     with complains("too short"):

@@ -58,7 +58,7 @@ def headed():
     return Spec(target, random_head(target, seed=1), "3x2", "rrs-wo")
 
 
-@pytest.mark.parametrize(("tree", "verifier"), [("3x2", "rrs-wo"), ("chain:3", "block"), ("3x2", "topk")])
+@pytest.mark.parametrize("tree, verifier", [("3x2", "rrs-wo"), ("chain:3", "block"), ("3x2", "topk")])
 def test_exact_verifiers_are_certified(headed, tree, verifier):
     found = Examination(headed.configured(tree, verifier), PROMPTS, SHORT).verdict()
     assert found["passed"], found["tests"]
@@ -197,7 +197,7 @@ def before_truncation(scheme, q, k, generator):
 
 
 @pytest.mark.parametrize(
-    ("tree", "verifier", "tokens", "plant", "question"),
+    "tree, verifier, tokens, plant, question",
     [
         ("64x1", "rrs", 400, faults.draws_from_a_hotter_law, POWERS),
         ("4x2", "optimal", 96, faults.phantoms_dropped, REPEATS),

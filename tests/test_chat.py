@@ -156,9 +156,7 @@ def test_no_word_is_broken_at_the_right_edge_however_the_text_is_cut_into_pieces
         assert "".join("".join(lines).split()) == "".join(words)
 
 
-@pytest.mark.parametrize(
-    ("settings", "mark"), [({}, "green"), ({"NO_COLOR": "1"}, "underline"), ({"TERM": "dumb"}, "")]
-)
+@pytest.mark.parametrize("settings, mark", [({}, "green"), ({"NO_COLOR": "1"}, "underline"), ({"TERM": "dumb"}, "")])
 def test_drafted_tokens_are_marked_as_the_first_screen_says(conversation, monkeypatch, settings, mark):
     for name, value in ({"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": ""} | settings).items():
         monkeypatch.setenv(name, value)

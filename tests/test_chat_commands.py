@@ -39,7 +39,7 @@ def retried(conversation):
 
 
 @pytest.mark.parametrize(
-    ("command", "before", "value", "after"),
+    "command, before, value, after",
     [
         ("/temperature", "temperature 100", "0.7", "temperature 0.7"),
         ("/top-p", "top-p 1", "0.9", "top-p 0.9"),

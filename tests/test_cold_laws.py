@@ -79,7 +79,7 @@ def test_every_scheme_gives_the_targets_law_at_every_temperature(name, dtype):
             check(scheme, probs(target, params), q, [all_draws(scheme.name, row, k) for row in q])
 
 
-@pytest.mark.parametrize(("number", "sure"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("number, sure", [(1, 1), (2, 1), (1, 2)])
 def test_draws_beside_tokens_for_sure_give_it_too(number, sure):
     for temperature in TEMPERATURES:
         p, q = probs(logits(torch.float32), SamplingParams(temperature))

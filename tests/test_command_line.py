@@ -52,7 +52,7 @@ class Ends(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    "error, code, words",
     [
         (InputError("two\nlines"), 2, "treespec: two lines\n"),
         (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError: by. That is a bug: the same command with --traceback"),
@@ -93,7 +93,7 @@ def test_help_in_an_encoding_that_lacks_its_characters():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    "arguments, code, words",
     [
         (["--version"], 0, "treespec "),
         (["-h"], 0, "--version"),

@@ -52,7 +52,7 @@ def logits(model, tokens):
     return model(torch.tensor([tokens])).logits
 
 
-@pytest.mark.parametrize(("bits", "inputs"), [(8, None), (4, None), (8, INPUTS)])
+@pytest.mark.parametrize("bits, inputs", [(8, None), (4, None), (8, INPUTS)])
 def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     """Its logits are transformers' own after loading; layers that round inputs keep their own forward."""
     folder = save_model(tmp_path / "plain", **SIZES)

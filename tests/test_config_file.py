@@ -48,7 +48,7 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "text", "complaint"),
+    "command, text, complaint",
     [
         ("train", "max-step: 3", r"'max-step' is no option of this command \(did you mean max-steps\?\)"),
         ("train", f"{NEEDED}max-steps: 2.5", "max-steps is 2.5, must be a whole number"),
@@ -70,7 +70,7 @@ def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("complaint", "words"),
+    "complaint, words",
     {
         "cannot read --config absent.yaml: No such file or directory": ["train", "--config", "absent.yaml"],
         "--config is given 2 times: leave out all but one": ["train", "--config", "a.yaml", "--config", "b.yaml"],

@@ -21,7 +21,7 @@ def rows_of(**options):
 
 
 @pytest.mark.parametrize(
-    ("reason", "change"),
+    "reason, change",
     {
         "bias": {"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"},
         "nonsense": {"verifier": "topk,nonsense"},

@@ -169,7 +169,7 @@ def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
 
 
 @pytest.mark.parametrize(
-    ("own", "template", "message", "told"),
+    "own, template, message, told",
     [
         (None, None, "Hi", "--template NAME"),
         (None, "vicuna", "Hi", r"vicuna_v1\.1"),

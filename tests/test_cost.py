@@ -71,7 +71,7 @@ def test_the_best_tree_is_the_fastest_of_all_sizes_and_depths(step, draws):
     assert speed >= max(map(speed_of, others)) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("deep", "few"), [(5, 3), (2, 2), (1, 1)])
+@pytest.mark.parametrize("deep, few", [(5, 3), (2, 2), (1, 1)])
 def test_seconds_of_known_parts_give_them_back(deep, few):
     """The mean of the best and the worst verdict counts; a head of one level has no further ones."""
     shapes = SMALLER.cut(few), LARGER.cut(few)

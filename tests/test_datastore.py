@@ -103,7 +103,7 @@ class TestFiles:
         assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
 
     @pytest.mark.parametrize(
-        ("change", "complaint"),
+        "change, complaint",
         [
             (lambda file: file.unlink(), "no datastore at"),
             (lambda file: file.write_bytes(file.read_bytes()[:-8]), "is damaged"),

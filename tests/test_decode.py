@@ -62,7 +62,7 @@ def test_greedy_equals_generate_token_for_token(name):
 CHOSEN = itertools.product(("sampled:nodes=12,depth=3", "auto:topk=4"), ("rrs-wo", "traversal", "optimal"))
 
 
-@pytest.mark.parametrize(("tree", "verifier"), [*((None, name) for name in NAMES), *CHOSEN])
+@pytest.mark.parametrize("tree, verifier", [*((None, name) for name in NAMES), *CHOSEN])
 def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier):
     out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)
@@ -70,7 +70,7 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
 
 
 @pytest.mark.parametrize(
-    ("tree", "verifier"),
+    "tree, verifier",
     {
         "dynamic:depth=3,topk=4,nodes=9": "topk",
         "auto:nodes=16": "topk",
@@ -210,7 +210,7 @@ def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
 
 
 @pytest.mark.parametrize(
-    ("complaint", "texts"),
+    "complaint, texts",
     {
         "prompt 2 of 2: the prompt is empty": [[5], []],
         "prompt 1 of 2: the prompt is empty": [[], [5]],

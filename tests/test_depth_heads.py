@@ -75,7 +75,7 @@ def test_medusas_names_and_shapes_are_the_published_ones():
     assert shapes_of(heads_for(target("llama"), "medusa", 2)) == wanted
 
 
-@pytest.mark.parametrize(("kind", "offset"), [("hydra", 0), ("hydra++", 1)])
+@pytest.mark.parametrize("kind, offset", [("hydra", 0), ("hydra++", 1)])
 def test_hydras_names_and_shapes_are_the_published_ones(kind, offset):
     """As in `hydra_lm_head.pt`; Hydra++ counts a dropout before each module, and has three more blocks and a prefix."""
     wanted, plus = {}, kind == "hydra++"
@@ -117,7 +117,7 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "complaint"),
+    "kind, changes, complaint",
     [
         ("medusa", {"medusa_num_heads": 0}, "at least 1"),
         ("medusa", {"vocab_size": None}, "does not describe Medusa heads"),

@@ -89,7 +89,7 @@ def by_hand(kind, proposer, whole):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    "kind, name",
     [
         *(("model", name) for name in ("llama", "mistral-window-6", "gpt2", "qwen3_next")),
         *(("skip", name) for name in ("llama", "mistral-window-6", "gemma3")),
@@ -154,7 +154,7 @@ class TestASmallerModel:
         assert len(run) > len(text) - 5
         assert run == text[: len(run)]
 
-    @pytest.mark.parametrize(("vocab_size", "missing"), [(56, 8), (80, 0)])
+    @pytest.mark.parametrize("vocab_size, missing", [(56, 8), (80, 0)])
     def test_padding_of_either_embedding_is_no_difference(self, vocab_size, missing):
         """For a target of 64 tokens: what is missing is never drafted."""
         one = ModelProposer(small(vocab_size=vocab_size), target("llama"))

@@ -110,7 +110,7 @@ def test_a_head_without_embedding_and_aux_layers_takes_its_targets(published):
 
 
 @pytest.mark.parametrize(
-    ("layers", "aux_layers"),
+    "layers, aux_layers",
     [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))],
 )
 def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers):
@@ -119,7 +119,7 @@ def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    "changes, complaint",
     [
         ({"norm__weight": None}, r"lacks norm\.weight; is it an EAGLE-3 head"),
         ({"t2d": None}, "lacks t2d"),
@@ -138,7 +138,7 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, com
 
 
 @pytest.mark.parametrize(
-    ("config", "complaint"),
+    "config, complaint",
     [
         ({"draft_vocab_size": 65}, r"config\.json does not describe an EAGLE-3 head: draft_vocab_size is 65, of .* 64"),
         ({"eagle_aux_hidden_state_layer_ids": ["low"]}, r"config\.json does not describe an EAGLE-3 head"),

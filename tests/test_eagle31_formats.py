@@ -104,7 +104,7 @@ def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("complaint", "parts"),
+    "complaint, parts",
     {
         "layer_types has sliding_attention, and sliding_window is None": SLIDING | {"sliding_window": None},
         "layer_types has 'chunked_attention', must be full_attention or": {"layer_types": ["chunked_attention"]},
@@ -140,7 +140,7 @@ NOT_READ = "is no architecture of an EAGLE-.* head that treespec reads$"
 
 
 @pytest.mark.parametrize(
-    ("config", "complaint"),
+    "config, complaint",
     [
         (
             LLAMA | {"use_last_layernorm": True},

@@ -251,7 +251,7 @@ def said(wrong):
     return {line[:2]: (code, text) for line, (code, text) in zip(LINES, results, strict=True)}
 
 
-@pytest.mark.parametrize(("command", "options", "words"), LINES, ids=lambda part: part[:40])
+@pytest.mark.parametrize("command, options, words", LINES, ids=lambda part: part[:40])
 def test_it_is_refused_in_a_line_and_torch_is_not_imported(wrong, said, command, options, words):
     code, text = said[command, options]
     assert code == 2, text

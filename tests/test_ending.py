@@ -233,9 +233,7 @@ def test_spaces_before_punctuation_are_kept_where_a_tokenizer_would_clean_them_u
     assert "".join(streamed(words, words.encode(text), random.Random(0))[1]) == text
 
 
-@pytest.mark.parametrize(
-    ("words", "stop", "reason"), [(tokenizer(), ("a", ""), "empty"), (None, ("a",), "no tokenizer")]
-)
+@pytest.mark.parametrize("words, stop, reason", [(tokenizer(), ("a", ""), "empty"), (None, ("a",), "no tokenizer")])
 def test_stop_strings_that_cannot_be_found_are_refused(words, stop, reason):
     with complains(reason):
         Ending(words, NEVER, stop, 10)

@@ -93,7 +93,7 @@ def test_texts_have_the_targets_distribution_and_cycles_their_length(setup):
 
 
 @pytest.mark.parametrize(
-    ("fault", "tree", "verifier"),
+    "fault, tree, verifier",
     [
         (faults.draws_from_a_hotter_law, "2x2", "rrs-wo"),
         (faults.draws_from_a_hotter_law, "chain:2", "single"),
@@ -142,7 +142,7 @@ def features_of_the_token_before(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "setup"),
+    "fault, setup",
     [
         (unshaped_below_the_first_level, ("model", "topk", "2x2", "processor", 64)),
         (draws_one_node_off, ("model", "topk", "2x2", "processor", 64)),

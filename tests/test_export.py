@@ -74,7 +74,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("to", "make"), PAIRS)
+@pytest.mark.parametrize("to, make", PAIRS)
 def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
     head = make()
     done = export(saved(head, tmp_path / "head"), to, tmp_path / "out", SERVED)
@@ -139,7 +139,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("to", "make", "fields", "there", "absent"), FIELDS)
+@pytest.mark.parametrize("to, make, fields, there, absent", FIELDS)
 def test_the_engines_find_the_fields_and_tensors_that_they_ask_for(to, make, fields, there, absent, tmp_path):
     export(saved(make(), tmp_path / "head"), to, tmp_path / "out", SERVED)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -188,7 +188,7 @@ def reading(*aux_layers):
 
 
 @pytest.mark.parametrize(
-    ("to", "make", "config", "complaint"),
+    "to, make, config, complaint",
     [
         ("speculators", one, {}, "speculators takes heads of kind eagle3: .*head is of kind eagle"),
         ("sglang", medusa, {}, "sglang takes heads of kind eagle or eagle3: .* is of kind medusa"),
@@ -258,7 +258,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("to", "make"), COMMANDS)
+@pytest.mark.parametrize("to, make", COMMANDS)
 def test_the_command_names_the_target_and_the_folder(to, make, tmp_path):
     done = export(saved(make(), tmp_path / "head"), to, tmp_path / "out", SERVED)
     assert done.command == COMMANDS[to, make].format(t="some/target", d=tmp_path / "out")

@@ -225,7 +225,7 @@ def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leave
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "complaint"),
+    "name, changes, complaint",
     [
         ("eagle3-sglang", {IDS: [1, 3, 4]}, r"is \[1, 3, 4\], and in eagle_config \[1, 3, 4\], which is \[2, 4, 5\]"),
         ("eagle3-sglang", {"eagle_config": {IDS: [1, 3]}}, r"fc\.weight is \[32, 96\], config\.json says \[32, 64\]"),

@@ -114,7 +114,7 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
 
 class TestWhatDoesNotGoTogether:
     @pytest.mark.parametrize(
-        ("drafter", "complaint"),
+        "drafter, complaint",
         {
             "lookup:tokens=0": "--drafter lookup:tokens=0: tokens is 0, must be a whole number from 1 to 4,095",
             "lookup:words=3": "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1",

@@ -103,8 +103,8 @@ def test_masks_do_not_depend_on_the_way_to_a_node(letters):
             assert torch.equal(row, alone[0])
 
 
-@pytest.mark.parametrize(("verifier", "tree"), TREES)
-@pytest.mark.parametrize(("regex", "cycles"), [(REGEX, CYCLES_OF_WORDS), (FORCED, CYCLES_OF_FORCED)])
+@pytest.mark.parametrize("verifier, tree", TREES)
+@pytest.mark.parametrize("regex, cycles", [(REGEX, CYCLES_OF_WORDS), (FORCED, CYCLES_OF_FORCED)])
 def test_answers_have_the_targets_distribution_among_what_is_allowed(letters, verifier, tree, regex, cycles):
     """By enumeration; the mean number of cycles is frozen."""
     spec, params = letters.configured(tree, verifier), SamplingParams(2.0, top_k=2)

@@ -125,7 +125,7 @@ def retold(**changes):
 
 
 @pytest.mark.parametrize(
-    ("complaint", "spoil"),
+    "complaint, spoil",
     {
         "no head directory": lambda f: shutil.rmtree(f),
         "has no config.json": lambda f: (f / "config.json").unlink(),

@@ -138,7 +138,7 @@ def test_a_streamer_gets_the_text(pair):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     {
         "num_beams": {"num_beams": 2},
         "output_scores": {"output_scores": True, "return_dict_in_generate": True},

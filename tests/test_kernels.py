@@ -48,7 +48,7 @@ def test_a_weight_that_is_not_finite_stays_so(weight):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 9, 3, 64, 64), (2, 4, 4, 16, 32), (3, 8, 2, 128, 48), (2, 2, 1, 20, 13)])
-@pytest.mark.parametrize(("nodes", "columns"), [(1, 1), (1, 100), (5, 16), (13, 40), (30, 90)])
+@pytest.mark.parametrize("nodes, columns", [(1, 1), (1, 100), (5, 16), (13, 40), (30, 90)])
 def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype):
     torch.manual_seed(0)
     b, heads, kv, d, dv = shape

@@ -49,7 +49,7 @@ def refusal(folder):
 
 
 @pytest.mark.parametrize(
-    ("told", "fields"),
+    "told, fields",
     {
         "they lack model.layers.3.input_layernorm.weight": {"num_hidden_layers": 4},
         "they hold model.layers.2.input_layernorm.weight": {"num_hidden_layers": 2},
@@ -89,7 +89,7 @@ def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(fol
 
 
 @pytest.mark.parametrize(
-    ("form", "parts", "fields"),
+    "form, parts, fields",
     [
         ("NVFP4 of ModelOpt", ("weight_scale", "weight_scale_2"), {}),
         ("NVFP4 of ModelOpt", ("weight_scale_2",), {"quantization_config": {"quant_method": "modelopt"}}),
@@ -106,7 +106,7 @@ def test_a_format_that_transformers_does_not_load_is_named(folder, form, parts, 
 
 
 @pytest.mark.parametrize(
-    ("file", "told"), [("tekken.json", "pip install mistral-common"), ("tokenizer.model", "pip install sentencepiece")]
+    "file, told", [("tekken.json", "pip install mistral-common"), ("tokenizer.model", "pip install sentencepiece")]
 )
 def test_a_tokenizer_that_takes_a_package_is_named(folder, file, told, capfd):
     (folder / file).write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15")

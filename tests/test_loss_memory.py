@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "loss"), CASES)
+@pytest.mark.parametrize("kind, loss", CASES)
 def test_a_step_takes_at_most_six_bytes_a_position_and_token(target, kind, loss):
     assert 0 < bytes_each(target, new_head(kind, target), kind, loss) < 6
 

@@ -71,7 +71,7 @@ def test_measured_trees_are_the_best_of_all(nodes):
         assert expected_length(tree, table) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (3, 2), (4, 1), (5, 3), (6, 2), (6, 5)])
+@pytest.mark.parametrize("nodes, depth", [(2, 1), (3, 2), (4, 1), (5, 3), (6, 2), (6, 5)])
 @pytest.mark.parametrize("descending", [True, False])
 def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
     """Also where a later child is likelier than an earlier one, and with rates of their own at the root."""
@@ -130,7 +130,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
         accuracies(Spec(model, head), rows[2:], 3, 5)
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
+@pytest.mark.parametrize("kind, nodes", [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
 def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_folder, tmp_path, monkeypatch, capsys):
     """0 nodes are as many as the times of this machine make worth while."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -147,7 +147,7 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
 
 
 @pytest.mark.parametrize(
-    ("complaint", "changes"),
+    "complaint, changes",
     {
         "--kind is 'fern'": {"kind": "fern"},
         "at least 2": {"nodes": 1},

@@ -130,7 +130,7 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "drop", "message"),
+    "change, drop, message",
     [
         ({}, "model.mtp_layers.0.input_proj.weight", r"lacks model\.mtp_layers\.0\.input_proj\.weight"),
         ({}, "model.mtp_layers.0.mlp.up_proj.weight", r"lacks model\.mtp_layers\.0\.mlp\.up_proj\.weight"),

@@ -143,7 +143,7 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
 
 
 @pytest.mark.parametrize("scheme", [Optimal(exact=1), Optimal(extra=0, exact=1)])
-@pytest.mark.parametrize(("number", "sure"), [(2, 1), (1, 0), (0, 2), (3, 2)])
+@pytest.mark.parametrize("number, sure", [(2, 1), (1, 0), (0, 2), (3, 2)])
 def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number, sure, scheme):
     p, q = common_laws()
     rows_p, rows_q = (rows.repeat_interleave(500, 0) for rows in (p, q))

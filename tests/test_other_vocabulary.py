@@ -183,7 +183,7 @@ class TestHeads:
         assert spec.generate("the user", max_new_tokens=12, temperature=1.0, seed=1).token_ids
 
     @pytest.mark.parametrize(
-        ("kind", "complaint"),
+        "kind, complaint",
         [("medusa", "is for a vocabulary of"), ("bare", "put the tokenizer that it was trained with into its folder")],
     )
     def test_others_are_refused_by_name(self, folders, kind, complaint):

@@ -70,7 +70,7 @@ def test_a_target_that_repeats_itself_is_given_up(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "before", "end"),
+    "template, before, end",
     [(CHATML, "<s>user\n", "</s>"), (VICUNA, "user:", "assistant:")],
 )
 def test_a_users_turn_is_cut_out_of_the_template(model, template, before, end):
@@ -89,7 +89,7 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
 
 
 @pytest.mark.parametrize(
-    ("question", "problem"),
+    "question, problem",
     [
         ("Why is the sky blue?", None),
         ("Why is the sky", "no end"),

@@ -26,7 +26,7 @@ def linear(*sizes, bias=True, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", WITHIN)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "outputs"),
+    "shape, outputs",
     [
         *(((*rows, 48), 80) for rows in ((), (0,), (1,), (26,), (2, 3), (3, 70))),
         ((5, 1), 1),

@@ -119,7 +119,7 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
 
 
 @pytest.mark.parametrize(
-    ("complaint", "change"),
+    "complaint, change",
     {
         "--contexts 193: the target's context holds 256 tokens": {"contexts": "20,193"},
         "no assistant directory at ./nowhere": {"assistant": "./nowhere", "peers": "transformers"},
@@ -163,7 +163,7 @@ def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    "trouble, words",
     [
         (401, r"refuses with HTTP 401: .*; its key is taken from OPENAI_API_KEY"),
         ({"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}, "reports no usage"),

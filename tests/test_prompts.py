@@ -175,7 +175,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("given", "complaint"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("given, complaint", REFUSED.values(), ids=REFUSED)
 def test_all_else_is_refused_by_name_in_one_line(spec, given, complaint):
     with complains(complaint):
         spec.generate(given, max_new_tokens=NEW)
@@ -205,7 +205,7 @@ WRONG += [("stop", ["x", 5], "stop string 2 is 5"), ("stop", ["x", ""], "stop ha
 WRONG += [("temprature", 1.0, r"unknown option temprature \(did you mean temperature\?\): there are .*top_k, top_p")]
 
 
-@pytest.mark.parametrize(("name", "value", "complaint"), WRONG)
+@pytest.mark.parametrize("name, value, complaint", WRONG)
 def test_options_are_refused_by_name(spec, name, value, complaint):
     for given in (IDS, [IDS, IDS]):
         with complains(complaint):

@@ -100,7 +100,7 @@ def test_the_weights_of_a_model_that_others_hold_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("complaint", "options"),
+    "complaint, options",
     {
         "dtype is float32, but the target is loaded already": {"dtype": "float32"},
         "device_map is cpu": {"device_map": "cpu"},

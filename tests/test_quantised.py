@@ -54,7 +54,7 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("form", "package"),
+    "form, package",
     [
         *((form, "torchao") for form in FORMS),
         *((form, "bitsandbytes") for form in ("4bit", "8bit")),
@@ -115,7 +115,7 @@ def test_a_loaded_model_takes_no_form():
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    "form, told",
     [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install torchao")],
 )
 def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):

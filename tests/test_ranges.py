@@ -63,7 +63,7 @@ def test_configurations_are_found():
     assert len({kind.__name__ for kind in configs()}) >= 16
 
 
-@pytest.mark.parametrize(("kind", "field"), numbers())
+@pytest.mark.parametrize("kind, field", numbers())
 def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(kind, field):
     allowed = range_of(field)
     assert allowed is not None

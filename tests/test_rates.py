@@ -58,7 +58,7 @@ def of_the_plan(name, p, q, k):
     return rate.item()
 
 
-@pytest.mark.parametrize(("name", "k"), STATED)
+@pytest.mark.parametrize("name, k", STATED)
 def test_the_stated_rate_is_that_of_the_plan(name, k):
     for p, q in every_pair(5):
         if name not in ("greedy", "topk", "typical") or not tied(q, k - 1 if name == "greedy" else k):
@@ -78,7 +78,7 @@ def test_no_plan_accepts_more_than_the_optimum_of_its_draws(name):
             assert of_the_plan(name, p, q, k) <= optimum(outcomes(name, q, k), p) + 1e-7
 
 
-@pytest.mark.parametrize(("name", "k"), OPTIMAL)
+@pytest.mark.parametrize("name, k", OPTIMAL)
 def test_schemes_that_are_optimal_for_their_draws_reach_the_optimum(name, k):
     for p, q in random_pairs(10):
         assert of_the_plan(name, p, q, k) == pytest.approx(optimum(outcomes(name, q, k), p), rel=0, abs=1e-7)
@@ -109,7 +109,7 @@ def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
 
 # Khisti et al. 2025, figure 2: target (t1, t2, 1 - t1 - t2), the optimum and two other schemes for two draws.
 @pytest.mark.parametrize(
-    ("t1", "t2", "best", "kseq", "rrs"),
+    "t1, t2, best, kseq, rrs",
     [
         *[(1 / 3, 0, 0.8889, 0.8114, 0.7778), (1 / 3, 1 / 9, 1, 0.8889, 0.8519), (1 / 3, 2 / 9, 1, 0.9576, 0.9259)],
         *[(1 / 3, 1 / 3, 1, 1, 1), (1 / 6, 0, 0.7222, 0.6866, 0.6667), (1 / 6, 0.1389, 0.8611, 0.7912, 0.7593)],
@@ -124,7 +124,7 @@ def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):
 
 
 @pytest.mark.parametrize(
-    ("name", "rate"),
+    "name, rate",
     [
         *[("rrs", 0.8), ("is-lp", 0.85), ("otm-lp", 0.85), ("rrs-wo", 0.94), ("spechub", 1), ("greedy", 1)],
         ("kseq", 0.1 + (1.5 + math.sqrt(1.85)) / 4),  # ρ(.1/ρ + .5), where .1/ρ + .5 = 2 - ρ
@@ -155,7 +155,7 @@ def test_the_optimal_rate_is_that_of_the_linear_program(name, share):
             assert BEST[name](share * p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
 
 
-@pytest.mark.parametrize(("k", "tops"), [(1, 0), (2, 1), (3, 1), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("k, tops", [(1, 0), (2, 1), (3, 1), (3, 2), (3, 3), (4, 2)])
 def test_so_is_that_of_tops_and_independent_draws(k, tops):
     for p, q in every_pair(5):
         if not tied(q, tops):
@@ -203,7 +203,7 @@ def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k):
     close(optimal_without_replacement(p[None], q[None], k)[0], best, 1e-9)
 
 
-@pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
+@pytest.mark.parametrize("name, k", [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
 def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
     rows, generator = 200 if name == "rrs-wo" else 20, seeded(6)
     for p, q in every_pair(0):
@@ -212,7 +212,7 @@ def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
         assert abs(rate.value.mean() - of_the_plan(name, p, q, k)) <= 5 * error + 1e-9
 
 
-@pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 4), ("is-lp:s=2", 3)])
+@pytest.mark.parametrize("name, k", [("rrs-wo", 2), ("rrs-wo", 4), ("is-lp:s=2", 3)])
 def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_of_samples(name, k):
     generator = seeded(7)
     p, q = (random_law(30, generator).expand(200, -1) for _ in "pq")

@@ -146,7 +146,7 @@ def test_a_text_that_goes_on_reuses_the_states_after_its_prompt():
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name, reason",
     {
         "minimax": "state in a place",
         "xlstm": "state in a place",

@@ -93,7 +93,7 @@ def test_parts_make_up_the_whole(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "change"),
+    "named, change",
     {
         "seed = 12, not 8": {"seed": 8},
         "temperature = 1.0, not 0.5": {"temperature": 0.5},
@@ -175,7 +175,7 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes, said",
     [
         ({}, "give --data or --from-template"),
         ({"from_template": 3, "endpoint": "http://localhost"}, "cannot continue a user's turn"),

@@ -66,7 +66,7 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
 
 
 @pytest.mark.parametrize(
-    ("said", "trouble"),
+    "said, trouble",
     {
         "the server refuses with HTTP 401.*OPENAI_API_KEY": {6: 401},
         "the server refuses with HTTP 404": {6: 404},

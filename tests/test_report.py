@@ -135,7 +135,7 @@ def test_where_every_pair_is_slower_the_verdict_says_so():
 
 
 @pytest.mark.parametrize(
-    ("measured", "questions", "noise", "said"),
+    "measured, questions, noise, said",
     [
         (pair("auto", figure(1.13, 1.07, 1.2), tau=1.0), 80, 0.01, "as drafts brought nothing (τ 1.000)."),
         (pair("auto", figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), inside the clock's noise of ±5.0 %."),

@@ -86,7 +86,7 @@ def test_formatted_text_and_token_rows_train_the_same_tokens(tmp_path, expected)
 
 
 @pytest.mark.parametrize(
-    ("told", "row"),
+    "told, row",
     {
         "without loss_mask, assistant_masks or labels": {"input_ids": [1, 2, 3]},
         "differ in length": {"input_ids": [1, 2, 3], "loss_mask": [1]},

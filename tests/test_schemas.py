@@ -140,7 +140,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "source", "message"), BROKEN)
+@pytest.mark.parametrize("kind, source, message", BROKEN)
 def test_a_broken_grammar_is_refused_by_its_fault(spec, kind, source, message):
     with complains(re.escape(message)):
         spec.generate([1, 5], **{kind: source})

@@ -63,7 +63,7 @@ def test_it_is_where_each_draw_has_its_own_law(name, k):
     close(output, p, 1e-12)
 
 
-@pytest.mark.parametrize(("draws", "tops"), [count for count in COUNTS if any(count)])
+@pytest.mark.parametrize("draws, tops", [count for count in COUNTS if any(count)])
 def test_it_is_where_some_tokens_are_there_for_sure(draws, tops):
     for p, q in pairs(25):
         drawn, chances = with_tops(q, draws, tops)
@@ -182,7 +182,7 @@ MUTATIONS = [  # scheme, draws, the module that is changed, what stands there, a
 ]
 
 
-@pytest.mark.parametrize(("name", "k", "part", "old", "new"), MUTATIONS)
+@pytest.mark.parametrize("name, k, part, old, new", MUTATIONS)
 def test_a_broken_rule_has_another_law(name, k, part, old, new):
     module = sys.modules[type(SCHEMES[name]).__module__]
     broken = vars(mutant(module, (old, new), part=part))[type(SCHEMES[name]).__name__]()
@@ -205,7 +205,7 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    "spec, words",
     {
         "best": ", ".join(registry.SCHEMES),
         "otm-lp": "does not decode: see its rates by treespec acceptance --verifier otm-lp",

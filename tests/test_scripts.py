@@ -43,7 +43,7 @@ def run(script, arguments, monkeypatch):
         runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize(("script", "arguments", "shown"), RUNS)
+@pytest.mark.parametrize("script, arguments, shown", RUNS)
 def test_the_script_runs(script, arguments, shown, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     with torch.no_grad():

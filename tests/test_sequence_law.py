@@ -73,7 +73,7 @@ def table():
     return Spec(model, random_head(model, seed=2))
 
 
-@pytest.mark.parametrize(("options", "shaped"), [(PENALTIES, penalised), ({"logits_processor": habits}, by_habits)])
+@pytest.mark.parametrize("options, shaped", [(PENALTIES, penalised), ({"logits_processor": habits}, by_habits)])
 def test_at_temperature_0_each_token_is_the_likeliest_of_the_changed_logits(table, options, shaped):
     ((wanted, _),) = distribution(table.target, PROMPT, NEW, SamplingParams(), shaped, END).items()
     given = Spec(table.target, source_of("lookup", table.target))

@@ -49,7 +49,7 @@ BAD = [  # path, body, status, param
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
+@pytest.mark.parametrize("path, body, status, param", BAD)
 def test_a_bad_request_names_its_field(http, path, body, status, param):
     answer = http.post(path, content=json.dumps(body), headers=JSON)
     error = answer.json()["error"]
@@ -73,7 +73,7 @@ def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "words"),
+    "body, code, words",
     [
         ({"temprature": 1}, "unknown_parameter", "'temperature'"),
         ({"max_new_tokens": 1}, "unknown_parameter", "'max_tokens'"),

@@ -55,7 +55,7 @@ def test_an_answer_by_schema_is_that_of_the_python_call(ai, spec):
 
 
 @pytest.mark.parametrize(
-    ("param", "options"),
+    "param, options",
     [
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}),
         ("regex", "("),

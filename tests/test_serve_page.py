@@ -179,7 +179,7 @@ def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason="chromium and its driver are not installed")
-@pytest.mark.parametrize(("width", "dark", "key"), [(1200, False, None), (390, True, "secret")])
+@pytest.mark.parametrize("width, dark, key", [(1200, False, None), (390, True, "secret")])
 def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark, key):
     spec = tiny_spec(context=2048, said=EVIL)
     with serving(spec, api_key=key and [key]) as state, Browser(width, 800, dark) as page:

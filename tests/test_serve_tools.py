@@ -53,7 +53,7 @@ def pieces_of(words, text, seed):
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("template", "text", "shown", "calls"), CASES)
+@pytest.mark.parametrize("template, text, shown, calls", CASES)
 def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, special):
     words = tokenizer()
     if special:  # such as Mistral's, which leaves them out of the text

@@ -114,7 +114,7 @@ def test_a_verifier_needs_a_name_a_scheme_and_a_call(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "members"),
+    "name, members",
     {
         "suffix+eagle:HEAD": ["suffix", "eagle:HEAD"],
         "suffix:a/b,tokens=5000+hydra++:a+b": ["suffix:a/b,tokens=5000", "hydra++:a+b"],

@@ -97,7 +97,7 @@ class TestAnswers:
         assert again.stats.acceptance_length > 2 * first.stats.acceptance_length
 
     @pytest.mark.parametrize(
-        ("first", "second", "known"),
+        "first, second, known",
         [
             ({}, {}, True),
             ({"memory": "a"}, {"memory": "a"}, True),

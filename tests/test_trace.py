@@ -57,7 +57,7 @@ def models(request):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("tree", "verifier", "temperature"), CASES)
+@pytest.mark.parametrize("tree, verifier, temperature", CASES)
 def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(models, tree, verifier, temperature):
     target, head = models
     shown = SamplingParams(temperature or 1.0)

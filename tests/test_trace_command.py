@@ -41,7 +41,7 @@ def test_a_pipe_gets_plain_trees(pair, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    "words, complaint",
     [
         (["--head", "HEAD", "--cycles", "0"], "--cycles is 0"),
         (["--head", "HEAD", "--prompt", ""], "--prompt is empty"),

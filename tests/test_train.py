@@ -67,7 +67,7 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     assert not list((tmp_path / "features").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(("head", "more"), [("eagle3", []), ("eagle", ["--shard-target", "--calibrate", "--features"])])
+@pytest.mark.parametrize("head, more", [("eagle3", []), ("eagle", ["--shard-target", "--calibrate", "--features"])])
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, head, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
     one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)

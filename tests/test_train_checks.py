@@ -26,7 +26,7 @@ def no_target(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "complaint"),
+    "name, content, complaint",
     [
         ("data.jsonl.gz", gzip.compress(b"of some length " * 9)[:-9], "data.jsonl.gz is a damaged gzip archive"),
         ("data.zip", b"PK\x03\x04", "data.zip is a zip archive: unpack it"),

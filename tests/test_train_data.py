@@ -33,7 +33,7 @@ def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatc
     assert same_weights(weights(trained(config)), weights(known))
 
 
-@pytest.mark.parametrize(("ended", "ends"), [(["max_new_tokens", "model"], 1), (["max_new_tokens"], 0)])
+@pytest.mark.parametrize("ended, ends", [(["max_new_tokens", "model"], 1), (["max_new_tokens"], 0)])
 def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, ends):
     """Of two answers the first was cut; where it is unclear which one was, no end token is learnt."""
     tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])

@@ -177,7 +177,7 @@ def named(value):
     return getattr(value, "name", None)
 
 
-@pytest.mark.parametrize(("verifier", "shape"), PAIRS, ids=named)
+@pytest.mark.parametrize("verifier, shape", PAIRS, ids=named)
 def test_texts_have_the_targets_law(verifier, shape):
     found, _ = text_law(verifier, shape, SPARSE)
     assert deviation(found, SPARSE.of_sequences(shape.length)) < 1e-9

@@ -54,7 +54,7 @@ def test_a_tree_file_means_its_paths(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    "content, complaint",
     [
         ("[[0, 1]]", "no parent"),
         ("{", "not JSON"),

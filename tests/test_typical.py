@@ -16,7 +16,7 @@ from treespec.verify.topk import Typical
 
 
 @pytest.mark.parametrize(
-    ("p", "draws", "output"),
+    "p, draws, output",
     [
         ([0.5, 0.3, 0.15, 0.05], [1, 2], 1),  # threshold .09: both pass, 1 is likelier
         ([0.5, 0.3, 0.15, 0.05], [2, 1], 1),  # in any order

@@ -58,7 +58,7 @@ SPECULATED += [(parts, None) for parts in VARIANTS.values()]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("parts", "drafted"), SPECULATED)
+@pytest.mark.parametrize("parts, drafted", SPECULATED)
 def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     """With a window the first step alone: at later ones theirs counts pairs only, and vLLM's all positions."""
     model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
@@ -112,7 +112,7 @@ def test_safeailabs_eagle1_gives_the_features(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("layers", "arch"), [(1, "mlp"), (4, "prefix-mlp")])
+@pytest.mark.parametrize("layers, arch", [(1, "mlp"), (4, "prefix-mlp")])
 def test_hydras_own_file_gives_hydras_logits(layers, arch, tmp_path):
     module = pytest.importorskip(f"hydra.model.hydra_heads.{arch.replace('-', '_')}_head", exc_type=ImportError)
     base = EIGHT.model.config.__class__(**EIGHT.model.config.to_dict() | {"attn_implementation": "eager"})

@@ -37,7 +37,7 @@ def half():
 
 
 @pytest.mark.parametrize(
-    ("verifier", "tree"),
+    "verifier, tree",
     [("topk", "dynamic:depth=3,topk=40,nodes=60"), ("topk", "40x1"), ("rrs-wo", "eagle"), SAMPLED, ("topk", "auto")],
 )
 def test_greedy_text_is_the_targets_token_for_token(half, verifier, tree):
@@ -105,7 +105,7 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    "content, complaint",
     {
         '{"tokens": []}': "ascending order, from 0 to 63",
         '{"tokens": [3, 64]}': "ascending order, from 0 to 63",

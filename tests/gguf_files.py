@@ -1,8 +1,6 @@
-"""Small GGUF files, as llama.cpp's converter writes those of a Llama or a mixture."""
+"""Small GGUF files, as llama.cpp's converter writes those of a Llama."""
 
 import gguf
-import numpy as np
-import torch
 
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
@@ -41,38 +39,6 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more
         more(writer)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-@torch.no_grad()
-def write_mixture(model, file, kind="Q8_0"):
-    """The weights of a Qwen3-MoE: matrices in blocks, routers and norms in float32.
-
-    The model's own weights become the rounded ones.
-    """
-    config, writer = model.config, gguf.GGUFWriter(file, "qwen3moe")
-    writer.add_block_count(config.num_hidden_layers)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
-    blocks = gguf.GGMLQuantizationType[kind]
-    for name, value in model.state_dict().items():
-        values, layer = value.float().numpy(), name.removeprefix("model.layers.").partition(".")[0]
-        if values.ndim == 1 or name.endswith("mlp.gate.weight"):
-            writer.add_tensor(names.get_name(name.removesuffix(".weight")) + ".weight", values)
-            continue
-        packed = gguf.quants.quantize(values, blocks)
-        value.copy_(torch.from_numpy(gguf.quants.dequantize(packed, blocks)))
-        parts = {names.get_name(name.removesuffix(".weight")): packed}
-        if name.endswith("gate_up_proj"):
-            gate, up = np.split(packed, 2, axis=1)
-            parts = {f"blk.{layer}.ffn_gate_exps": gate, f"blk.{layer}.ffn_up_exps": up}
-        elif name.endswith("down_proj"):
-            parts = {f"blk.{layer}.ffn_down_exps": packed}
-        for own, part in parts.items():
-            writer.add_tensor(own + ".weight", np.ascontiguousarray(part), raw_dtype=blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

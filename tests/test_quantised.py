@@ -22,6 +22,7 @@ from treespec.heads.checkpoint import save_head
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
 from treespec.model.target import Target
+from treespec.train.machine import shard
 
 FORMS = ("int8", "fp8")
 PROMPT = [3, 9, 4, 30]
@@ -69,7 +70,7 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     if form != "8bit":
         assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
     weight = spec.target.model.model.layers[0].mlp.up_proj.weight
-    assert type(weight) is not nn.Parameter or weight.dtype != torch.float32
+    assert form.startswith("gguf") or type(weight) is not nn.Parameter or weight.dtype != torch.float32
     assert [record.name for record in caplog.records].count("treespec.model.load_in") == (form == "8bit")
     assert "MatMul8bitLt" not in caplog.text
 
@@ -88,6 +89,11 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
         assert head.vocabulary.tolist() == tokens.tolist()
     output = new_head("medusa", whole).output_layers[0](hidden)
     close(output, whole.output_logits(hidden), 1e-5)
+
+
+def test_a_quantised_target_is_not_split_over_processes(whole):
+    with complains("this target's are quantised"):
+        shard(whole, 2, torch.device("cpu"))
 
 
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):

@@ -1,14 +1,11 @@
-"""How transformers reads a config, a tokenizer or weights from a GGUF file."""
+"""What transformers reads from a GGUF file: a config, a tokenizer, or weights, which it unpacks."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 log = logging.getLogger(__name__)
@@ -24,42 +21,6 @@ def source(path: str, file: Path | None, name: str, where: Mapping[str, Any]) ->
         if cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options) is None:
             return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     return {"pretrained_model_name_or_path": path}
-
-
-@contextmanager
-def kept_in_blocks(file: Path | None) -> Iterator[None]:
-    """Inside, transformers keeps the weights of a GGUF file in its blocks (`gguf_blocks`).
-
-    Versions without `GgufConfig` unpack them.
-    """
-    if file is None or not hasattr(transformers, "GgufConfig"):
-        yield
-        return
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
-    from treespec.model.gguf_blocks import BlockQuantizer
-
-    before = AUTO_QUANTIZER_MAPPING["gguf"]
-    AUTO_QUANTIZER_MAPPING["gguf"] = BlockQuantizer
-    try:
-        yield
-    finally:
-        AUTO_QUANTIZER_MAPPING["gguf"] = before
-
-
-def tell_of_unpacked(file: Path, model: PreTrainedModel) -> None:
-    """Warn where a file's blocks were unpacked at loading, so that they take more memory."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    header = getattr(quantizer, "header", None)
-    plain = header is not None and not header.has_quantized_weights
-    if plain or any(weight.dtype == torch.uint8 for weight in model.parameters()):
-        return
-    log.warning(
-        "the weights of %s are unpacked: transformers %s keeps no blocks of its architecture or type "
-        "on this device",
-        file.name,
-        transformers.__version__,
-    )
 
 
 def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:

@@ -22,12 +22,7 @@ from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import adapted
 from treespec.model.folder import SIZES, check_fields, check_sizes, gguf_file, loading, located
-from treespec.model.gguf_load import (
-    kept_in_blocks,
-    source,
-    tell_of_rotary_factors,
-    tell_of_unpacked,
-)
+from treespec.model.gguf_load import source, tell_of_rotary_factors
 from treespec.model.identity import base_of
 from treespec.model.load_in import FOREIGN, foreign, own_fields, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
@@ -66,7 +61,7 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
         if "local_files_only" in where:
             options["adapter_kwargs"] = {"local_files_only": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        with quiet(), kept_in_blocks(file):
+        with quiet():
             model, report = auto_class(config).from_pretrained(
                 path, config=config, **options, **where
             )
@@ -74,7 +69,6 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
         # 4. Every tensor must fit.
         _check_tensors(model, report)
     if file is not None:
-        tell_of_unpacked(file, model)
         tell_of_rotary_factors(file, model.config)
     return cast(PreTrainedModel, model.eval())
 

@@ -1,11 +1,12 @@
 """The command line: one line for what cannot be done, exit code 2, and no traceback."""
 
+import shlex
 import shutil
 
 import pytest
+from commands import treespec
 
 from treespec import load
-from treespec.cli import app, run
 from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
 
@@ -18,17 +19,17 @@ def pair(home):
 
 def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, capsys):
     texts = ["the question", "answers", "the user asks"]
-    options = ["--target", pair[0], "--head", pair[1], "--max-new-tokens", "8", "--dtype", "float32", "--batch", "2"]
+    line = f"generate --target {pair[0]} --head {pair[1]} --max-new-tokens 8 --dtype float32 --batch 2"
     spec = load(*pair, dtype="float32")
     for asked in (texts[:1], texts):
-        assert run(app, ["generate", *options, *(word for text in asked for word in ("--prompt", text))]) == 0
+        assert treespec(" --prompt ".join([line, *map(shlex.quote, asked)])) == 0
         wanted = [spec.generate([{"role": "user", "content": text}], max_new_tokens=8) for text in asked]
         printed = capsys.readouterr()
         assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
         assert f"{sum(one.stats.new_tokens for one in wanted)} tokens · τ " in printed.err
         assert TAU in printed.err
     for prompt, complaint in (("", "--prompt is empty"), ("long " * 600, "the target's context holds 256")):
-        assert run(app, ["generate", *options, "--prompt", "a", "--prompt", prompt]) == 2
+        assert treespec(f"{line} --prompt a --prompt '{prompt}'") == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -37,17 +38,16 @@ def test_a_calibrated_head_drafts_sampled_trees(pair, tmp_path, capsys):
     own = shutil.copytree(head, tmp_path / "head")
     text = tmp_path / "text.txt"
     text.write_text("no")
-    models = ["--target", target, "--head", str(own)]
-    options = ["--text", str(text), "--depth", "3", "--positions", "40"]
-    assert run(app, ["calibrate", *models, *options]) == 2
+    models = f"--target {target} --head {own}"
+    line = f"calibrate {models} --text {text} --depth 3 --positions 40"
+    assert treespec(line) == 2
     assert "the text is too short" in capsys.readouterr().err
     text.write_text("the user asks and the assistant answers the question " * 12)
-    assert run(app, ["calibrate", *models, *options]) == 0
+    assert treespec(line) == 0
     assert str(own / "calibration.json") in capsys.readouterr().out.replace("\n", "")
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
-    drafting = ["--tree", "sampled:nodes=12,depth=3", "--verifier", "traversal", "--temperature", "1"]
-    said = ["--prompt", "the question", "--max-new-tokens", "8"]
-    assert run(app, ["generate", *models, *drafting, *said]) == 0
+    drafting = "--tree sampled:nodes=12,depth=3 --verifier traversal --temperature 1"
+    assert treespec(f"generate {models} {drafting} --prompt 'the question' --max-new-tokens 8") == 0
 
 
 def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
@@ -56,10 +56,10 @@ def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
     (own / "draft_vocab.json").write_text("damaged")
     text = tmp_path / "text.txt"
     text.write_text("the user asks and the assistant answers the question " * 12)
-    options = ["calibrate", "--target", target, "--head", str(own), "--depth", "2", "--positions", "40"]
-    assert run(app, [*options, "--draft-vocab", "20"]) == 2
+    line = f"calibrate --target {target} --head {own} --depth 2 --positions 40 --draft-vocab 20"
+    assert treespec(line) == 2
     assert "--draft-vocab needs --text" in capsys.readouterr().err
-    assert run(app, [*options, "--draft-vocab", "20", "--text", str(text)]) == 0
+    assert treespec(f"{line} --text {text}") == 0
     assert "The head drafts 20 tokens, which are 100.0% of the text" in capsys.readouterr().out
     assert len(load(target, str(own)).head.vocabulary) == 20
 
@@ -67,11 +67,10 @@ def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
 def test_generate_takes_what_a_request_may_ask(pair, capsys):
     target, head = pair
     asked = {"temperature": 1.0, "seed": 3, "max_new_tokens": 9, "min_tokens": 5, "frequency_penalty": 0.7}
-    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += ["--logit-bias", "7=-inf", "--logit-bias", "9=1.5", "--chat-template-kwargs", '{"enable_thinking": false}']
-    options = ["--target", target, "--head", head, "--dtype", "float32", "--prompt", "the user", "--n", "2"]
-    options += ["--tree", "2x2", "--verifier", "rrs-wo"]
-    assert run(app, ["generate", *options, *words]) == 0
+    line = f"generate --target {target} --head {head} --dtype float32 --prompt 'the user' --n 2 --tree 2x2"
+    line += " --verifier rrs-wo --temperature 1 --seed 3 --max-new-tokens 9 --min-tokens 5 --frequency-penalty 0.7"
+    line += """ --logit-bias 7=-inf --logit-bias 9=1.5 --chat-template-kwargs '{"enable_thinking": false}'"""
+    assert treespec(line) == 0
     message = [{"role": "user", "content": "the user"}]
     bias = {"logit_bias": {7: float("-inf"), 9: 1.5}}
     wanted = load(target, head, "2x2", "rrs-wo", dtype="float32").generate(message, n=2, **bias, **asked)

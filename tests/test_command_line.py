@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import treespec
 
-from treespec.cli import app, run
+from treespec.cli import run
 from treespec.cli.make import ENGINES
 from treespec.errors import InputError
 from treespec.heads.registry import HEADS
@@ -93,20 +94,20 @@ def test_help_in_an_encoding_that_lacks_its_characters():
 
 
 @pytest.mark.parametrize(
-    "arguments, code, words",
+    "line, code, words",
     [
-        (["--version"], 0, "treespec "),
-        (["-h"], 0, "--version"),
-        (["--help"], 0, "--install-completion"),
-        (["generate", "-h"], 0, "--stop"),
-        (["evla"], 2, "No such command 'evla'. Did you mean 'eval'?"),
-        (["eval", "--limit", "many"], 2, "--limit"),
-        (["eval", "--limt", "3"], 2, "--limit"),
-        (["skip", "--text", "x"], 2, "Missing option '--target'"),
+        ("--version", 0, "treespec "),
+        ("-h", 0, "--version"),
+        ("--help", 0, "--install-completion"),
+        ("generate -h", 0, "--stop"),
+        ("evla", 2, "No such command 'evla'. Did you mean 'eval'?"),
+        ("eval --limit many", 2, "--limit"),
+        ("eval --limt 3", 2, "--limit"),
+        ("skip --text x", 2, "Missing option '--target'"),
     ],
 )
-def test_what_the_parser_says_is_one_line(arguments, code, words, capsys):
-    assert run(app, arguments) == code
+def test_what_the_parser_says_is_one_line(line, code, words, capsys):
+    assert treespec(line) == code
     out, err = capsys.readouterr()
     assert words in (err if code else out)
     assert err.count("\n") == (1 if code else 0)
@@ -121,31 +122,31 @@ def test_nothing_reaches_a_terminal_that_moves_its_cursor_or_turns_its_text():
 
 
 def test_generate_shows_controls_as_symbols_on_a_terminal_and_hands_them_on_through_a_pipe(folders, monkeypatch):
-    options = ["generate", "--target", folders["escaping"], "--prompt", "the question", "--max-new-tokens", "12"]
+    line = f"generate --target {folders['escaping']} --prompt 'the question' --max-new-tokens 12"
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stdout", stream)
-        assert run(app, [*options]) == 0
+        assert treespec(line) == 0
         assert ("\x1b" in stream.getvalue()) != stream.isatty()
         assert ("␛]0;owned␇" in stream.getvalue()) == stream.isatty()
 
 
 def test_standard_input_is_utf_8_whatever_the_locale(folders, monkeypatch, capsys):
-    options = ["generate", "--target", folders["target"], "--max-new-tokens", "4"]
+    line = f"generate --target {folders['target']} --max-new-tokens 4"
     for given in ("the naïve question", "\ufeffthe naïve question"):
         monkeypatch.setattr(sys, "stdin", typed(given.encode()))
-        assert run(app, [*options]) == 0
+        assert treespec(line) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
     assert said[0] == said[1]
     monkeypatch.setattr(sys, "stdin", typed(b"caf\xe9"))
-    assert run(app, [*options]) == 2
+    assert treespec(line) == 2
     assert capsys.readouterr().err == "treespec: standard input is not UTF-8 text: byte 3 is 0xe9\n"
 
 
 def test_a_prompt_is_utf_8_whatever_the_locale(folders, capsys):
     assert readable("caf\udcc3\udca9", "--prompt") == readable("café", "--prompt") == "café"
     for bad in ("caf\udce9", "\ud800"):
-        assert run(app, ["generate", "--target", folders["target"], "--prompt", bad]) == 2
+        assert treespec(f"generate --target {folders['target']} --prompt {bad}") == 2
         assert capsys.readouterr().err == f"treespec: --prompt is not UTF-8 text: {ascii(bad)[1:-1]}\n"
 
 

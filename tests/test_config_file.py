@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 import typer
 import yaml
+from commands import treespec
 from refusals import complains
 from safetensors.torch import load_file
 from training import same_weights, write_data
 
-from treespec.cli import app, run
 from treespec.cli.options import takes
 from treespec.errors import InputError
 from treespec.options import CommandOptions, option
@@ -39,11 +39,11 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
     app.command("other")(print)
     lines = "out: here\nsteps: 3\nrate: 1e-1\ncalibrate: false\nclip:\nprecision: 'no'\nstop: [--odd text, b]\n"
     file = written(tmp_path, lines)
-    assert run(app, ["go", "--config", file, "--steps", "5"]) == 0
-    assert run(app, ["go", f"--config={file}", "--stop", "c"]) == 0
+    assert treespec(f"go --config {file} --steps 5", app) == 0
+    assert treespec(f"go --config={file} --stop c", app) == 0
     told = {"out": "here", "rate": 0.1, "calibrate": False, "precision": "no"}
     assert heard == [Given(steps=5, stop=["--odd text", "b"], **told), Given(steps=3, stop=["c"], **told)]
-    assert run(app, ["go", "--config", written(tmp_path, ""), "--out", "x"]) == 0
+    assert treespec(f"go --config {written(tmp_path, '')} --out x", app) == 0
     assert heard[-1] == Given(out="x")
 
 
@@ -63,23 +63,23 @@ def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
     ],
 )
 def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, capsys):
-    assert run(app, [command, "--config", written(tmp_path, text)]) == 2
+    assert treespec(f"{command} --config {written(tmp_path, text)}") == 2
     (line,) = capsys.readouterr().err.splitlines()
     with complains(complaint):
         raise InputError(line)
 
 
 @pytest.mark.parametrize(
-    "complaint, words",
+    "command, complaint",
     {
-        "cannot read --config absent.yaml: No such file or directory": ["train", "--config", "absent.yaml"],
-        "--config is given 2 times: leave out all but one": ["train", "--config", "a.yaml", "--config", "b.yaml"],
-        "'--config' requires an argument": ["train", "--config"],
-        "No such command 'trian'": ["trian", "--config", "a"],
+        "train --config absent.yaml": "cannot read --config absent.yaml: No such file or directory",
+        "train --config a.yaml --config b.yaml": "--config is given 2 times: leave out all but one",
+        "train --config": "'--config' requires an argument",
+        "trian --config a": "No such command 'trian'",
     }.items(),
 )
-def test_a_file_that_is_not_there_is_one_line(words, complaint, capsys):
-    assert run(app, words) == 2
+def test_a_file_that_is_not_there_is_one_line(command, complaint, capsys):
+    assert treespec(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert complaint in line
 
@@ -88,13 +88,13 @@ def test_the_file_that_a_run_leaves_repeats_it(model_folder, tmp_path, capsys):
     data = write_data(tmp_path / "data.jsonl")
     short = "max-steps: 2\nbatch-size: 2\nwarm-up: 1\nheld-out: 0.2\ncalibrate: false\ndtype: float32\nseed: 5\n"
     file = written(tmp_path, f"target: {model_folder}\ndata: {data}\n{short}")
-    assert run(app, ["train", "--config", file, "--out", str(tmp_path / "one"), "--seed", "7"]) == 0
+    assert treespec(f"train --config {file} --out {tmp_path}/one --seed 7") == 0
     left = tmp_path / "one" / "training" / "options.yaml"
     before = left.read_text()
     assert yaml.safe_load(before)["seed"] == 7
-    assert run(app, ["train", "--config", str(left), "--out", str(tmp_path / "two")]) == 0
+    assert treespec(f"train --config {left} --out {tmp_path}/two") == 0
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert same_weights(one, two)
-    assert run(app, ["train", "--config", str(left), "--seed", "9"]) == 2  # another run lies there
+    assert treespec(f"train --config {left} --seed 9") == 2  # another run lies there
     assert left.read_text() == before
     assert capsys.readouterr().err

@@ -5,11 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from commands import treespec
 from models import plain_generate, save_model, tokenizer
 from refusals import complains
 
 from treespec import load
-from treespec.cli import app, run
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import (
     DATASTORE,
@@ -163,16 +163,16 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     (tmp_path / "said.txt").write_text(words.decode(answer))
     for name in ("said.jsonl", "said.txt"):
         out = str(tmp_path / f"store-{name}")
-        options = ["datastore", "build", "--target", model, "--data", str(tmp_path / name), "--out", out]
-        assert run(app, [*options]) == 0
+        line = f"datastore build --target {model} --data {tmp_path}/{name} --out {out}"
+        assert treespec(line) == 0
         printed = capsys.readouterr().out
         assert f"Draft from them with --drafter rest:{out}" in printed.replace("\n", "")
         assert ("said.jsonl:2: not valid JSON" in printed) == (name == "said.jsonl")
-        assert run(app, [*options]) == 2
+        assert treespec(line) == 2
         assert "exists: delete it" in capsys.readouterr().err
         drafted = load(model, drafter=f"rest:{out},nodes=16", dtype="float32").generate(prompt, max_new_tokens=24)
         assert drafted.token_ids == answer
-    options = ["--target", model, "--drafter", f"rest:{out}", "--prompt", "the question", "--dtype", "float32"]
-    assert run(app, ["generate", *options, "--max-new-tokens", "8"]) == 0
+    options = f"--drafter rest:{out} --prompt 'the question' --dtype float32 --max-new-tokens 8"
+    assert treespec(f"generate --target {model} {options}") == 0
     wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
     assert capsys.readouterr().out == wanted + "\n"

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from commands import treespec
 from refusals import complains
 from safetensors.torch import load_file
 from test_eagle31 import SLIDING, VARIANTS, made
 from test_export import SERVED, saved
 from test_formats import EIGHT, IDS, LLAMA, SPECULATORS, THREE, layered, write
 
-from treespec.cli import app, run
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import PARTS, parts_of
@@ -128,8 +128,8 @@ def test_norm_output_can_be_said_otherwise_than_the_file_says(tmp_path, monkeypa
     assert (later - outputs(head)[1]).abs().max() > 0.1
     assert torch.equal(outputs(load_head(folder, norm_output=False)), outputs(head))
     for to in ("treespec", "sglang"):
-        line = ["--head", str(folder), "--target", str(tmp_path / "target"), "--out", str(tmp_path / to), "--to", to]
-        assert run(app, ["export", *line, "--no-norm-output"]) == 0
+        line = f"export --head {folder} --target {tmp_path}/target --out {tmp_path / to} --to {to} --no-norm-output"
+        assert treespec(line) == 0
         assert torch.equal(outputs(load_head(tmp_path / to)), outputs(head))
     assert f"treespec chat --target {tmp_path / 'target'} --head {tmp_path / 'treespec'}" in capsys.readouterr().out
     with complains("norm_output is for EAGLE-3 heads, it is an EAGLE-1 or EAGLE-2 head"):

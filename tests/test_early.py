@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from commands import treespec
 from models import hollow_model, random_eagle3, random_head, target
 from test_command_line import Terminal
 
-from treespec.cli import app, run
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.options import DTYPES
@@ -265,13 +265,13 @@ def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_noth
 ):
     head = shutil.copytree(home / "head", tmp_path / "head@2x4")
     options = "--max-new-tokens 3 --limit 1 --turns 1 --warm-up 0"
-    line = f"eval --target {home}/target --head {head} --out {tmp_path}/out {options}".split()
-    assert run(app, line) == 0, capsys.readouterr().err
+    line = f"eval --target {home}/target --head {head} --out {tmp_path}/out {options}"
+    assert treespec(line) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [(row["drafter"], row["tree"]) for row in rows if row["drafter"]] == [(f"head:{head}", None)]
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert run(app, line) == 0  # finished: nothing is loaded, and nothing says so
+    assert treespec(line) == 0  # finished: nothing is loaded, and nothing says so
     assert f"reading {tmp_path}/out" in terminal.getvalue()
     assert "loading" not in terminal.getvalue()

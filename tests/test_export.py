@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from commands import treespec
 from drafting import source_of
 from models import GROUPED, random_eagle3, random_model
 from refusals import complains
@@ -14,7 +15,6 @@ from test_formats import DRAFTED, EIGHT, IDS, one, three
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
-from treespec.cli import app, run
 from treespec.cli.make import ENGINES
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
@@ -272,8 +272,7 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
 
     out = str(tmp_path / "my out")
-    options = ["export", "--target", str(tmp_path / "target"), "--head", head, "--to", "vllm", "--out", out]
-    assert run(app, options) == 0
+    assert treespec(f"export --target {tmp_path}/target --head {head} --to vllm --out '{out}'") == 0
     printed = capsys.readouterr().out
     assert "holds the eagle3 head. Read back it gives the same 512 logits: difference 0." in printed
     assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed

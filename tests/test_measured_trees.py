@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from commands import treespec
 from equality import close, seeded
 from models import target
 from refusals import complains
 from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
-from treespec.cli import app, run
 from treespec.draft.trained.kinds import new_head, rollout
 from treespec.eval.config import TreeConfig
 from treespec.eval.fit import accuracies
@@ -136,14 +136,14 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_head(heads_for(Target.load(str(model_folder)), "hydra"), tmp_path / "head")
     (tmp_path / "text.txt").write_text("the user asks and the assistant answers the question " * 12)
-    models = ["--target", str(model_folder), "--head", f"{tmp_path}/head", "--dtype", "float32"]
+    models = f"--target {model_folder} --head {tmp_path}/head --dtype float32"
     options = f"--text {tmp_path}/text.txt --kind {kind} --nodes {nodes} --temperature 1 --out {tmp_path}/tree.json"
-    assert run(app, ["tree", *models, *options.split()]) == 0
+    assert treespec(f"tree {models} {options}") == 0
     size = 1 + len(json.loads((tmp_path / "tree.json").read_text())["paths"])
     assert f"A tree of {size} nodes" in capsys.readouterr().out.replace("\n", " ")
     assert size == nodes or not nodes
-    said = ["--prompt", "the question", "--max-new-tokens", "8", "--tree", f"{tmp_path}/tree.json"]
-    assert run(app, ["generate", *models, *said]) == 0
+    said = f"--prompt 'the question' --max-new-tokens 8 --tree {tmp_path}/tree.json"
+    assert treespec(f"generate {models} {said}") == 0
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from commands import treespec
 from models import hollow_model, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 
-from treespec.cli import app, run
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import model_of
 from treespec.draft.trained.kinds import new_head
@@ -40,7 +40,7 @@ def pairs(tmp_path_factory):
 def test_what_goes_together_is_loaded(pairs, capsys, options):
     """The target's missing weights are the error."""
     line = f"generate --target HOME/target --prompt x {options}".replace("HOME", str(pairs))
-    assert run(app, line.split()) == 2
+    assert treespec(line) == 2
     assert "treespec: cannot load the target" in capsys.readouterr().err
 
 

@@ -1,17 +1,17 @@
 """The quickstart: greedy completions with and without drafts, verifiers, all of it on one screen."""
 
 import pytest
+from commands import treespec
 from rich.console import Console
 
 from treespec import load
-from treespec.cli import app, run
 from treespec.cli.side_by_side import Side, compare, race, table_of
 from treespec.decoding.sequence import Piece
 
 
 def test_it_fits_one_screen_on_a_pipe(home, capsys):
     target = f"{home}/target"
-    assert run(app, ["quickstart", "--target", target, "--max-new-tokens", "6"]) == 0
+    assert treespec(f"quickstart --target {target} --max-new-tokens 6") == 0
     said = capsys.readouterr().out
     assert "times as fast; 3 of 3 texts are the same" in said
     assert "rounding" not in said

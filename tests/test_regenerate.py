@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from commands import treespec
 from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
 
 from treespec import load
-from treespec.cli import app, run
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -166,8 +166,7 @@ def test_english_and_code_pass_and_other_languages_do_not():
 
 
 def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, capsys):
-    options = ["--target", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--max-new-tokens", "4"]
-    assert run(app, ["regenerate", *options]) == 0
+    assert treespec(f"regenerate --target {model} --data {data} --out {tmp_path}/out --max-new-tokens 4") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("12 conversations, ")
     assert "12/12 conversations, " in printed.err

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from commands import treespec
 from equality import close
 from growing import contents, joined, same
 from models import CONFIGS, TableConfig, TableModel, prompt, random_model, save_model, target
@@ -13,7 +14,6 @@ from test_draft_models import LONG, SOME, TOLERANCE
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.cli import app, run
 from treespec.draft.models.skip import refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.models.sparse import SparseProposer, most_seen, refuse_what_shows_no_attention
@@ -154,8 +154,8 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
     turns = [{"role": "user", "content": "the user asks"}, {"role": "assistant", "content": "the answer"}]
     line = json.dumps({"messages": turns}) + "\n"
     text.write_text(line * 3 if name.endswith("jsonl") else "the user asks and the assistant answers " * 9)
-    options = ["--text", str(text), "--out", str(out), "--trials", "4", "--limit", "2", "--max-new-tokens", "6"]
-    assert run(app, ["skip", "--target", str(words), *options, "--dtype", "float32"]) == 0
+    options = f"--text {text} --out {out} --trials 4 --limit 2 --max-new-tokens 6 --dtype float32"
+    assert treespec(f"skip --target {words} {options}") == 0
     assert "4/4" in capsys.readouterr().err
     kept = json.loads(out.read_text())
     assert (kept["target"], kept["trials"], kept["layers"]) == (str(words), 4, 3)
@@ -167,5 +167,5 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
 
 def test_without_the_library_the_extra_is_named(model_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert run(app, ["skip", "--target", str(model_folder), "--text", __file__]) == 2
+    assert treespec(f"skip --target {model_folder} --text {__file__}") == 2
     assert capsys.readouterr().err == "treespec: treespec skip searches with optuna: pip install 'treespec[skip]'\n"

@@ -12,11 +12,11 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
+from commands import treespec
 from http_serving import MESSAGES, client, serving, until
 from models import save_model
 from refusals import complains
 
-from treespec.cli import app, run
 from treespec.cli.answer import bound
 from treespec.serve.run import SPARE
 
@@ -124,7 +124,7 @@ def test_connections_that_wait_give_way_to_new_ones(tiny):
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys):
     command = sys.modules["treespec.cli.answer"]
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
-    assert run(app, ["serve", "--target", "nowhere"]) == 2
+    assert treespec("serve --target nowhere") == 2
     assert capsys.readouterr().err == "treespec: the server needs uvicorn: pip install 'treespec[serve]'\n"
 
 

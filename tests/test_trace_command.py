@@ -3,24 +3,20 @@
 import json
 
 import pytest
+from commands import treespec
 
 from treespec import load
-from treespec.cli import app, run
 from treespec.requests.events import Cycle
 
 MESSAGE = "Sing of the sea."
-OPTIONS = ["--prompt", MESSAGE, "--tree", "2x2", "--verifier", "rrs", "--temperature", "1", "--seed", "4"]
+OPTIONS = f"--prompt '{MESSAGE}' --tree 2x2 --verifier rrs --temperature 1 --seed 4"
 
 
-@pytest.fixture(scope="module")
-def pair(home):
-    return ["--target", str(home / "target"), "--head", str(home / "head"), "--dtype", "float32"]
-
-
-def test_the_texts_of_the_cycles_are_the_answer(pair, capsys):
-    assert run(app, ["trace", *pair, *OPTIONS, "--max-new-tokens", "15", "--json"]) == 0
+def test_the_texts_of_the_cycles_are_the_answer(home, capsys):
+    pair = f"--target {home}/target --head {home}/head --dtype float32"
+    assert treespec(f"trace {pair} {OPTIONS} --max-new-tokens 15 --json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    spec = load(pair[1], pair[3], "2x2", "rrs", dtype="float32")
+    spec = load(f"{home}/target", f"{home}/head", "2x2", "rrs", dtype="float32")
     message = [{"role": "user", "content": MESSAGE}]
     wanted = spec.generate(message, temperature=1, max_new_tokens=15, seed=4)
     assert "".join(line.pop("text") for line in lines) == wanted.text
@@ -29,8 +25,8 @@ def test_the_texts_of_the_cycles_are_the_answer(pair, capsys):
     assert len(cycles) == wanted.stats.cycles
 
 
-def test_a_pipe_gets_plain_trees(pair, capsys):
-    assert run(app, ["trace", *pair, *OPTIONS, "--cycles", "2"]) == 0
+def test_a_pipe_gets_plain_trees(home, capsys):
+    assert treespec(f"trace --target {home}/target --head {home}/head {OPTIONS} --cycles 2") == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
     headings = [line for line in printed.out.splitlines() if line.startswith("cycle ")]
@@ -43,12 +39,11 @@ def test_a_pipe_gets_plain_trees(pair, capsys):
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["--head", "HEAD", "--cycles", "0"], "--cycles is 0"),
-        (["--head", "HEAD", "--prompt", ""], "--prompt is empty"),
-        ([], "nothing drafts: give --head or --drafter"),
+        ("--head {}/head --cycles 0", "--cycles is 0"),
+        ("--head {}/head --prompt ''", "--prompt is empty"),
+        ("", "nothing drafts: give --head or --drafter"),
     ],
 )
-def test_what_cannot_be_traced_is_one_line(pair, words, complaint, capsys):
-    given = [pair[3] if word == "HEAD" else word for word in words]
-    assert run(app, ["trace", *pair[:2], "--prompt", "a", *given]) == 2
+def test_what_cannot_be_traced_is_one_line(home, words, complaint, capsys):
+    assert treespec(f"trace --target {home}/target --prompt a {words.format(home)}") == 2
     assert complaint in capsys.readouterr().err

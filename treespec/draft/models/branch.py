@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Frontier, aligned
+from treespec.draft.drafter import Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
@@ -33,34 +33,34 @@ class Levels:
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
 
 
-@final
-class Branch:
-    """Drafts levels with a language model."""
+class BranchProposer(Proposer):
+    """Drafts levels with a language model, behind the sequences of a cache (`follow`)."""
 
-    def __init__(
-        self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
+    model: Target
+
+    def follow(
+        self, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
     ) -> None:
-        """lengths: of the B sequences. places: [B, T] the position of each column's token.
+        """Draft behind the B sequences of a cache.
 
-        -1 marks an empty column. Default: committed column i holds position i.
+        lengths: of the sequences. places: [B, T] the position of each column's token; -1 marks an
+        empty column. Default: committed column i holds position i.
         """
-        device = model.output_device
+        device = self.model.output_device
         if places is None:
             held = committed(cache.lengths, device)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
-        self.model, self.cache, self.places = model, cache, places
-        self.levels = Levels(places[:, None] >= 0)
+        self.written, self.places, self.levels = cache, places, Levels(places[:, None] >= 0)
         self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position
 
+    def below(self, roots: Tensor) -> list[Tensor | None]:
+        """`extend` for the roots [B] int64, which have no level above."""
+        return [*self.extend([Frontier(root, torch.zeros_like(root)) for root in roots.split(1)])]
+
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each sequence [F, V] logits for the children of its frontier; [0, V] without one."""
         tokens, above, sizes = aligned(frontiers, self.places.device)
         self.levels.extend(above)
         self.places = torch.cat([self.places, self.after.expand(tokens.shape)], dim=1)
         self.after = self.after + 1
-        hidden = self.model.forward_nodes(self.cache, tokens, self.places, self.levels.seen)
+        hidden = self.model.forward_nodes(self.written, tokens, self.places, self.levels.seen)
         return list(self.model.output_logits(unpadded(hidden, sizes)).split(sizes))
-
-    def roots(self, roots: Tensor) -> list[Tensor]:
-        """`extend` for the roots [B] int64, which have no level above."""
-        return self.extend([Frontier(root, torch.zeros_like(root)) for root in roots.split(1)])

@@ -5,7 +5,8 @@ Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 
 import logging
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.models.branch import Branch
+from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.other_vocabulary import (
     SharedVocabulary,
     shared_vocabulary,
@@ -29,27 +30,21 @@ from treespec.model.target import Target
 log = logging.getLogger(__name__)
 
 
-class ModelProposer(Proposer):
+class ModelProposer(BranchProposer):
     """Drafts with a model that has the target's tokens; one sequence at first.
 
     `begin` runs the model over the observed tokens that its cache lacks, and over the root. The
     root stays in the cache, as it is the next token to be observed. Drafted levels are written
     after it and forgotten.
 
-    known: [n] the draft model's tokens, by sequence.
+    known: [n] the observed tokens, by sequence.
     """
 
-    per_text: tuple[str, ...] = ("known", "cache")
-    branch: Branch
+    per_text = ("known", "cache")
 
     def __init__(self, model: Target, target: Target) -> None:
-        self.model, self.target, self.vocab_size = model, target, target.vocab_size
-        self.cache = model.new_cache()
+        self.model, self.vocab_size, self.cache = model, target.vocab_size, model.new_cache()
         self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]
-
-    @property
-    def name(self) -> str:
-        return "model"
 
     @property
     def models(self) -> list[nn.Module]:
@@ -66,28 +61,29 @@ class ModelProposer(Proposer):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
-        self.cut()
-
-    def cut(self) -> None:
-        """Cut the cache to what is known."""
-        lengths = zip(self.cache.lengths, self.known, strict=True)
-        self.cache.rewind([min(length, len(known)) for length, known in lengths])
+        held = [len(self.own(tokens)) for tokens in self.known]
+        self.cache.rewind([*map(min, self.cache.lengths, held)])
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.cut()  # drops an earlier root that was not observed afterwards
+        self.rewind(
+            [*map(len, self.known)]
+        )  # drops an earlier root that was not observed afterwards
         hidden = self._run(self.continued(roots.split(1)))
-        logits = self.fitted(self.model.output_logits(hidden))
-        self.branch = Branch(self.model, self.cache, self.cache.lengths)
-        return list(logits.split(1))
+        self.follow(self.cache, self.cache.lengths)
+        return list(self.fitted(self.model.output_logits(hidden)).split(1))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         own = [f and Frontier(self.drafted(f.tokens), f.parent_rows) for f in frontiers]
-        return [self.fitted(rows) for rows in self.branch.extend(own)]
+        return [*map(self.fitted, super().extend(own))]
 
     def continued(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """What is known of each sequence, and the draft model's tokens for the target's next ones [n]."""
+        """The observed tokens of each sequence and its next ones [n]."""
         pairs = zip(self.known, tokens, strict=True)
         return [torch.cat([known, new.to(known.device)]) for known, new in pairs]
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """The draft model's tokens for a sequence of the target's [n], from its first token on."""
+        return self.drafted(tokens)
 
     def drafted(self, tokens: Tensor) -> Tensor:
         """The draft model's tokens for draft tokens [F]: the target's embedding may be padded further."""
@@ -99,15 +95,13 @@ class ModelProposer(Proposer):
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Bring sequences into the cache; [B, H] hidden states at their ends.
-
-        Each is at least one token longer than the cache has it.
-        """
-        pairs = zip(sequences, self.cache.lengths, strict=True)
-        waiting = [tokens[done:] for tokens, done in pairs]
-        counts = [len(tokens) for tokens in waiting]
-        tokens = together(waiting).clamp_max(self.model.vocab_size - 1)
-        hidden = self.model.prefill(self.cache, tokens, counts=counts)
+        """Bring sequences of the target's tokens into the cache; [B, H] hidden states at their ends."""
+        own = [*map(self.own, sequences)]
+        # A root that the draft model has no token for adds nothing: the token before it runs again.
+        self.cache.rewind([*map(min, self.cache.lengths, (len(tokens) - 1 for tokens in own))])
+        waiting = [tokens[held:] for tokens, held in zip(own, self.cache.lengths, strict=True)]
+        counts = [*map(len, waiting)]
+        hidden = self.model.prefill(self.cache, together(waiting), counts=counts)
         return hidden[torch.arange(len(counts)), torch.tensor(counts) - 1]
 
 
@@ -119,29 +113,23 @@ class OtherVocabulary(ModelProposer):
     these tokens, and renormalised, before anything is drawn. So it is an ordinary draft distribution
     over a part of the target's vocabulary, and every verifier and tree stays lossless.
 
-    The draft model reads the target's text token by token: a shared token as its own, any other one as
-    the tokens that spell its bytes. Three tokens, of which the draft model lacks the second:
+    The draft model reads the target's sequence token by token, after the start that its tokenizer
+    gives every text: a shared token as its own, any other one as the tokens that spell its bytes.
+    Three tokens, of which the draft model lacks the second:
 
-        target    the     ·unhappiness       ·of         ends  2 5 6: draft tokens up to each
+        target    the     ·unhappiness       ·of
         draft     <bos>  the  ·un happi ness  ·of
 
-    So its cache stays valid while the text grows.
-
-    known: also the start that the model's tokenizer gives every text. ends: how many of them there
-    are up to each observed token of the target.
+    So its cache stays valid while the sequence grows.
     """
-
-    per_text = ("known", "ends", "cache")
 
     def __init__(self, model: Target, target: Target, words: SharedVocabulary) -> None:
         super().__init__(model, target)
-        self.words = words
-        self.shared = words.target.to(target.output_device)
-        self.own = words.draft.to(model.output_device)
-        start = start_of(model.tokenizer)
-        self.skipped = frozenset(start_of(target.tokenizer) if start else ())  # as a first token
-        self.known: list[Tensor] = [self.known[0].new_tensor(start)]
-        self.start, self.ends = len(start), list[list[int]]([[]])
+        shared = words.target.to(target.output_device), words.draft.to(model.output_device)
+        self.words = replace(words, target=shared[0], draft=shared[1])
+        self.start = start_of(model.tokenizer)
+        # As a first token.
+        self.skipped = frozenset(start_of(target.tokenizer) if self.start else ())
 
     @property
     def name(self) -> str:
@@ -149,48 +137,22 @@ class OtherVocabulary(ModelProposer):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        return self.shared
+        return self.words.target
 
     @property
     def identity(self) -> object:
-        return [super().identity, len(self.shared)]
+        return [super().identity, len(self.words.target)]
 
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        ends = []
-        for row, (known, new) in enumerate(zip(self.known, tokens, strict=True)):
-            sizes = map(len, self.spelled(row, new[:-1]))
-            ends.append(self.ends[row] + [*accumulate(sizes, initial=len(known))][1:])
-        super().observe(features, tokens)
-        self.ends = ends
-
-    def continued(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        spelled = [self.spelled(row, new) for row, new in enumerate(tokens)]
-        new = [self.known[0].new_tensor([*chain.from_iterable(row)]) for row in spelled]
-        return super().continued(new)
-
-    def spelled(self, row: int, tokens: Tensor) -> list[tuple[int, ...]]:
-        """The draft tokens of each of a sequence's next tokens [n]."""
-        numbers = tokens.tolist()
-        spelled = [self.words.spelled(number) for number in numbers]
-        if numbers and not self.ends[row] and numbers[0] in self.skipped:
-            spelled[0] = ()
-        return spelled
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.ends = [ends[:length] for ends, length in zip(self.ends, lengths, strict=True)]
-        super().rewind([ends[-1] if ends else self.start for ends in self.ends])
-
-    def cut(self) -> None:
-        super().cut()
-        # `begin` reads at least one token, and the first root may be one that only the target has.
-        lengths = zip(self.cache.lengths, self.ends, strict=True)
-        self.cache.rewind([length if ends else 0 for length, ends in lengths])
+    def own(self, tokens: Tensor) -> Tensor:
+        first, *others = tokens.tolist() or [None]
+        read = others if first is None or first in self.skipped else [first, *others]
+        return tokens.new_tensor([*self.start, *chain.from_iterable(map(self.words.spelled, read))])
 
     def drafted(self, tokens: Tensor) -> Tensor:
-        return self.own[tokens]
+        return self.words.draft[tokens]
 
     def fitted(self, logits: Tensor) -> Tensor:
-        return logits.index_select(-1, self.own)
+        return logits.index_select(-1, self.words.draft)
 
 
 @final
@@ -209,7 +171,7 @@ class SeveralModels(Proposer):
     q_per_draw = True
 
     def __init__(self, proposers: Sequence[ModelProposer]) -> None:
-        self.proposers, self.vocab_size = list(proposers), proposers[0].vocab_size
+        self.proposers, self.vocab_size = proposers, proposers[0].vocab_size
 
     @property
     def models(self) -> list[nn.Module]:
@@ -220,7 +182,7 @@ class SeveralModels(Proposer):
         return [proposer.identity for proposer in self.proposers]
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        return list(stacked([proposer.begin(roots, cache) for proposer in self.proposers]))
+        return [*stacked([proposer.begin(roots) for proposer in self.proposers])]
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         return stacked([proposer.extend(frontiers) for proposer in self.proposers])
@@ -237,10 +199,8 @@ class SeveralModels(Proposer):
         return SeveralModels([proposer.new() for proposer in self.proposers])
 
     def join(self, others: Sequence["SeveralModels"]) -> None:
-        for own, *theirs in zip(
-            self.proposers, *(other.proposers for other in others), strict=True
-        ):
-            own.join(theirs)
+        for number, own in enumerate(self.proposers):
+            own.join([other.proposers[number] for other in others])
 
     def select(self, rows: Sequence[int]) -> None:
         for proposer in self.proposers:
@@ -267,27 +227,23 @@ def load_models(spec: DrafterSpec, target: Target) -> Proposer:
 
 def draft_model(path: str, target: Target) -> ModelProposer:
     """A draft model on the target's device. Raises InputError if it does not fit."""
-    place = target.output_device
+    place, name = target.output_device, f"--drafter model:{path}"
     how: dict[str, Any] = {"dtype": target.dtype, "trust_remote_code": target.trust_remote_code}
     try:
         model = Target.load(path, device_map=None if place.type == "cpu" else {"": place}, **how)
     except InputError as error:
         said = str(error).replace("the target", "the draft model")
-        raise InputError(f"--drafter model:{path}: {said}") from error
+        raise InputError(f"{name}: {said}") from error
     both = target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
-    difference = tokens_differ(*both)
-    if difference is None:
+    if (difference := tokens_differ(*both)) is None:
         return ModelProposer(model, target)
-    if model.tokenizer is None or target.tokenizer is None:
-        raise InputError(
-            f"--drafter model:{path} has other tokens than the target ({difference}): take a model "
-            "of its family"
-        )
     try:
+        if None in both:
+            raise InputError(difference)
         words = shared_vocabulary(*both)
     except InputError as error:
         raise InputError(
-            f"--drafter model:{path} cannot draft for this target: {error}; take another model"
+            f"{name} cannot draft for this target: {error}; take another model"
         ) from None
     log.warning(
         f"draft model {path} has another vocabulary: it drafts the {len(words.target)} tokens that "

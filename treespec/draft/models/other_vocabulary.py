@@ -146,8 +146,7 @@ def tokens_differ(target: Any, draft: Any, target_size: int, draft_size: int) ->
         sizes = f"{draft_size} and {target_size}"
         agree = draft_size == target_size and draft is target
         return None if agree else f"{sizes}, without a tokenizer to compare"
-    theirs = {number: token for token, number in draft.get_vocab().items()}
-    ours = {number: token for token, number in target.get_vocab().items()}
+    ours, theirs = ({n: token for token, n in its.get_vocab().items()} for its in (target, draft))
     for number in sorted(theirs.keys() & ours.keys()):
         if theirs[number] != ours[number]:
             return f"token {number} is {theirs[number]!r}, the target's {ours[number]!r}"

@@ -15,9 +15,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.drafter import Frontier, Proposer
+from treespec.draft.drafter import Frontier
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.models.branch import Branch
+from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
@@ -26,29 +26,31 @@ from treespec.model.target import Target
 
 
 @final
-class NoAttention(nn.Module):
-    def forward(
-        self, hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, None]:
-        return torch.zeros_like(hidden_states), None
+class Nothing(nn.Module):
+    """A sublayer that adds nothing. attends: it gives no attention weights either."""
 
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends = attends
 
-@final
-class NoMLP(nn.Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return torch.zeros_like(hidden_states)
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self.attends else nothing
 
 
 @contextmanager
 def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     """Inside, the target's forwards skip these sublayers."""
-    layers = target.stack
-    swaps: list[tuple[nn.Module, str, nn.Module]] = []
-    swaps += [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
-    swaps += [(layers[k], "mlp", NoMLP()) for k in skipped.mlp]
-    before = [(layer, name, getattr(layer, name)) for layer, name, _ in swaps]
+    names = [(k, "self_attn") for k in skipped.attention] + [(k, "mlp") for k in skipped.mlp]
+    places = [(target.stack[k], name) for k, name in names]
+    before = [getattr(layer, name) for layer, name in places]
+
+    def put(parts: Sequence[nn.Module]) -> None:
+        for (layer, name), part in zip(places, parts, strict=True):
+            setattr(layer, name, part)
+
     try:
-        put(swaps)
+        put([Nothing(name == "self_attn") for _, name in places])
         yield
     finally:
         try:
@@ -57,73 +59,53 @@ def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
             put(before)
 
 
-def put(parts: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
-    """Set sublayers: (layer, attribute, sublayer) each."""
-    for layer, name, part in parts:
-        setattr(layer, name, part)
-
-
 @torch.no_grad()
 def refuse_what_cannot_skip(target: Target) -> None:
     """Raise InputError unless layers only add self_attn and mlp to the residual stream.
 
     A forward that skips all of them must leave the stream as it is.
     """
-    # 1. The layers have both sublayers.
-    name, layers = type(target.model).__name__, target.stack
-    if target.recurrent:
-        raise InputError(
-            f"{name} cannot draft with layers skipped: some of its layers carry a state from token "
-            "to token"
-        )
+    name, layers, every = type(target.model).__name__, target.stack, tuple(range(target.layers))
+    reason = "some of its layers carry a state from token to token" if target.recurrent else ""
     if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
-        raise InputError(
-            f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp"
-        )
-
-    # 2. A forward without them.
-    everything = SkipSet(target.layers, tuple(range(target.layers)), tuple(range(target.layers)))
-    ends = (0, target.layers - 1)
-    try:
-        with skipping(target, everything), captured(layers, ends) as inputs:
-            target.decoder(
-                input_ids=torch.zeros(1, 3, dtype=torch.int64, device=target.device),
-                use_cache=False,
-            )
-        stays = torch.equal(inputs[0], inputs[ends[1]].to(inputs[0].device))
-    except (TypeError, ValueError):  # the layer expects other outputs of a sublayer
-        stays = False
-    if not stays:
-        raise InputError(
-            f"{name} cannot draft with layers skipped: its layers do more than add attention and "
-            "MLP"
-        )
+        reason = reason or "its layers have no self_attn and mlp"
+    if not reason:
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=target.device)
+        try:
+            with (
+                skipping(target, SkipSet(target.layers, every, every)),
+                captured(layers, (every[0], every[-1])) as inputs,
+            ):
+                target.decoder(input_ids=ids, use_cache=False)
+            stays = torch.equal(inputs[0], inputs[every[-1]].to(inputs[0].device))
+        except (TypeError, ValueError):  # the layer expects other outputs of a sublayer
+            stays = False
+        reason = "" if stays else "its layers do more than add attention and MLP"
+    if reason:
+        raise InputError(f"{name} cannot draft with layers skipped: {reason}")
 
 
 @final
-class SkipProposer(Proposer):
-    """Drafts with the target without some sublayers; one text at first.
+class SkipProposer(BranchProposer):
+    """Drafts with the target without some sublayers; one sequence at first.
 
     target: accepted by `refuse_what_cannot_skip`.
     """
 
-    branch: Branch
-
     def __init__(self, target: Target, skipped: SkipSet) -> None:
-        self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
+        self.model, self.skipped, self.vocab_size = target, skipped, target.vocab_size
 
     @property
     def identity(self) -> object:
         return [self.skipped.attention, self.skipped.mlp]
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        self.branch = Branch(self.target, cache, cache.lengths)
-        with skipping(self.target, self.skipped):
-            return list(self.branch.roots(roots))
+        self.follow(cache, cache.lengths)
+        return self.below(roots)
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        with skipping(self.target, self.skipped):
-            return self.branch.extend(frontiers)
+        with skipping(self.model, self.skipped):
+            return super().extend(frontiers)
 
 
 def load_skip(spec: DrafterSpec, target: Target) -> SkipProposer:

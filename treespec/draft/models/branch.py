@@ -50,7 +50,7 @@ class BranchProposer(Proposer):
         if places is None:
             held = committed(cache.lengths, device)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
-        self.written, self.places, self.levels = cache, places, Levels(places[:, None] >= 0)
+        self.written, self.places, self.branch = cache, places, Levels(places[:, None] >= 0)
         self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position
 
     def below(self, roots: Tensor) -> list[Tensor | None]:
@@ -59,8 +59,8 @@ class BranchProposer(Proposer):
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.places.device)
-        self.levels.extend(above)
+        self.branch.extend(above)
         self.places = torch.cat([self.places, self.after.expand(tokens.shape)], dim=1)
         self.after = self.after + 1
-        hidden = self.model.forward_nodes(self.written, tokens, self.places, self.levels.seen)
+        hidden = self.model.forward_nodes(self.written, tokens, self.places, self.branch.seen)
         return list(self.model.output_logits(unpadded(hidden, sizes)).split(sizes))

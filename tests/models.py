@@ -99,6 +99,14 @@ def plain_generate(target, ids, new):
     return out[0, len(ids) :].tolist()
 
 
+def as_undrafted(spec, prompts, new, **options):
+    """The greedy completions of several prompts: drafts change no token of each alone."""
+    outputs, plain = spec.generate(prompts, max_new_tokens=new, **options), spec.baseline()
+    alone = [plain.generate(one, max_new_tokens=new).token_ids for one in prompts]
+    assert [output.token_ids for output in outputs] == alone
+    return outputs
+
+
 def what(outputs):
     """The tokens of each completion, and how many drafts each of its cycles accepted."""
     return [(output.token_ids, output.stats.accepted) for output in outputs]

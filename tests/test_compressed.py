@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from equality import close
-from models import save_model
+from models import as_undrafted, save_model
 from test_recurrent import save
 
 from treespec.api.load import load
@@ -59,10 +59,9 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     own = compress(folder, tmp_path / "own", bits, inputs)
     save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
     spec = load(str(own), tmp_path / "head", "4x2", dtype="float32")
-    answer = spec.generate(PROMPT, max_new_tokens=12).token_ids
-    assert answer == spec.baseline().generate(PROMPT, max_new_tokens=12).token_ids
+    (answer,) = as_undrafted(spec, [PROMPT], 12)
     whole = hf.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
-    ours, theirs = (logits(model, PROMPT + answer) for model in (spec.target.model, whole))
+    ours, theirs = (logits(model, PROMPT + answer.token_ids) for model in (spec.target.model, whole))
     close(ours, theirs, 1e-4)
     layer = spec.target.model.model.layers[0].mlp.up_proj
     assert ("forward" in vars(layer)) == bool(inputs)
@@ -72,5 +71,4 @@ def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_pa
     own = compress(save("lfm2", tmp_path / "plain"), tmp_path / "own", 8)
     spec = load(str(own), drafter="lookup", dtype="float32")
     assert spec.target.recurrent
-    answer = spec.generate(PROMPT * 3, max_new_tokens=16).token_ids
-    assert answer == spec.baseline().generate(PROMPT * 3, max_new_tokens=16).token_ids
+    as_undrafted(spec, [PROMPT * 3], 16)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from equality import seeded
-from models import target
+from models import as_undrafted, target
 from test_depth_heads import SEVERAL, heads_for
 
 from treespec.api.load import load
@@ -80,8 +80,7 @@ def test_training_makes_heads_agree_with_the_target(config, tmp_path, kind):
     assert kind == "medusa" or result.acceptance_length > before.acceptance_length
     spec = load(trained.target, trained.out, dtype="float32")
     assert (spec.policy.max_depth == spec.head.max_depth == 3) == bool(several)
-    wanted = spec.baseline().generate("question 001", max_new_tokens=12).token_ids
-    assert spec.generate("question 001", max_new_tokens=12).token_ids == wanted
+    as_undrafted(spec, ["question 001"], 12)
 
 
 def test_fewer_heads_than_draft_steps_are_validated_and_calibrated(config):

@@ -10,7 +10,7 @@ from equality import close, seeded
 from growing import TEXTS, contents, joined, level_logits, same
 from models import (
     CONFIGS,
-    plain_generate,
+    as_undrafted,
     prompt,
     random_model,
     save_model,
@@ -139,7 +139,7 @@ def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(k
     cost = measure(model, PROPOSERS[kind](model))
     assert cost.level + cost.begin > 0
     spec = Spec(model, PROPOSERS[kind](model), "auto:nodes=12,depth=4", times=cost)
-    assert spec.generate(prompt(), max_new_tokens=16).token_ids == plain_generate(model, prompt(), 16)
+    as_undrafted(spec, [prompt()], 16)
 
 
 class TestASmallerModel:
@@ -159,7 +159,7 @@ class TestASmallerModel:
         """For a target of 64 tokens: what is missing is never drafted."""
         one = ModelProposer(small(vocab_size=vocab_size), target("llama"))
         spec = Spec(target("llama"), one, "2x3")
-        assert spec.generate([60, 5], max_new_tokens=16).token_ids == plain_generate(spec.target, [60, 5], 16)
+        as_undrafted(spec, [[60, 5]], 16)
         _, together = joined(target("llama"), one)
         (logits, *_) = together.begin(torch.tensor([8, 5, 41]))
         assert (logits.shape, int(logits.isinf().sum())) == ((1, 64), missing)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import save_model
+from models import as_undrafted, save_model
 from mtp_files import add_tensors, mtp_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,11 +69,9 @@ def test_greedy_answers_are_the_targets_own_tokens(home, kind):
     """Float32, one text, three together, two at a time under another tree and verifier, and one that is traced."""
     spec = load(str(home / "target"), drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
-    plain = [spec.baseline().generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
-    assert spec.generate(prompts[0], max_new_tokens=24).token_ids == plain[0]
-    assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=24)] == plain
+    as_undrafted(spec, prompts[:1], 24)
+    plain, *_ = as_undrafted(spec, prompts, 24)
     if not DrafterSpec.parse((DRAFTERS | JOINED)[kind]).kind.one_hot:
-        other = spec.configured("2x2", "rrs")
-        assert [output.token_ids for output in other.generate(prompts, max_new_tokens=24, batch=2)] == plain
+        as_undrafted(spec.configured("2x2", "rrs"), prompts, 24, batch=2)
     pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=24) for piece in cycle.answer]
-    assert [token for piece in pieces for token in piece.token_ids] == plain[0]
+    assert [token for piece in pieces for token in piece.token_ids] == plain.token_ids

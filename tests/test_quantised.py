@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from equality import close, seeded
 from gguf_files import write_gguf
-from models import CONFIGS, random_model, save_model
+from models import CONFIGS, as_undrafted, random_model, save_model
 from offline import cached, said_offline
 from refusals import complains
 from torch import nn
@@ -66,9 +66,10 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
     pytest.importorskip(package)
     spec = load(str(wide / "target"), wide / "head", "4x2", load_in=form, dtype="float32")
-    drafts = spec.generate(PROMPT, max_new_tokens=24)
-    if form != "8bit":
-        assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    if form == "8bit":
+        spec.generate(PROMPT, max_new_tokens=24)
+    else:
+        as_undrafted(spec, [PROMPT], 24)
     weight = spec.target.model.model.layers[0].mlp.up_proj.weight
     assert form.startswith("gguf") or type(weight) is not nn.Parameter or weight.dtype != torch.float32
     assert [record.name for record in caplog.records].count("treespec.model.load_in") == (form == "8bit")

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from models import as_undrafted
 
 from treespec import load
 from treespec.demo.fetch import fetched_folder
@@ -17,6 +18,5 @@ TARGET = os.environ.get("TREESPEC_OTHER_TARGET") or fetched_folder()
 def test_gemma_drafts_for_smollm():
     spec = load(str(TARGET), None, "chain:4", drafter=f"model:{DRAFT}", dtype="float32")
     question = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
-    output = spec.generate(question, max_new_tokens=40)
-    assert output.token_ids == spec.baseline().generate(question, max_new_tokens=40).token_ids
+    (output,) = as_undrafted(spec, [question], 40)
     assert output.stats.acceptance_length > 1.2

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from equality import close, seeded
-from models import plain_generate, prompt, random_model, tokenizer
+from models import as_undrafted, plain_generate, prompt, random_model, tokenizer
 from refusals import complains
 from test_every_model import TOLERANCE
 from test_target import paths_of, plain_logits, prefix, random_tree
@@ -182,13 +182,11 @@ def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token
     spec = load(str(folder), str(tmp_path / "head"), tree="2x2", dtype="float32")
     assert spec.target.recurrent
     prompts = ["the user asks", "the assistant answers the question the user asks"]
-    wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in prompts]
-    outputs = spec.generate(prompts, max_new_tokens=16, batch=2)
-    assert [output.token_ids for output in outputs] == wanted
-    assert sum(outputs[0].stats.drafted) > 0
+    output, _ = as_undrafted(spec, prompts, 16, batch=2)
+    assert sum(output.stats.drafted) > 0
     plain = Target.load(str(folder), dtype="float32").model
     text = spec.encode(prompts[0])
-    for token in wanted[0]:
+    for token in output.token_ids:
         logits = plain(input_ids=torch.tensor([text])).logits[0, -1]
         assert logits.max() - logits[token] < 1e-4
         text.append(token)
@@ -206,5 +204,4 @@ def test_rows_beside_a_tree_and_trees_from_the_text_go_through_recurrent_layers(
     folder = save("lfm2", tmp_path / "target")
     spec = load(str(folder), drafter=drafter, dtype="float32")
     prompts = ["the user asks and the user asks and the user", "the assistant answers"]
-    wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in prompts]
-    assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=16, batch=2)] == wanted
+    as_undrafted(spec, prompts, 16, batch=2)

@@ -2,7 +2,7 @@
 
 import pytest
 from drafting import source_of
-from models import random_head, target
+from models import as_undrafted, random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
@@ -65,8 +65,7 @@ def test_a_drafter_of_ones_own_serves_texts_that_enter_and_leave(batch):
     """Its positions of each text are the cache's at every cycle, or it stops."""
     model, texts = target("llama"), [[5, 9, 7], [4], [8, 3, 11, 30], [21, 6]]
     spec = Spec(model, NoDrafts())
-    wanted = [spec.baseline().generate(text, max_new_tokens=10).token_ids for text in texts]
-    assert [answer.token_ids for answer in spec.generate(texts, max_new_tokens=10, batch=batch)] == wanted
+    as_undrafted(spec, texts, 10, batch=batch)
     assert "nodrafts" in repr(spec)
 
 
@@ -108,8 +107,7 @@ class Own:
 def test_a_verifier_needs_a_name_a_scheme_and_a_call(tree):
     model = target("llama")
     spec = Spec(model, random_head(model), tree, Own())
-    answer = spec.generate([5, 9, 11, 4], max_new_tokens=24)
-    assert answer.token_ids == spec.baseline().generate([5, 9, 11, 4], max_new_tokens=24).token_ids
+    as_undrafted(spec, [[5, 9, 11, 4]], 24)
     assert "own" in repr(spec)
 
 

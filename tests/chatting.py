@@ -13,10 +13,11 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model, tokenizer
 
-from treespec.cli.answer import ChatConfig, load_spec
+from treespec.cli.answer import load_spec
+from treespec.cli.chat import ChatConfig
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.text.strings import CONTROL
+from treespec.text.strings import printable
 
 CONTEXT = 4096
 PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered
@@ -57,11 +58,12 @@ def chat_config(folder):
 
 
 def answer(conversation, text):
-    """(what is shown of the answer, its pieces): the reference for what a terminal or a pipe shows."""
-    stream = conversation.ask(text)
+    """(what is shown of the next answer, its pieces), by the public API; the conversation goes on."""
+    said = [*conversation.messages, {"role": "user", "content": text}]
+    stream = conversation.spec.stream([*conversation.opening, *said], **conversation.config.requested)
     pieces = list(stream)
-    conversation.keep(text, stream.output, interrupted=False)
-    return stream.output.text.strip().translate(CONTROL), pieces
+    conversation.messages = [*said, {"role": "assistant", "content": stream.output.text.strip()}]
+    return printable(stream.output.text), pieces
 
 
 class Terminal:

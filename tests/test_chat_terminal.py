@@ -10,11 +10,10 @@ import sys
 import pytest
 from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer
 
-from treespec.cli.answer import ChatConfig, load_spec
-from treespec.cli.chat import stripped
-from treespec.cli.conversation import COMMANDS, Conversation, run
+from treespec.cli.answer import load_spec
+from treespec.cli.chat import COMMANDS, ChatConfig, Conversation
 from treespec.options import command_line
-from treespec.text.strings import CONTROL
+from treespec.text.strings import printable
 
 COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
 TAU = r" \(tokens per target forward\)"
@@ -45,51 +44,41 @@ def plain(text):
     return CODES.sub("", text)
 
 
-def unbroken(text):
-    """Without white space: a line may end before any word."""
-    return "".join(text.split())
-
-
 def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     terminal = Terminal(COMMAND + arguments(chats), environment(tmp_path))
     first_screen = plain(terminal.until(re.escape(PROMPT)))
-    assert f"target    {chats.target}, float32 on cpu" in first_screen
-    assert f"head {chats.head}" in first_screen
-    assert f"verifier  topk, tree {chats.tree}" in first_screen
+    assert str(conversation.spec) in first_screen
     assert all(hint in first_screen for hint in ("/help", "Alt-Enter", "Ctrl-C", "Ctrl-D"))
 
     # Two turns, as the public API gives them; accepted drafts are green, and only they.
-    green = 0
+    green = ""
     for turn, text in enumerate(["Hello there", "And then?"]):
         shown = terminal.say(text)
         expected, pieces = answer(conversation, text)
-        assert unbroken(expected) in unbroken(plain(shown))
+        assert expected in plain(shown)
         tokens, _, reused, prompt, rest = FIGURES.search(plain(shown)).groups()
         assert int(tokens) == sum(len(piece.token_ids) for piece in pieces)
         assert int(prompt) > 0
         assert (int(reused) > 0) == (turn > 0)
         assert not rest.strip()
-        coloured = unbroken("".join(s.translate(CONTROL) for s, drafted in stripped(pieces) if drafted))
-        assert unbroken("".join(re.findall(re.escape(GREEN) + "(.*?)\x1b\\[0m", shown, re.DOTALL))) == coloured
-        green += len(coloured)
+        coloured = "".join(printable(piece.text) for piece in pieces if piece.drafted)
+        assert "".join(re.findall(re.escape(GREEN) + "(.*?)\x1b\\[0m", shown, re.DOTALL)) == coloured
+        green += coloured
     assert green
 
     # Nothing is said to an empty line, to a cleared line and to a wrong command.
     assert not plain(terminal.say("")).strip(" >\n")
     terminal.write("never sent\x03")
     terminal.until(re.escape(PROMPT))
-    assert "unknown command /nonsense" in plain(terminal.say("/nonsense"))
+    assert "unknown command /retri (did you mean /retry?)" in plain(terminal.say("/retri"))
     assert "temperature is -1.0, must be" in plain(terminal.say("/temperature -1"))
-    assert "2 answers" in plain(terminal.say("/stats"))
 
     # Ctrl-C in the middle of an answer that would not end by itself, then a turn that works.
     assert "temperature 0" in plain(terminal.say(SURE))
     terminal.write("Tell me everything\r")
     terminal.until(re.escape(ANSWERED) + ".{60}")
-    terminal.write("typed ahead\x03")
-    shown = plain(terminal.until(re.escape(PROMPT)))
-    assert "typed" not in shown
-    tokens, *_, rest = FIGURES.search(shown).groups()
+    terminal.write("\x03")
+    tokens, *_, rest = FIGURES.search(plain(terminal.until(re.escape(PROMPT)))).groups()
     assert 0 < int(tokens) < chats.max_new_tokens
     assert "interrupted" in rest
     terminal.say(WARM)
@@ -97,48 +86,33 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     *_, reused, prompt, rest = FIGURES.search(plain(terminal.say("line"))).groups()
     assert 0 < int(reused) < int(prompt)
     assert not rest.strip()
-
-    # The last message is answered again: warm answers are others each time, unless they have a seed.
-    terminal.say("/seed none")
-    assert FIGURES.search(plain(terminal.say("/ret")))
-    assert "seed 6" in plain(terminal.say(f"/seed {chats.seed}"))
-    terminal.say("/retry")
-    assert "the same answer: /seed is set" in plain(terminal.say("/retry"))
-    terminal.write("/max-n\t")  # completed
-    assert f"max-new-tokens {chats.max_new_tokens}" in plain(terminal.say(""))
+    assert FIGURES.search(plain(terminal.say("/retry")))
 
     # Another tree and verifier go on with the same conversation; a bad pair changes nothing.
-    assert "take /tree eagle" in plain(terminal.say("/verifier rrs-wo"))
-    assert "verifier topk, tree 2x2" in plain(terminal.say("/tree 2x2"))
-    assert "verifier rrs-wo, tree 2x2" in plain(terminal.say("/verifier rrs-wo"))
+    for typed in ("/max-n", "\t"):
+        terminal.write(typed)
+        terminal.until("ew-tokens")  # in the menu, then in the line
+    assert f"max-new-tokens {chats.max_new_tokens}" in plain(terminal.say(""))
+    assert "take --tree eagle" in plain(terminal.say("/verifier rrs-wo"))
+    assert "static tree of 6 nodes, 2 deep, verifier topk" in plain(terminal.say("/tree 2x2"))
+    assert "verifier rrs-wo" in plain(terminal.say("/verifier rrs-wo"))
     assert FIGURES.search(plain(terminal.say("More")))
-    terminal.write("/verif\t")  # completed to /verifier, which shows what there is
-    assert "verifier rrs-wo, tree 2x2; there are single" in plain(terminal.say(""))
-    assert "8 answers" in plain(terminal.say("/stats"))
-    assert "8 answers" in plain(terminal.say("\x1b[A"))  # the line before
+    assert "α by depth 0." in plain(terminal.say("/stats"))
+    assert "α by depth 0." in plain(terminal.say("\x1b[A"))  # the line before
 
     saved = tmp_path / "saved.jsonl"
     assert f"saved to {saved}" in plain(terminal.say(f"/save {saved}"))
     messages = json.loads(saved.read_text())["messages"]
     users = ["Hello there", "And then?", "Tell me everything", "first line\nsecond line", "More"]
     assert [m["content"] for m in messages[::2]] == users
-    assert [m.get("interrupted", False) for m in messages[1::2]] == [False, False, True, False, False]
 
-    # A new conversation with the same seed is the same again; without a colour of their own, no token is green.
-    assert "all others" in plain(terminal.say("/colour"))
-    terminal.say("/verifier topk")
-    terminal.say(f"/tree {chats.tree}")
-    terminal.say(SURE)
+    # What is too long is cut, and says so. A new conversation with the same seed is the same again.
     terminal.say("/max-new-tokens 2")
-    assert "cut at 2 tokens: /max-new-tokens N" in plain(terminal.say("/retry"))
-    terminal.say(f"/max-new-tokens {chats.max_new_tokens}")
-    terminal.say(WARM)
-    assert "new conversation" in plain(terminal.say("/reset"))
-    assert "nothing has been answered" in plain(terminal.say("/stats"))
-    run(conversation, "/reset")
-    shown = terminal.say("Hello there")
-    assert unbroken(answer(conversation, "Hello there")[0]) in unbroken(plain(shown))
-    assert GREEN not in shown
+    assert "cut: /max-new-tokens N" in plain(terminal.say("/retry"))
+    for line in ("/verifier topk", f"/tree {chats.tree}", f"/max-new-tokens {chats.max_new_tokens}", "/reset"):
+        terminal.say(line)
+    conversation.messages = []
+    assert answer(conversation, "Hello there")[0] in plain(terminal.say("Hello there"))
     assert all(name in plain(terminal.say("/help")) for name in COMMANDS)
 
     terminal.write("\x04")
@@ -168,6 +142,6 @@ def test_a_conversation_through_a_pipe(tmp_path, chats, conversation):
     reasons = ["unknown command /nonsense", "dynamic tree cannot go with verifier single", "shorten the prompt"]
     assert len(errors) == len(reasons)
     assert all(reason in error for reason, error in zip(reasons, errors, strict=True))
-    assert "2 answers" in done.stderr
+    assert "α by depth" in done.stderr
     messages = json.loads((tmp_path / "piped.jsonl").read_text())["messages"]
     assert [m["content"] for m in messages[::2]] == ["Hello there", "/And then?"]

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wheels import TEMPLATE, write_demo, write_wheel
 
 import treespec
-from treespec.cli.answer import ChatConfig, GenerateConfig, TraceConfig
+from treespec.cli.answer import GenerateConfig, TraceConfig
+from treespec.cli.chat import ChatConfig
 from treespec.cli.early import folder_of
 from treespec.cli.make import export
 from treespec.demo import fetch, known

@@ -12,8 +12,7 @@ from test_decode import prompts
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec.api.spec import Spec
-from treespec.cli.answer import ChatConfig
-from treespec.cli.conversation import Conversation, run
+from treespec.cli.chat import ChatConfig, Conversation, run
 from treespec.draft.model_free.lookup import Lookup, matches
 from treespec.draft.model_free.matches import Place, tree_of
 from treespec.draft.options import LookupOptions
@@ -136,7 +135,7 @@ class TestWhatDoesNotGoTogether:
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
     conversation = Conversation(spec_of("llama", "lookup"), ChatConfig(target="target", drafter="lookup:tokens=10"))
-    assert run(conversation, "/verifier topk") == "verifier topk, drafts by lookup:tokens=10"
+    assert run(conversation, "/verifier topk") == "lookup, verifier topk"
     with complains("makes its own tree"):
         run(conversation, "/tree eagle")
 

@@ -80,7 +80,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     leaves, such as `| head`, end a command without a message.
     """
     # 1. Streams take any text: characters that an encoding lacks become escapes.
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     for name in LOUD[1:]:

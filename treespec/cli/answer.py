@@ -48,11 +48,6 @@ class AnswerConfig(DemoOptions, RequestOptions):
         return {"seed": self.seed} | chosen(self, RequestOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(AnswerConfig):
-    system: str | None = option("system message", None)
-
-
 def load_spec(config: ModelOptions) -> "Spec":
     """Load what answers, which `begin_answers` has checked."""
     from treespec.api.load import load_options

@@ -42,13 +42,13 @@ def save_models(folder):
     model.save_pretrained(folder / "target")
     words.save_pretrained(folder / "target")
     torch.manual_seed(0)
-    save_head(new_head("eagle", load_spec(ChatConfig(target=str(folder / "target"))).target), folder / "head")
+    save_head(new_head("eagle", load_spec(ChatConfig(target=f"{folder}/target")).target), folder / "head")
 
 
 def chat_config(folder):
     return ChatConfig(
-        target=str(folder / "target"),
-        head=str(folder / "head"),
+        target=f"{folder}/target",
+        head=f"{folder}/head",
         tree="dynamic:depth=2,topk=100,nodes=150",
         verifier="topk",
         temperature=100.0,

@@ -69,7 +69,7 @@ def index(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     return folder
 
 

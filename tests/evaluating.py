@@ -52,7 +52,7 @@ def counting(file, count):
 
 
 def options_in(home, out, **changes):
-    paths = {name: str(home / file) for name, file in FILES.items()}
+    paths = {name: f"{home}/{file}" for name, file in FILES.items()}
     options = {"verifier": "topk,rrs-wo", "max_new_tokens": 12, "warm_up": 1, "dtype": "float32"}
     return {"out": str(out)} | paths | options | changes
 

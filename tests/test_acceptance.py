@@ -121,9 +121,9 @@ def lab(home):
 
 
 def config_in(home, out, **changes):
-    options = {"questions": str(home / "questions.jsonl"), "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
+    options = {"questions": f"{home}/questions.jsonl", "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
     options |= {"draws": "2", "temperature": "1", "dtype": "float32"}
-    return AcceptanceConfig(out=str(out), target=str(home / "target"), head=str(home / "head"), **options | changes)
+    return AcceptanceConfig(out=str(out), target=f"{home}/target", head=f"{home}/head", **options | changes)
 
 
 def test_a_rerun_takes_the_logits_that_are_there_unless_the_models_changed(home, tmp_path):
@@ -139,7 +139,7 @@ def test_a_rerun_takes_the_logits_that_are_there_unless_the_models_changed(home,
     with complains("step was 1, now 2"):
         accept(replace(config, step=2))
     (tmp_path / "moved").rename(target)
-    save_head(random_head(Target.load(str(home / "target")), seed=1), head)
+    save_head(random_head(Target.load(f"{home}/target"), seed=1), head)
     with complains(r"logits\.safetensors was made otherwise \(the head changed\)"):
         accept(config)
     file = tmp_path / "out" / "logits.safetensors"
@@ -150,11 +150,11 @@ def test_a_rerun_takes_the_logits_that_are_there_unless_the_models_changed(home,
 
 def test_given_text_is_read_as_what_it_is(lab, tmp_path):
     """One token a byte: the pieces of a text without their first two, and the answers with what ends them."""
-    words = accept(config_in(lab, tmp_path / "words", text=str(lab / "words.txt"), max_length=10))
+    words = accept(config_in(lab, tmp_path / "words", text=f"{lab}/words.txt", max_length=10))
     length = len("the assistant answers the question " * 4)
     pieces = [10] * (length // 10) + [length % 10]
     assert words["sweeps"][0][0]["positions"] == sum(max(0, piece - 2) for piece in pieces)
-    data = accept(config_in(lab, tmp_path / "data", text=str(lab / "data.jsonl")))
+    data = accept(config_in(lab, tmp_path / "data", text=f"{lab}/data.jsonl"))
     answer = len(" the user answers\nassistant:")  # as `home`'s template ends every text
     assert data["sweeps"][0][0]["positions"] == 3 * answer
 
@@ -200,7 +200,7 @@ def test_bad_input_is_explained(changes, message, tmp_path):
 def test_laws_that_are_none_are_refused(content, tmp_path):
     (tmp_path / "laws.json").write_text(content)
     with complains(r"laws\.json"):
-        accept(AcceptanceConfig(out=str(tmp_path), laws=str(tmp_path / "laws.json")))
+        accept(AcceptanceConfig(out=str(tmp_path), laws=f"{tmp_path}/laws.json"))
 
 
 def test_a_text_that_cannot_be_used_is_explained(home, tmp_path):
@@ -208,4 +208,4 @@ def test_a_text_that_cannot_be_used_is_explained(home, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     for name, message in {"none.txt": "cannot read --text", "latin.txt": "UTF-8", "short.txt": "longer texts"}.items():
         with complains(message):
-            accept(config_in(home, tmp_path / "out", text=str(tmp_path / name)))
+            accept(config_in(home, tmp_path / "out", text=f"{tmp_path}/{name}"))

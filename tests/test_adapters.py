@@ -108,7 +108,7 @@ def test_without_peft_a_line_says_what_to_install(tmp_path):
     import sys
     sys.modules["peft"] = None
     from treespec.model.target import Target
-    Target.load({str(tmp_path / "adapter")!r})
+    Target.load({f"{tmp_path}/adapter"!r})
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert told.splitlines()[-1].endswith("it is a PEFT adapter; pip install peft")

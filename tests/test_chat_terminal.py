@@ -35,7 +35,7 @@ def arguments(config):
 
 
 def environment(folder):
-    settings = {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"}
+    settings = {"XDG_STATE_HOME": f"{folder}/state", "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"}
     settings |= {"PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "", "COLUMNS": "250"}
     return os.environ | settings
 

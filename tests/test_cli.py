@@ -14,7 +14,7 @@ from treespec.draft.calibration import load_calibration
 @pytest.fixture(scope="module")
 def pair(home):
     """A target and a head for it, as directories."""
-    return str(home / "target"), str(home / "head")
+    return f"{home}/target", f"{home}/head"
 
 
 def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, capsys):
@@ -44,7 +44,7 @@ def test_a_calibrated_head_drafts_sampled_trees(pair, tmp_path, capsys):
     assert "the text is too short" in capsys.readouterr().err
     text.write_text("the user asks and the assistant answers the question " * 12)
     assert treespec(line) == 0
-    assert str(own / "calibration.json") in capsys.readouterr().out.replace("\n", "")
+    assert f"{own}/calibration.json" in capsys.readouterr().out.replace("\n", "")
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
     drafting = "--tree sampled:nodes=12,depth=3 --verifier traversal --temperature 1"
     assert treespec(f"generate {models} {drafting} --prompt 'the question' --max-new-tokens 8") == 0

@@ -29,7 +29,7 @@ def folders(home, tmp_path_factory):
     replace = {"type": "Replace", "pattern": {"Regex": "[a-zA-Z]"}, "content": OSC}
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
     file.write_text(json.dumps(tokenizer))
-    return {"target": str(home / "target"), "escaping": str(escaping)}
+    return {"target": f"{home}/target", "escaping": str(escaping)}
 
 
 class Terminal(io.StringIO):

@@ -19,7 +19,7 @@ NEEDED = "target: a\ndata: b\nout: c\n"
 
 def written(folder, text):
     (folder / "options.yaml").write_text(text)
-    return str(folder / "options.yaml")
+    return f"{folder}/options.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ def rows_of(**options):
     }.items(),
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
-    config = EvalConfig(target="/no/such/target", head="/no/such/head", out=str(tmp_path / "out"))
+    config = EvalConfig(target="/no/such/target", head="/no/such/head", out=f"{tmp_path}/out")
     with pytest.raises(ValueError, match=reason) as caught:
         evaluate(replace(config, **change))
     assert getattr(caught.value, "exit_code", None) == 2
@@ -182,7 +182,7 @@ class TestMemory:
     def test_a_kept_memory_is_read_and_not_written(self, home):
         alone, folder = self.cycles(home, "source", "none"), home / "kept"
         (tokens, *_), *_ = tokens_of(home / "source").values()
-        spec = load(str(home / "target"), drafter=f"suffix:{folder}", verifier="topk")
+        spec = load(f"{home}/target", drafter=f"suffix:{folder}", verifier="topk")
         spec.decoder.drafter.remember("", tokens)
         before = sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors"))
         known = self.cycles(home, "read", "kept", drafter=f"suffix:{folder}")

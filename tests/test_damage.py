@@ -48,7 +48,7 @@ def read_head(folder):
 
 def write_exported(folder):
     save_head(random_eagle3(target("llama")), folder / "head")
-    export(str(folder / "head"), "vllm", folder / "out", SERVED)
+    export(f"{folder}/head", "vllm", folder / "out", SERVED)
 
 
 def write_ledger(folder):
@@ -58,7 +58,7 @@ def write_ledger(folder):
 
 
 def logits_config(folder):
-    return AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text=str(folder / "text.jsonl"))
+    return AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text=f"{folder}/text.jsonl")
 
 
 def write_logits(folder):

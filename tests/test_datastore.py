@@ -162,7 +162,7 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     (tmp_path / "said.jsonl").write_text(json.dumps(said) + "\nno json\n")
     (tmp_path / "said.txt").write_text(words.decode(answer))
     for name in ("said.jsonl", "said.txt"):
-        out = str(tmp_path / f"store-{name}")
+        out = f"{tmp_path}/store-{name}"
         line = f"datastore build --target {model} --data {tmp_path}/{name} --out {out}"
         assert treespec(line) == 0
         printed = capsys.readouterr().out

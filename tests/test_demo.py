@@ -93,7 +93,7 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     assert spec.source is None  # there is no head yet
     question = [{"role": "user", "content": "Hello"}]
     path = model_path("demo")
-    assert path == str(home / "cache/treespec/models" / DEMO_MODEL.folder)
+    assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
     ours, theirs = (one.generate(question, max_new_tokens=8) for one in (spec, treespec.load(path)))
     assert ours.text == theirs.text
     assert identity_of("demo") == identity_of(path)
@@ -208,7 +208,7 @@ def head(folder, home):
     """The head that treespec brings for the demo."""
     target = Target.load(str(folder))
     save_head(random_head(target).to(torch.bfloat16), home / "pretrained" / DEMO_MODEL.folder)
-    return str(home / "pretrained" / DEMO_MODEL.folder)
+    return f"{home}/pretrained/{DEMO_MODEL.folder}"
 
 
 DRAFTING = {  # commands' configurations, each with what it needs besides a target
@@ -252,7 +252,7 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 
 
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
-    export(head=head, to="sglang", target="demo", out=str(tmp_path / "out"), config=None)
+    export(head=head, to="sglang", target="demo", out=f"{tmp_path}/out", config=None)
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
 
 

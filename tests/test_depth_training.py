@@ -69,7 +69,7 @@ def config(config):
 def test_training_makes_heads_agree_with_the_target(config, tmp_path, kind):
     several = {"draft_heads": 3} if kind in SEVERAL else {}
     options = {"head": kind, "learning_rate": 3e-3, "checkpoint_every": 500} | several
-    before = train(replace(config, out=str(tmp_path / "untrained"), max_steps=1, **options | {"learning_rate": 0.0}))
+    before = train(replace(config, out=f"{tmp_path}/untrained", max_steps=1, **options | {"learning_rate": 0.0}))
     trained = replace(config, max_steps=100, **options)
     result = train(trained)
     if kind == "medusa":  # it learns the text's tokens, which a random target does not follow

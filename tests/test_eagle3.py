@@ -193,13 +193,13 @@ def test_a_head_is_loaded_packed_and_drafts_the_tokens_of_a_vocabulary_beside_it
     model = save_model(tmp_path / "model")
     loaded = Target.load(str(model))
     save_head(random_eagle3(loaded, drafted=torch.arange(90, 130)), tmp_path / "head")
-    spec = load(str(model), str(tmp_path / "head"), "eagle", "rrs-wo", dtype=dtype)
+    spec = load(str(model), f"{tmp_path}/head", "eagle", "rrs-wo", dtype=dtype)
     assert spec.head.vocabulary.tolist() == list(range(90, 130))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8
     save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
-    spec = load(str(model), str(tmp_path / "head"), "eagle", "rrs-wo", dtype=dtype)
+    spec = load(str(model), f"{tmp_path}/head", "eagle", "rrs-wo", dtype=dtype)
     assert spec.head.vocabulary.tolist() == list(range(100, 130))
     assert spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).stats.drafted[0] > 0
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
     with complains("no token in common"):
-        load(str(model), str(tmp_path / "head"), dtype=dtype)
+        load(str(model), f"{tmp_path}/head", dtype=dtype)

@@ -61,7 +61,7 @@ def test_every_greedy_completion_is_the_baselines_and_entries_add_up(finished):
 
 
 def test_the_second_turn_follows_the_contestants_own_first(home, finished):
-    spec = Spec(Target.load(str(home / "target")), None)
+    spec = Spec(Target.load(f"{home}/target"), None)
     (first, second), own = QUESTIONS[0]["turns"], answered(finished[0])["target-topk-t0"][0]
     messages = [{"role": "user", "content": first}]
     assert spec.generate(messages, max_new_tokens=12).token_ids == own["token_ids"][0]
@@ -161,12 +161,12 @@ def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home,
 def test_sampled_completions_repeat_with_the_seed_and_differ_by_turn_and_contestant(home, tmp_path):
     config = config_in(home, tmp_path / "a", temperature="1", max_new_tokens=6, verifier="rrs-wo,rrs", warm_up=0)
     for out in ("a", "b"):
-        evaluate(replace(config, out=str(tmp_path / out)))
+        evaluate(replace(config, out=f"{tmp_path}/{out}"))
     by_name = answered(tmp_path / "a")
     assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
     assert len({seed for own in by_name.values() for one in own for seed in one["seeds"]}) == 3 * TURNS
     assert by_name["target-rrs-wo-t1"][0]["seeds"] == [seed_of(0, 1, turn, "target-rrs-wo-t1") for turn in (0, 1)]
-    spec = Spec(Target.load(str(home / "target")), None)
+    spec = Spec(Target.load(f"{home}/target"), None)
     prompt, seed = [{"role": "user", "content": QUESTIONS[0]["turns"][0]}], seed_of(0, 1, 0, "target-baseline-t1")
     again = spec.generate(prompt, temperature=1.0, max_new_tokens=6, seed=seed)
     assert again.token_ids == by_name["target-baseline-t1"][0]["token_ids"][0]

@@ -67,7 +67,7 @@ def test_no_drafter_is_left_out():
 @pytest.mark.parametrize("kind", DRAFTERS | JOINED)
 def test_greedy_answers_are_the_targets_own_tokens(home, kind):
     """Float32, one text, three together, two at a time under another tree and verifier, and one that is traced."""
-    spec = load(str(home / "target"), drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
+    spec = load(f"{home}/target", drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
     as_undrafted(spec, prompts[:1], 24)
     plain, *_ = as_undrafted(spec, prompts, 24)

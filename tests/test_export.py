@@ -271,7 +271,7 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     head = saved(random_eagle3(target, drafted=DRAFTED), tmp_path / "head")
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
 
-    out = str(tmp_path / "my out")
+    out = f"{tmp_path}/my out"
     assert treespec(f"export --target {tmp_path}/target --head {head} --to vllm --out '{out}'") == 0
     printed = capsys.readouterr().out
     assert "holds the eagle3 head. Read back it gives the same 512 logits: difference 0." in printed

@@ -91,7 +91,7 @@ def test_every_command_knows_its_names(site, tmp_path):
         options,
         [*options, "--drafter", "echo:tokens=3"],
         [*options, "--drafter", "echo", "--verifier", "careful"],
-        [*options, "--head", str(tmp_path / "head")],
+        [*options, "--head", f"{tmp_path}/head"],
         [*options, "--drafter", f"suffix+model:{model}", "--verifier", "careful", "--tree", "bush"],
     ]
     path = f"import sys; sys.path.insert(0, {str(site)!r})"

@@ -48,7 +48,7 @@ def test_a_file_has_the_weights_that_transformers_unpacks(dtype, folder):
 
 def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path):
     """Features know the form of the target that they come from."""
-    data, features = write_data(tmp_path / "data.jsonl"), str(tmp_path / "features")
+    data, features = write_data(tmp_path / "data.jsonl"), f"{tmp_path}/features"
     stored = small_run(folder, data, tmp_path / "b", load_in="gguf:tiny.gguf", max_steps=2, features=features)
     whole = small_run(folder, data, tmp_path / "a", load_in="gguf:tiny.gguf", max_steps=2)
     for config in (whole, stored):
@@ -113,4 +113,4 @@ def test_what_is_no_gguf_file_is_told_in_a_line(folder):
         with complains(told):
             loaded(folder, file)
     with complains("name its folder, and the file by --load-in gguf:FILE"):
-        load(str(folder / "tiny.gguf"))
+        load(f"{folder}/tiny.gguf")

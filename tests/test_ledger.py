@@ -91,7 +91,7 @@ def test_completions_of_a_model_that_was_trained_again_are_not_mixed(home, tmp_p
         (shutil.copytree if (home / name).is_dir() else shutil.copy)(home / name, tmp_path / name)
     config = begun(options(tmp_path, tmp_path / "out"))
     if changed == "head":
-        save_head(random_head(Target.load(str(home / "target")), seed=1), tmp_path / "head")
+        save_head(random_head(Target.load(f"{home}/target"), seed=1), tmp_path / "head")
     else:
         file = tmp_path / "target" / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
@@ -124,7 +124,7 @@ def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_pat
     command.__wrapped__(config)
     assert capsys.readouterr().out == table
     with complains("no target directory"):
-        command.__wrapped__(replace(config, out=str(tmp_path / "another")))
+        command.__wrapped__(replace(config, out=f"{tmp_path}/another"))
     file = tmp_path / "out" / "ledger.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
     with complains("no directory at"):

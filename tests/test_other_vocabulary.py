@@ -169,7 +169,7 @@ class TestHeads:
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
     def test_it_drafts_and_the_text_is_the_targets(self, folders, kind):
-        spec = load(str(folders / "target"), str(folders / kind), "2x2", "rrs-wo", dtype="float32")
+        spec = load(f"{folders}/target", f"{folders}/{kind}", "2x2", "rrs-wo", dtype="float32")
         head = spec.head
         ours, theirs = bytes_of(spec.target.tokenizer), bytes_of(sentence_piece())
         before = load_head(folders / kind)
@@ -186,4 +186,4 @@ class TestHeads:
     )
     def test_others_are_refused_by_name(self, folders, kind, complaint):
         with complains(complaint):
-            load(str(folders / "target"), str(folders / kind))
+            load(f"{folders}/target", f"{folders}/{kind}")

@@ -54,7 +54,7 @@ def test_a_question_is_the_targets_own_continuation_of_its_template(whole, model
 
 
 def test_questions_depend_on_neither_batch_nor_kill(whole, tmp_path):
-    config = replace(whole, out=str(tmp_path / "out"), batch=3)
+    config = replace(whole, out=f"{tmp_path}/out", batch=3)
     killed_after(config, 2)
     with (tmp_path / "out" / QUESTIONS).open("a") as file:
         file.write('{"number": 9')

@@ -30,7 +30,7 @@ def measured(home, tmp_path_factory):
     """A run with all of transformers' methods; the target assists itself."""
     out = tmp_path_factory.mktemp("measured")
     changes = {"temperature": "0,1", "verifier": "topk,rrs@2x2", "contexts": "20", "max_new_tokens": 6, "turns": 1}
-    more = {"peers": "transformers", "assistant": str(home / "target")}
+    more = {"peers": "transformers", "assistant": f"{home}/target"}
     summary = evaluate(config_in(home, out, **changes, **more))
     return out, summary
 
@@ -80,8 +80,8 @@ def test_the_report_compares_with_peers_bounds_and_costs(measured):
 
 
 def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
-    config = config_in(home, tmp_path, dtype="bfloat16", peers="transformers", assistant=str(home / "target"))
-    target = load(str(home / "target"), dtype="bfloat16").target
+    config = config_in(home, tmp_path, dtype="bfloat16", peers="transformers", assistant=f"{home}/target")
+    target = load(f"{home}/target", dtype="bfloat16").target
     for peer in (load_stock(config), load_assistant(config, target)):
         assert peer.dtype == torch.float32
         assert type(peer.lm_head) is torch.nn.Linear
@@ -89,7 +89,7 @@ def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in
 
 def test_transformers_samples_from_the_whole_distribution_whatever_the_models_own_settings(home, tmp_path):
     """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
-    spec = load(str(home / "target"), dtype="float32")
+    spec = load(f"{home}/target", dtype="float32")
     model = spec.target.model
     model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
     config, ask = config_in(home, tmp_path), Ask([], [3, 4, 5], 0, 200)
@@ -141,7 +141,7 @@ def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, caps
 
 def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     """treespec's own: its greedy texts are the baseline's, two conversations at a time too."""
-    with serving(load(str(home / "target"), drafter="lookup", dtype="float32")) as state:
+    with serving(load(f"{home}/target", drafter="lookup", dtype="float32")) as state:
         address = f"{state.url}/v1"
         options = {"verifier": "topk", "max_new_tokens": 8, "batch": "1,2", "peers": f"{address},{NAME},{address}"}
         summary = evaluate(config_in(home, tmp_path, **options))
@@ -184,7 +184,7 @@ def test_what_a_server_does_wrong_is_said_in_a_line(home, tmp_path, monkeypatch,
 
 
 def test_waiting_for_the_device_changes_times_alone(home):
-    spec = load(str(home / "target"), str(home / "head"), tree="2x2", verifier="rrs", dtype="float32")
+    spec = load(f"{home}/target", f"{home}/head", tree="2x2", verifier="rrs", dtype="float32")
     for temperature in (0.0, 1.0):
         for one in (spec, spec.baseline()):
             options = {"temperature": temperature, "max_new_tokens": 12, "memory": None}

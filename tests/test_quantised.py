@@ -65,7 +65,7 @@ def wide(tmp_path_factory):
 def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form, package, wide, caplog):
     """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
     pytest.importorskip(package)
-    spec = load(str(wide / "target"), wide / "head", "4x2", load_in=form, dtype="float32")
+    spec = load(f"{wide}/target", wide / "head", "4x2", load_in=form, dtype="float32")
     if form == "8bit":
         spec.generate(PROMPT, max_new_tokens=24)
     else:
@@ -102,10 +102,10 @@ def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_pa
     spec = load(str(folder), load_in="int8", dtype="float32")
     model = Target.load(str(folder), how=Placement("int8"), dtype="float32").model
     model.save_pretrained(tmp_path / "own")
-    again = load(str(tmp_path / "own"), dtype="float32")
+    again = load(f"{tmp_path}/own", dtype="float32")
     assert again.generate(PROMPT, max_new_tokens=12).token_ids == spec.generate(PROMPT, max_new_tokens=12).token_ids
     with complains("quantised by torchao already: leave out --load-in 4bit"):
-        load(str(tmp_path / "own"), load_in="4bit")
+        load(f"{tmp_path}/own", load_in="4bit")
 
 
 def test_forms_have_identities_and_times_of_their_own(folder):

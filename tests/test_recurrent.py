@@ -179,7 +179,7 @@ def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token
     folder = save(name, tmp_path / "target")
     config = small_run(folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", max_steps=2)
     train(config)
-    spec = load(str(folder), str(tmp_path / "head"), tree="2x2", dtype="float32")
+    spec = load(str(folder), f"{tmp_path}/head", tree="2x2", dtype="float32")
     assert spec.target.recurrent
     prompts = ["the user asks", "the assistant answers the question the user asks"]
     output, _ = as_undrafted(spec, prompts, 16, batch=2)

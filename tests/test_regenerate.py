@@ -60,7 +60,7 @@ def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_pa
 
 
 def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
-    config = replace(whole, out=str(tmp_path / "out"))
+    config = replace(whole, out=f"{tmp_path}/out")
     for rows in (1, 4, 9):
         killed_after(config, rows)
         assert len(by_row(config)) < 12
@@ -74,7 +74,7 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
 
 
 def test_a_damaged_row_is_named(whole, tmp_path):
-    config = replace(whole, out=str(tmp_path / "out"), limit=3)
+    config = replace(whole, out=f"{tmp_path}/out", limit=3)
     regenerate(config)
     file = tmp_path / "out" / OUT
     file.write_text(file.read_text().replace('"temperature": ', '"temperature": 1', 1))
@@ -107,7 +107,7 @@ def test_rows_of_other_options_are_not_mixed(whole, change, named):
 
 
 def test_models_and_data_are_known_by_content(whole, data, tmp_path):
-    config = replace(whole, out=str(tmp_path / "out"), limit=1)
+    config = replace(whole, out=f"{tmp_path}/out", limit=1)
     regenerate(config)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(data.read_bytes())

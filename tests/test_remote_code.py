@@ -42,8 +42,8 @@ def trap(tmp_path, monkeypatch):
     (folder / "trap.py").write_text(CODE.format(witness=str(witness)))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "trap", "auto_map": AUTO_MAP}))
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", f"{tmp_path}/modules")
+    monkeypatch.setattr(sys, "path", [*sys.path, f"{tmp_path}/modules"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     return folder, witness
 
@@ -66,9 +66,9 @@ def test_a_draft_models_code_is_trusted_as_the_targets(trap, tmp_path):
     folder, witness = trap
     save_model(tmp_path / "target")
     with complains(r"the draft model.*--trust-remote-code"):
-        load(str(tmp_path / "target"), drafter=f"model:{folder}")
+        load(f"{tmp_path}/target", drafter=f"model:{folder}")
     assert not witness.exists()
-    load(str(tmp_path / "target"), drafter=f"model:{folder}", trust_remote_code=True)
+    load(f"{tmp_path}/target", drafter=f"model:{folder}", trust_remote_code=True)
     assert witness.exists()
 
 

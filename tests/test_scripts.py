@@ -40,7 +40,7 @@ def run(script, arguments, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with suppress(SystemExit):
-        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+        runpy.run_path(f"{SCRIPTS}/{script}.py", run_name="__main__")
 
 
 @pytest.mark.parametrize("script, arguments, shown", RUNS)

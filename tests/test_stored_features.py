@@ -18,7 +18,7 @@ from treespec.train.run import train
 
 @pytest.fixture
 def config(config, tmp_path):
-    return replace(config, features=str(tmp_path / "features"))
+    return replace(config, features=f"{tmp_path}/features")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -59,7 +59,7 @@ def test_malformed_questions_are_named_by_line_and_the_rest_goes_on(tmp_path):
     with complains(r"no question in .*mine\.jsonl:1"):
         load_questions(str(path))
     with complains(r"builtin, mt-bench, .* or a JSONL file"):
-        load_questions(str(tmp_path / "absent.jsonl"))
+        load_questions(f"{tmp_path}/absent.jsonl")
 
 
 PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer": "3*7=<<3*7=21>>21\n#### 21"}

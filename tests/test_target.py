@@ -89,9 +89,9 @@ def test_a_model_with_an_unknown_output_path_is_refused():
 
 def test_an_offloaded_target_scores_the_same_tree(tmp_path):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "model")
-    whole = Target.load(str(tmp_path / "model"), dtype="float32")
+    whole = Target.load(f"{tmp_path}/model", dtype="float32")
     offloaded = Target.load(
-        str(tmp_path / "model"),
+        f"{tmp_path}/model",
         dtype="float32",
         device_map={
             "model.embed_tokens": "cpu",

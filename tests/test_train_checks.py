@@ -37,7 +37,7 @@ def no_target(monkeypatch):
 @pytest.mark.usefixtures("no_target")
 def test_what_is_no_jsonl_is_named_for_what_it_is(config, tmp_path, name, content, complaint):
     (tmp_path / name).write_bytes(content)
-    assert re.search(complaint, refused(config, data=str(tmp_path / name)))
+    assert re.search(complaint, refused(config, data=f"{tmp_path}/{name}"))
 
 
 def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tm
     (folder_of(third) / "metrics.jsonl").write_text('{"step": 0}\n' * 1000)
     with files_of_at_most(4096):
         assert "model.safetensors: " in refused(config)
-        features = str(tmp_path / "features")
+        features = f"{tmp_path}/features"
         assert "features-00000.safetensors: " in refused(beside(config, "2", features=features))
         assert "metrics.jsonl: " in refused(third)
     assert not list(tmp_path.rglob("*.tmp"))

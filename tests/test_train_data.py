@@ -27,7 +27,7 @@ def config(config):
 
 def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatch):
     content = "[" + ", ".join(Path(config.data).read_text().splitlines()) + "]"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     monkeypatch.setattr(datasets, "fetched", lambda data_set, say: ("from here", content))
     known = trained(beside(config, "known"), data="sharegpt")
     assert same_weights(weights(trained(config)), weights(known))

@@ -30,7 +30,7 @@ from treespec.train.loop.run import check_weights
 @pytest.fixture
 def config(config, tmp_path):
     """A run that has stored its features, and not begun to train."""
-    config = replace(config, features=str(tmp_path / "features"))
+    config = replace(config, features=f"{tmp_path}/features")
     killed(beside(config, "first"), 1)
     return config
 

@@ -38,7 +38,7 @@ PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: he
 
 @pytest.fixture
 def config(config, tmp_path):
-    return replace(config, features=str(tmp_path / "features"))
+    return replace(config, features=f"{tmp_path}/features")
 
 
 STORED = "features/*/features-00000.safetensors"
@@ -50,7 +50,7 @@ def test_a_flipped_bit_in_what_a_run_reads_is_named(config, tmp_path, name):
     killed(config)
     again, (file,) = config, tmp_path.glob(name)
     if name == STORED:  # by another run, which reads every conversation
-        again = replace(config, out=str(tmp_path / "other"), max_steps=20, batch_size=1)
+        again = replace(config, out=f"{tmp_path}/other", max_steps=20, batch_size=1)
     for place in PLACES:
         whole = flipped(file, place)
         assert str(file) in refused(again), place

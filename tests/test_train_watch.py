@@ -23,7 +23,7 @@ def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_fold
     model = Target.load(str(model_folder), dtype="float32")
     head, prompts = new_head("eagle", model), [[3, 4, 5], [7, 8, 9, 10]]
     save_head(head, tmp_path / "head")
-    spec = load(str(model_folder), str(tmp_path / "head"), "chain:3", "topk", dtype="float32")
+    spec = load(str(model_folder), f"{tmp_path}/head", "chain:3", "topk", dtype="float32")
     stats = [spec.generate(prompt, temperature=0.0, max_new_tokens=20).stats for prompt in prompts]
     accepted, cycles = sum(sum(one.accepted) for one in stats), sum(one.cycles for one in stats)
     found = decoded_length(head, model, prompts, steps=3, tokens=20)

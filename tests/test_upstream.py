@@ -41,7 +41,7 @@ def moved(module):
 def exported(head, to, folder):
     """The target's directory is beside it, as speculators loads that too."""
     EIGHT.model.save_pretrained(folder / "target")
-    served = Served.of(str(folder / "target"), EIGHT.model.config)
+    served = Served.of(f"{folder}/target", EIGHT.model.config)
     export(
         saved(head, folder / "head", norm_before_residual=head.midlayer.norm_before_residual),
         to,

@@ -129,7 +129,7 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     model = str(save_model(tmp_path / "model"))
     save_head(new_head("eagle", Target.load(model)), tmp_path / "head")
     save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
-    spec = load(model, str(tmp_path / "head"), "eagle", "rrs-wo", dtype="bfloat16")
+    spec = load(model, f"{tmp_path}/head", "eagle", "rrs-wo", dtype="bfloat16")
     assert type(spec.head.output) is not nn.Linear
     assert spec.head.output.out_features == 50
     drafter = spec.decoder.drafter

@@ -21,7 +21,7 @@ def test_recurrent_states_of_a_full_batch_come_first(monkeypatch):
     model = Target(random_model(tiny(MODELS["qwen3_next"])))
     cache = model.new_cache()
     model.prefill(cache, torch.arange(7)[None])
-    states = sum(state.nbytes for states in cache.states[0] for state in states if state is not None)
+    states = sum(x.nbytes for state in cache.states[0] for x in state.values())
     column = 2 * 2 * 8 * 4  # one layer of keys and values, 2 KV heads of 8 numbers, in float32
     for free, columns in (((1 << 20), ((1 << 20) - 3 * 4 * states) // (SHARE * column)), (1000, 0)):
         monkeypatch.setattr("treespec.api.engine.free_memory", lambda free=free: free)

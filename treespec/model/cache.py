@@ -134,8 +134,8 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
 
-State = Tensor | None
-States = list[list[State]]  # of each recurrent layer, [1, ...] each; empty before the first token
+State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
+States = list[State]  # of each recurrent layer; empty before the first token
 MARKS = 2  # earlier states of a text that are kept
 
 
@@ -175,8 +175,7 @@ class TreeCache(Cache):
     @property
     def state_bytes(self) -> int:
         """Bytes of a text's recurrent states: before and after a forward, and to go back to."""
-        held = [state for states in self.states[0] for state in states if state is not None]
-        return (2 + MARKS) * sum(state.nbytes for state in held)
+        return (2 + MARKS) * sum(x.nbytes for state in self.states[0] for x in state.values())
 
     @property
     def end(self) -> int:

@@ -21,7 +21,6 @@ def additive_masks(
     seen: Tensor,
     dtype: torch.dtype,
     device: torch.device,
-    repeated: int = 1,
 ) -> Masks:
     """Additive masks [B, 1, N, T] by layer type; one tensor for a model of one layer type.
 
@@ -38,7 +37,6 @@ def additive_masks(
     windows: window or chunk of each layer type (`layer_windows`).
     places: [B, T] positions of all columns.
     seen: [B, N, T] bool, the columns that each node sees without windows.
-    repeated: how often the N rows of a mask are repeated (`attention.repeats`).
     """
     masks = {}
     for kind, window in windows.items():
@@ -46,7 +44,7 @@ def additive_masks(
         if window and kind in (*SLIDING, "chunked_attention"):
             near = window_mask if kind in SLIDING else chunk_mask
             visible = seen & near(places, seen.shape[1], window)
-        masks[kind] = additive(visible.to(device), dtype)[:, None].repeat(1, 1, repeated, 1)
+        masks[kind] = additive(visible.to(device), dtype)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
 

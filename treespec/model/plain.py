@@ -17,41 +17,29 @@ FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of
 
 
 def understand(target: Any) -> torch.device:
-    """Find the masks that a model takes, by trial. Returns the device of the features.
+    """Find out by trial whether a model uses the windows of its config (Moshi does not).
 
-    Only a check longer than the model's window could notice the window. So the checks run with the
-    window narrowed to `NARROW` positions, in the config and in all modules. The trials tell
-
-    - whether the model passes our masks to its attention unchanged (`Target.repeats_masks`);
-    - whether it uses the window of its config at all (Moshi does not). A window that the narrowed
-      model ignores is checked once more over its real length.
-
-    No trial sees a change at a position beyond `FAR` that has another cause than a window.
+    Returns the device of the features. Only a check longer than a window could notice it. So the
+    checks run with the window narrowed to `NARROW` positions, in the config and in all modules. A
+    window that the narrowed model ignores is checked once more over its real length. No trial sees a
+    change at a position beyond `FAR` that has another cause than a window.
     Raises the first trial's error where no masks lead to the plain model's logits.
     """
-    # 1. With narrow windows: the first masks that give the plain model's logits.
-    windows = target.windows
-    unused: dict[str, int | None] = dict.fromkeys(windows)
-    failure: Exception | None = None
+    # 1. With narrow windows, then without.
+    windows, unused = target.windows, dict.fromkeys(target.windows)
     with narrowed(target):
-        near = target.windows
-        for target.repeats_masks, target.windows in ((True, near), (False, near), (False, unused)):
+        try:
+            return check_against_plain_model(target, FAR)
+        except Exception as first:  # a model's own code may raise anything
+            target.windows = unused
             try:
-                device = check_against_plain_model(target, FAR)
-                break
-            except Exception as error:  # a model's own code may raise anything
-                failure = failure or error
-        else:
-            assert failure
-            raise failure
-        applies = target.windows is near
+                check_against_plain_model(target, FAR)
+            except Exception:
+                raise first from None
 
-    # 2. With the real windows: if the model ignores them, check that over their full length.
-    target.windows = windows
-    if not applies and windows != unused:
-        target.windows = unused
-        check_against_plain_model(target, max(window or 0 for window in windows.values()) + 2)
-    return device
+    # 2. The model ignores its windows: without them, over their full length.
+    target.windows = unused
+    return check_against_plain_model(target, max(window or 0 for window in windows.values()) + 2)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Targets with layers that carry a state from token to token: Mamba, delta nets, short convolutions.
 
 Attention layers of such a model take trees by their masks, as in any model. A recurrent layer takes a
-tree as a batch of its paths (`recurrent_rows`), each behind the state of its text. The layer's own code
-computes both. A forward leaves the states alone and keeps the layers' inputs at each uncommitted
+tree as a batch of its paths (`recurrent_rows`), each after the state of its sequence. The layer's own
+code computes both. A forward leaves the states alone and keeps the layers' inputs at each uncommitted
 column. `commit` runs each layer once more over the inputs of the accepted nodes, unless the forward
 has left the state after the last of them. Five drafted nodes, of which the path 0 2 is accepted:
 
@@ -27,7 +27,7 @@ from treespec.errors import InputError, first_line
 from treespec.model.cache import State, States, TreeCache, TreeLayer
 from treespec.model.masks import Masks
 from treespec.model.recurrent_rows import (
-    Known,
+    Outputs,
     PathRows,
     entries,
     once_a_node,
@@ -36,6 +36,7 @@ from treespec.model.recurrent_rows import (
     replaced,
 )
 from treespec.model.recurrent_run import (
+    KINDS,
     TRIAL,
     Arguments,
     Mixer,
@@ -47,11 +48,13 @@ from treespec.model.recurrent_run import (
     tried,
 )
 
+HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
 
 @final
 @dataclass(frozen=True)
 class Forwarded:
-    """What the last forward left of a mixer.
+    """Kept from the last forward of a mixer.
 
     steps: its inputs at the U uncommitted columns, [B, U, ...] by argument. constant: its other
     arguments. known: outputs of its linear layers.
@@ -60,7 +63,7 @@ class Forwarded:
     rows: PathRows
     constant: Arguments
     steps: dict[str, Tensor]
-    known: Known
+    known: Outputs
     trail: Trail
 
 
@@ -69,9 +72,9 @@ class Recurrent:
     """The mixers of a target.
 
     state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
-    indexed: whether the layers that do not are of indexed attention.
+    indexed: whether the layers that carry no state are of indexed attention.
     has_attention: whether any layer keeps keys and values.
-    continues: whether all mixers take several tokens behind an earlier state.
+    continues: whether all mixers take several tokens after an earlier state.
     """
 
     @torch.no_grad()
@@ -81,7 +84,6 @@ class Recurrent:
         config = model.config.get_text_config()
         known = DynamicCache(config=config).layers
         self.indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-        self.mixers: list[Mixer] = []
         self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
         self.state_counts += [0] * (layers - len(self.state_counts))
 
@@ -93,21 +95,18 @@ class Recurrent:
             "place that treespec does not know"
         )
         try:
-            mixers, calls = find_mixers(decoder, tokens, cache)
+            found, calls = find_mixers(decoder, tokens, cache)
         except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
             raise InputError(f"{unknown} ({first_line(error)})") from error
         self.has_attention = any(layer.is_initialized for layer in cache.tree_layers)
-        if not mixers and not self.has_attention:
+        if not found and not self.has_attention:
             raise InputError(unknown)
 
         # 3. What each kind of module can do.
-        kinds: dict[type, Mixer] = {}
-        for mixer in mixers:
-            kind = type(mixer.module)
-            if kind not in kinds:
-                kinds[kind] = tried(mixer, cache, calls[mixer.module])
-            able = kinds[kind]
-            self.mixers.append(replace(mixer, continues=able.continues, chunks=able.chunks))
+        kinds = {type(mixer.module): mixer for mixer in found}
+        kinds = {kind: tried(mixer, cache, calls[mixer.module]) for kind, mixer in kinds.items()}
+        able = ((mixer, kinds[type(mixer.module)]) for mixer in found)
+        self.mixers = [replace(m, continues=a.continues, chunks=a.chunks) for m, a in able]
         self.continues = all(mixer.continues for mixer in self.mixers)
 
     def layers(self, capacity: int) -> list[TreeLayer]:
@@ -117,32 +116,26 @@ class Recurrent:
 
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
-        names: dict[str, Any] = {"linear_attention": None, "conv": None}
         if self.indexed:
-            return names | {"indexed_attention": masks}
+            masks = {"indexed_attention": masks}  # type: ignore[dict-item]
         if not isinstance(masks, dict):
             return masks
-        for kind, name in (("hybrid", "full_attention"), ("hybrid_sliding", "sliding_attention")):
-            if kind in masks:
-                names[name] = masks[kind]
-        return names | masks
+        names = {HYBRID[kind]: mask for kind, mask in masks.items() if kind in HYBRID}
+        return {"linear_attention": None, "conv": None} | names | masks
 
     @contextmanager
     def running(self, cache: TreeCache, places: Tensor, seen: Tensor) -> Iterator[None]:
-        """Inside, a forward of the decoder takes trees behind the cache.
+        """Inside, a forward of the decoder takes trees after the cache.
 
         places: [B, T] int64, positions of all columns. seen: [B, N, T] bool.
         """
         rows = path_rows(seen[:, :, cache.end :], places[:, cache.end :])
-        forwards = {}
-        for number, mixer in enumerate(self.mixers):
-            code = mixer.module.forward
-            forwards[mixer.module] = partial(self._mixed, number, code, cache, rows)
-        with replaced(forwards):
+        numbered = enumerate(self.mixers)
+        with replaced({m.module: partial(self._mixed, i, cache, rows) for i, m in numbered}):
             yield
 
     def _mixed(
-        self, number: int, code: Any, cache: TreeCache, rows: PathRows, *args: Any, **kwargs: Any
+        self, number: int, cache: TreeCache, rows: PathRows, *args: Any, **kwargs: Any
     ) -> Any:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
@@ -150,14 +143,13 @@ class Recurrent:
         constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
         if earlier := rows.width - n:
             held = cache.forwarded[number].steps
-            for name, new in steps.items():
-                steps[name] = torch.cat([held[name][:, :earlier], new], 1)
+            steps = {name: torch.cat([held[name][:, :earlier], steps[name]], 1) for name in steps}
 
         # 2. Its own code over the paths.
-        states = self._lent(cache, number, rows.texts.tolist())
+        state = lent(cache, number, rows.sequences.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
-            returned, trail = mixer.run(code, cache, constant, by_path, states)
+            returned, trail = mixer.run(cache, constant, by_path, state)
 
         # 3. Keep what `commit` needs; each node's own output.
         cache.forwarded[number] = Forwarded(rows, constant, steps, known, trail)
@@ -167,60 +159,48 @@ class Recurrent:
 
         return tree_map(own, returned)
 
-    def _lent(self, cache: TreeCache, number: int, texts: Sequence[int]) -> list[State]:
-        """Copies of a mixer's states of some texts, [texts, ...]; zeros before the first token."""
-        held = [cache.states[text][number] if cache.states[text] else None for text in texts]
-        known = next((states for states in held if states), self.mixers[number].fresh())
-        lent: list[State] = []
-        for i, like in enumerate(known):
-            if like is None:
-                lent.append(None)
-                continue
-            rows = [states[i] if states else torch.zeros_like(like) for states in held]
-            lent.append(torch.cat(rows))  # type: ignore[arg-type]
-        return lent
-
     @torch.no_grad()
     def committed(self, cache: TreeCache, nodes: Sequence[Sequence[int]]) -> list[States]:
-        """The states of each text after its accepted nodes of the last forward."""
-        # 1. The row and step of each text's last accepted node; it may be of an earlier forward.
+        """The states of each sequence after its accepted nodes of the last forward."""
+        # 1. The row and step of each one's last accepted node; it may be of an earlier forward.
         rows = cache.forwarded[0].rows
         earlier, outputs = rows.width - rows.outputs.shape[1], rows.outputs.tolist()
-        ends = {text: (0, -1) for text, kept in enumerate(nodes) if kept}
-        for text in ends:
-            if (node := nodes[text][-1] - earlier) >= 0:
-                ends[text] = divmod(outputs[text][node], rows.columns.shape[1])
+        ends = {sequence: (0, -1) for sequence, kept in enumerate(nodes) if kept}
+        for sequence in ends:
+            if (node := nodes[sequence][-1] - earlier) >= 0:
+                ends[sequence] = divmod(outputs[sequence][node], rows.columns.shape[1])
 
         # 2. Its states: those that the forward left, else by the mixer over the accepted nodes.
-        new: dict[int, States] = {text: [] for text in ends}
+        new: list[States] = [[] if kept else cache.states[i] for i, kept in enumerate(nodes)]
         for number, mixer in enumerate(self.mixers):
             forwarded = cache.forwarded[number]
-            again: defaultdict[int, list[int]] = defaultdict(list)  # texts by number of nodes
-            after: dict[int, list[State]] = {}
-            for text, (row, step) in ends.items():
+            again: defaultdict[int, list[int]] = defaultdict(list)  # sequences by number of nodes
+            for sequence, (row, step) in ends.items():
                 if step in forwarded.trail:
-                    after[text] = row_of(forwarded.trail[step], row)
+                    new[sequence].append(row_of(forwarded.trail[step], row))
                 else:
-                    again[len(nodes[text])].append(text)
-            for length, texts in again.items():
-                kept = torch.tensor(texts), torch.tensor([list(nodes[text]) for text in texts])
+                    again[len(nodes[sequence])].append(sequence)
+            for length, sequences in again.items():
+                kept = torch.tensor(sequences), torch.tensor([list(nodes[i]) for i in sequences])
                 steps = {name: entries(values, *kept) for name, values in forwarded.steps.items()}
-                lent, code = self._lent(cache, number, texts), mixer.module.forward
-                with read_back(forwarded.known, *kept):
-                    trail = mixer.run(code, cache, forwarded.constant, steps, lent)[1]
-                for row, text in enumerate(texts):
-                    after[text] = row_of(trail[length - 1], row)
-            for text, states in after.items():
-                new[text].append(states)
-        return [new.get(text, states) for text, states in enumerate(cache.states)]
+                state = lent(cache, number, sequences)
+                with read_back(mixer.module, forwarded.known, *kept):
+                    trail = mixer.run(cache, forwarded.constant, steps, state)[1]
+                for row, sequence in enumerate(sequences):
+                    new[sequence].append(row_of(trail[length - 1], row))
+        return new
 
 
-def row_of(states: Sequence[State], row: int) -> list[State]:
+def lent(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
+    """Copies of a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
+    held = [cache.states[i][number] if cache.states[i] else None for i in sequences]
+    zeros = {key: torch.zeros_like(x) for key, x in next(filter(None, held), {}).items()}
+    return {key: torch.cat([(state or zeros)[key] for state in held]) for key in zeros}
+
+
+def row_of(state: State, row: int) -> State:
     """The states [1, ...] of a row, which do not keep those of the others."""
-    one: list[State] = []
-    for state in states:
-        one.append(state if state is None or len(state) == 1 else state[row : row + 1].clone())
-    return one
+    return {key: x if len(x) == 1 else x[row : row + 1].clone() for key, x in state.items()}
 
 
 def find_mixers(
@@ -242,24 +222,18 @@ def find_mixers(
     def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack.pop()
 
-    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            touched[stack[-1]].add((given["layer_idx"], given.get("state_idx", 0)))
-            return original(*args, **kwargs)
-
-        return call
+    def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        touched[stack[-1]].add((given["layer_idx"], given.get("state_idx", 0)))
+        return original(*args, **kwargs)
 
     # 1. A forward: who is at work when the cache gives or takes a state?
     with ExitStack() as listening:
         for module in decoder.modules():
             listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             listening.enter_context(module.register_forward_hook(end, always_call=True))
-        for action in ("get_conv", "get_recurrent", "update_conv", "update_recurrent"):
-            name = f"{action}_state"
-            setattr(cache, name, noted(getattr(cache, name)))
+        for name in (f"{action}_{kind}_state" for action in ("get", "update") for kind in KINDS):
+            setattr(cache, name, partial(noted, getattr(cache, name)))
             listening.callback(delattr, cache, name)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         options = {"past_key_values": cache, "cache_params": cache, "position_ids": positions}
@@ -270,8 +244,8 @@ def find_mixers(
     # 2. In which layer does each keep its states?
     mixers: list[Mixer] = []
     for module, places in touched.items():
-        if len({layer for layer, _ in places}) > 1:
+        layers, numbers = (sorted(set(part)) for part in zip(*places, strict=True))
+        if len(layers) > 1:
             raise InputError(f"{type(module).__name__} carries the states of several layers")
-        layer, numbers = min(places)[0], sorted(number for _, number in places)
-        mixers.append(Mixer(module, layer, tuple(numbers)))
+        mixers.append(Mixer(module, module.forward, layers[0], tuple(numbers)))
     return mixers, calls

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treespec.model.adapters import unwrapped
-from treespec.model.attention import repeats, stack_query_heads
+from treespec.model.attention import take_trees
 from treespec.model.cache import TreeCache
 from treespec.model.inspect import (
     arguments_taken,
@@ -72,7 +72,7 @@ class Target:
         """Read layers, sizes, windows and end tokens from the model and its config."""
         # 1. Can it score a tree?
         refuse_what_cannot_branch(model)
-        stack_query_heads(model)
+        take_trees(model)
         if not self.ends:
             unpack_compressed(model)
 
@@ -100,10 +100,8 @@ class Target:
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
 
-        # 5. Masks: entries of one in a prefill; whether its rows are repeated once for all layers,
-        #    not for a model that computes with masks (`understand`).
+        # 5. Entries of a mask in a prefill.
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
-        self.repeats_masks = True
 
     @classmethod
     def load(
@@ -283,8 +281,7 @@ class Target:
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
-        repeated = repeats(self.config, n) if self.repeats_masks else 1
-        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
+        masks = additive_masks(self.windows, places, seen, self.dtype, self.device)
 
         # 2. Those arguments that the decoder takes.
         options = {

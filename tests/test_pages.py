@@ -3,6 +3,7 @@
 import re
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,12 @@ def test_commands_have_the_options_that_a_page_gives_them(page, pages_script):
         assert flag in flags[command], f"{page}: treespec {command} has no {flag}"
 
 
-def test_scripts_that_pages_name_exist():
+def test_scripts_and_imports_that_pages_name_exist():
     for page, text in PAGES.items():
         for path in re.findall(r"docs/(?:scripts|examples)/\w+\.py", text):
             assert (ROOT / path).exists(), f"{page} names {path}"
+        for module, name in re.findall(r"from (treespec[\w.]*) import (\w+)", text):
+            assert hasattr(import_module(module), name), f"{page} imports {name} from {module}"
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)

@@ -1,9 +1,6 @@
 """The server answers as the Python call does; OpenAI's client, unchanged."""
 
-import asyncio
-
 import httpx
-import openai
 import pytest
 from drafting import source_of
 from http_serving import MESSAGES, NAME, client, openai_client, serving, tiny_spec, until
@@ -79,32 +76,6 @@ def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_ask
             cached = answer.usage.prompt_tokens_details.cached_tokens
             assert cached > len(tiny.encode(talk[:1])) - 5 if turn else cached >= 0
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
-
-
-def test_many_clients_at_once_get_their_own_answers_though_others_leave(tiny):
-    async def all_of_them(url):
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai:
-
-            async def ask(seed):
-                options = {"model": NAME, "messages": MESSAGES, **OPTIONS, "seed": seed, "max_tokens": 9}
-                if seed % 4 == 0:
-                    return (await ai.chat.completions.create(**options)).choices[0].message.content
-                said = ""
-                async with await ai.chat.completions.create(**options, stream=True) as stream:
-                    async for chunk in stream:
-                        said += chunk.choices[0].delta.content or ""
-                        if seed % 4 == 1 and len(said) > seed % 5:
-                            return None
-                return said
-
-            return await asyncio.gather(*map(ask, range(32)))
-
-    with serving(tiny, queue=32) as state:
-        answers = asyncio.run(all_of_them(state.url))
-        until(lambda: not state.engine.running and not state.engine.waiting)
-    for seed, answer in enumerate(answers):
-        if seed % 4 != 1:
-            assert answer == tiny.generate(MESSAGES, **SAME | {"seed": seed, "max_new_tokens": 9}).text
 
 
 def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(ai, tiny):

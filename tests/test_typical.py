@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from enumeration import law
-from models import TableConfig, TableModel, as_undrafted, random_head
-from refusals import complains
+from models import TableConfig, TableModel, random_head
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
@@ -52,12 +51,3 @@ def test_a_threshold_below_everything_makes_sampled_text_that_of_the_draft():
     law_of_last = probs(model.model(torch.tensor([[1, 2, *out.token_ids]])).logits[0], SamplingParams(1.0))
     assert law_of_last.min() > 1e-9
     assert out.stats.accepted[1:-1] == [3] * (len(out.stats.accepted) - 2)
-
-
-@pytest.mark.parametrize("tree", ["dynamic:depth=2,topk=3,nodes=6", "2x2"])
-def test_a_spec_needs_the_permission(tree):
-    model = Target(TableModel(TableConfig(4, seed=1)))
-    spec = Spec(model, random_head(model, seed=2))
-    with complains("--allow-lossy"):
-        spec.configured(tree, "typical")
-    as_undrafted(spec.configured(tree, "typical", allow_lossy=True), [[1, 2]], 20)  # greedy text has one law only

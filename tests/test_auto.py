@@ -49,7 +49,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
         ratios = np.concatenate([[1], 1 + reach.cumsum()]) / forward
         rate = float(ratios[0])
         for _ in range(20):
-            size, _ = best_size(reach, forward, rate)
+            size = best_size(reach, forward, rate)
             rate = float(ratios[size - 1])
         assert rate == pytest.approx(float(ratios.max()))
 

@@ -171,7 +171,7 @@ def test_without_hope_a_sequence_goes_without_drafts_and_tries_again_ever_more_r
 def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_are_the_sequences():
     by_batch = {batch: times(node=1e-3 * batch) for batch in (1, 8)}
     models = CostModels(lambda batch: by_batch[batch], (0.5, 0.2))
-    alone, among = models.present, models.among(8)
+    alone, among = models.among(1), models.among(8)
     assert (alone.cost, among.cost) == (by_batch[1], by_batch[8])
     assert among is models.present is not alone
     assert among.by_law is alone.by_law
@@ -181,4 +181,4 @@ def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_a
     assert models.among(1) is alone
     assert models.among(8) is among
     same = CostModels(lambda batch: by_batch[1])
-    assert same.among(8) is same.present is same.among(1)  # costs that know nothing of the batch
+    assert same.among(8) is same.among(1)  # costs that know nothing of the batch

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from treespec.draft.cost.model import Cost, CostBy, kept_cost, measured_batch
-from treespec.draft.drafter import Frontier, Proposer
+from treespec.draft.drafter import Proposer
 from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growing, Growth, grow_together
 from treespec.files.downloads import cache_folder
 from treespec.model import kernels
 from treespec.model.processor import processor
-from treespec.model.target import Target, TreeOutput
+from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
@@ -42,6 +42,7 @@ NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several sequences
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
+SURE = 1e4  # a logit above or below all of a model's
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
 TOGETHER = 4, 2  # rounds, and the fewest, of several sequences: their forwards are dear
 SMALLER, LARGER = balanced(2, 2), balanced(2, 3)  # the first has SMALL nodes
@@ -96,45 +97,45 @@ def measure(
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
     if batch > 1:
         log.warning("measuring cycles of %d texts, once for this machine and model", batch)
-    bench, alone = Bench(target, proposer, batch, context), batch == 1
+    bench, alone, steps = Bench(target, proposer, batch, context), batch == 1, dict[str, Step]()
     most = (proposer and proposer.max_depth) or DEEP
-    levels, shapes = min(DEEP, most), (SMALLER.cut(most), LARGER.cut(most))
+    levels, shapes = min(DEEP, most), {"small": SMALLER.cut(most), "large": LARGER.cut(most)}
     # The time of a forward over several sequences depends little on what lies in the caches.
     before: Act = partial(bench.forward, bench.branch(4)) if alone else lambda: None
 
     # 1. Drafts: one level and several of the most likely tokens, and two trees of draws.
-    steps: dict[str, Step] = {}
     if proposer:
         grown = {"level": by_level(1), "levels": by_level(levels)}
-        grown |= {"small draws": drawn(shapes[0]), "large draws": drawn(shapes[1])}
+        grown |= {f"{name} draws": drawn(shape) for name, shape in shapes.items()}
         steps |= {name: (before, partial(bench.draft, grow)) for name, grow in grown.items()}
     earlier = steps["levels"][1] if proposer and alone else before
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
-    nodes = bench.affordable(alone)
-    for n in nodes:
-        steps[str(n)] = before if n == 1 else earlier, partial(bench.forward, bench.branch(n))
+    nodes, first = list[int](), list[float]()
+    for n in NODES if alone else NODES_TOGETHER:
+        forward = partial(bench.forward, bench.branch(n))
+        nodes.append(n)
+        steps[str(n)] = before if n == 1 else earlier, forward
+        first += fast_times([(forward if alone else before, forward)], target.output_device, 2)
+        if len(nodes) > 3 and first[-1] > DEAR * first[0]:
+            break
 
     # 3. The ends of cycles: of one token, of the most likely tokens, of draws.
-    params = SamplingParams(1)
-    steps["plain"] = bench.end(bench.branch(1), params, [0])
-    steps["most likely"] = bench.end(bench.branch(6), SamplingParams(), [0, 2, 5])
-    for name, shape in zip(("small", "large"), shapes, strict=True):
-        tree, kept = bench.uniform(shape), [0, 1, 3][: shape.max_depth + 1]
-        steps[f"{name} best"] = bench.end(tree, params, kept, likely=True)
-        steps[f"{name} worst"] = bench.end(tree, params, kept, likely=False)
+    steps["plain"] = bench.end(bench.branch(1), 1, [0])
+    steps["most likely"] = bench.end(bench.branch(6), 0, [0, 2, 5])
+    for name, shape in shapes.items():
+        ends = bench.uniform(shape), 1, [0, 1, 3][: shape.max_depth + 1]
+        steps[f"{name} best"] = bench.end(*ends, logit=SURE)
+        steps[f"{name} worst"] = bench.end(*ends, logit=-SURE)
 
     # 4. Time them all.
     rounds = (ROUNDS, FEWEST) if alone else TOGETHER
     seconds = fast_times([*steps.values()], target.output_device, *rounds)
-    return cost_from(nodes, dict(zip(steps, seconds, strict=True)), levels, shapes)
+    return cost_from(nodes, dict(zip(steps, seconds, strict=True)), levels, [*shapes.values()])
 
 
 def cost_from(
-    nodes: tuple[int, ...],
-    seconds: Mapping[str, float],
-    levels: int,
-    shapes: Sequence[StaticTree],
+    nodes: Sequence[int], seconds: Mapping[str, float], levels: int, shapes: Sequence[StaticTree]
 ) -> Cost:
     """The cost by the seconds of the steps of `measure`."""
     # 1. Levels.
@@ -150,9 +151,8 @@ def cost_from(
     )
     further = max(large - small, 0.0) / max(shapes[1].size - shapes[0].size, 1)
     overhead = max(of["most likely"] - of["plain"], 0.0), max(small - of["plain"], 0.0)
-    return Cost(
-        nodes, tuple(of[str(n)] + of["plain"] for n in nodes), level, begin, overhead, further
-    )
+    forward = tuple(of[str(n)] + of["plain"] for n in nodes)
+    return Cost(tuple(nodes), forward, level, begin, overhead, further)
 
 
 @final
@@ -160,11 +160,11 @@ class Bench:
     """Equal sequences in the target's cache, observed by the proposer, and the parts of their cycle."""
 
     def __init__(self, target: Target, proposer: Proposer | None, batch: int, context: int) -> None:
+        self.target, self.batch = target, batch
         # The context may exceed the target's context length.
-        ids = torch.arange(max(context, NODES[-1]), device=target.output_device)
+        ids = torch.arange(context + NODES[-1], device=target.output_device)
         self.ids = ids % target.vocab_size
-        self.target, self.batch, self.tokens = target, batch, self.ids[:context]
-        self.cache = target.new_cache(context + (320 if batch == 1 else NODES_TOGETHER[-1]))
+        self.tokens, self.cache = self.ids[:context], target.new_cache(len(ids))
         aux_layers = proposer.aux_layers if proposer else ()
         self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
         self.cache.select([0] * batch)
@@ -182,15 +182,14 @@ class Bench:
     def uniform(self, shape: StaticTree) -> TokenTree:
         """A tree of draws from a uniform distribution."""
         flat = self.ids.new_zeros(1, self.target.vocab_size).float()
-
-        def extend(frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-            return [flat.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
-
-        (tree,) = grow_together(extend, [drawn(shape)(self.tokens[-1:], flat)])
+        (tree,) = grow_together(
+            lambda frontiers: [flat.expand(len(part.tokens), -1) for part in frontiers if part],
+            [drawn(shape)(self.tokens[-1:], flat)],
+        )
         return tree
 
-    def forward(self, tree: TokenTree) -> list[TreeOutput]:
-        return self.target.forward_trees(self.cache, [tree] * self.batch)
+    def forward(self, tree: TokenTree) -> Tensor:
+        return self.target.forward_trees(self.cache, [tree] * self.batch)[0].logits
 
     def draft(self, grow: Trees) -> None:
         """Draft a tree for each sequence after observing a few new tokens."""
@@ -204,42 +203,28 @@ class Bench:
         )
 
     def end(
-        self, tree: TokenTree, params: SamplingParams, kept: list[int], likely: bool | None = None
+        self, tree: TokenTree, temperature: float, kept: list[int], logit: float | None = None
     ) -> Step:
         """A tree is verified and the path `kept` committed.
 
-        likely: whether the tree's tokens alone are likely, or impossible; None: the target's own logits.
+        logit: of the tree's tokens: they are certain, or impossible; None: the target's own.
         For draws the verdict is quick where the first leaf is accepted, slow where all are refused.
         """
-        logits, batch = self.forward(tree)[0].logits, self.batch
+        logits, batch, by = (
+            self.forward(tree),
+            self.batch,
+            Distribution(SamplingParams(temperature)),
+        )
         generator = torch.Generator(device=self.ids.device).manual_seed(0)
-        if likely is not None:
-            among = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, tree.tokens, True)
-            mask = among ^ likely
-            logits = logits.masked_fill(
-                mask & ~mask.all(), -torch.inf
-            )  # not a tiny vocabulary whole
+        if logit is not None:
+            logits = logits.index_fill(1, tree.tokens, logit)
 
         def finish() -> None:
-            rows = [Distribution(params)] * batch, [generator] * batch
-            judge_all(Auto(), [tree] * batch, [logits] * batch, *rows)
+            judge_all(Auto(), [tree] * batch, [logits] * batch, [by] * batch, [generator] * batch)
             self.cache.commit([kept] * batch)
             self.cache.rewind([len(self.tokens)] * batch)
 
         return partial(self.forward, tree), finish
-
-    def affordable(self, alone: bool) -> tuple[int, ...]:
-        """The sizes up to the first whose forward costs DEAR one-node forwards."""
-        seconds: list[float] = []
-        sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
-        for n in sizes:
-            act = partial(self.forward, self.branch(n))
-            seconds += fast_times(
-                [(act if alone else lambda: None, act)], self.ids.device, rounds=2
-            )
-            if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
-                break
-        return sizes[: len(seconds)]
 
 
 def by_level(depth: int) -> Trees:

@@ -114,18 +114,15 @@ class Cost:
         return trees.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
 
 
-def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> tuple[int, float]:
-    """The number of nodes, root included, with the largest E - R T, and that value in tokens.
+def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
+    """The number of nodes, root included, with the largest E - R T.
 
     reach: [M] Pr(a node is on the accepted path), descending, without the root.
     forward: seconds of the target's forward over 1, 2, … nodes.
     rate: R, tokens a second.
     """
-    expected = np.ones(len(reach) + 1)
-    expected[1:] += reach.cumsum()
-    worth = expected[: len(forward)] - rate * forward[: len(expected)]
-    best = int(worth.argmax())
-    return best + 1, float(worth[best])
+    most = min(len(reach) + 1, len(forward))
+    return int((np.append(1.0, reach).cumsum()[:most] - rate * forward[:most]).argmax()) + 1
 
 
 CostBy = Callable[[int], Cost]  # the cost by batch size
@@ -172,6 +169,5 @@ def cost_in(file: Path) -> Cost | None:
     """The cost of a file; None where it is missing, damaged or not understood."""
     with suppress(InputError, LookupError, TypeError, ValueError):
         fields = read_json(file, "it is measured again", FORMAT)["cost"]
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return Cost(**fields | lists)
+        return Cost(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     return None

@@ -63,22 +63,19 @@ class Correction:
 
         depth: of the nodes; 0 for the root.
         """
-        first, others = self.factors[min(depth, 1)]
-        scale = np.full(probabilities.shape[1], others)
-        scale[0] = first
-        return bounded(probabilities * scale)
+        is_other = np.arange(probabilities.shape[1]).clip(max=1)
+        return bounded(probabilities * self.factors[min(depth, 1), is_other])
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """A tree was verified. path: its accepted nodes, without the root."""
         self.predicted, self.accepted = FORGET * self.predicted, FORGET * self.accepted
-        for place, node in enumerate([0, *path]):
+        for depth, (node, taken) in enumerate(zip((0, *path), (*path, None), strict=True)):
             (children,) = np.nonzero(prediction.parents == node)
-            if not len(children):
-                continue
-            depth, expected = min(place, 1), prediction.probabilities[children]
-            self.predicted[depth] += expected[0], expected[1:].sum()
-            if place < len(path):
-                self.accepted[depth, int(path[place] != children[0])] += 1
+            if len(children):
+                first, *others = prediction.probabilities[children]
+                self.predicted[min(depth, 1)] += first, sum(others)
+                if taken is not None:
+                    self.accepted[min(depth, 1), int(taken != children[0])] += 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,8 @@ class CostModel:
     prediction: of the cycle that runs; None: without drafts. corrects: what its outcome updates.
     """
 
+    prediction: Prediction | None = None
+
     def __init__(
         self,
         cost: Cost,
@@ -109,25 +108,17 @@ class CostModel:
         corrections: tuple[Correction, Correction] | None = None,
         batch: int = 1,
     ) -> None:
-        """rates: None where nobody knows them. corrections: by_rates and by_law, if learned already.
+        """rates: None where nobody knows them. corrections: by_rates and by_law of the sequence.
 
         batch: sequences that decode together. All of them wait while one tries whether drafting pays, so
         each tries more rarely.
         """
-        self.cost, self.rates = cost, rates or GUESS
+        self.cost, self.rates, self.plain = cost, rates or GUESS, cost.plain
         self.forward = cost.line(cost.nodes[-1])  # [M] seconds over 1, 2, … nodes
-        weight = FITTED if rates else GUESSED
-        self.by_rates, self.by_law = corrections or (Correction(weight), Correction(weight))
-        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
-        self.idle, self.trials, self.trying = 0, 0, False
-        self.gap = GAP * batch
-        self.prediction: Prediction | None = None
+        self.by_rates, self.by_law = corrections or corrections_of(rates)
         self.corrects = self.by_law
-
-    @property
-    def plain(self) -> float:
-        """Tokens per second of one-token decoding."""
-        return self.cost.plain
+        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
+        self.idle, self.trials, self.trying, self.gap = 0, 0, False, GAP * batch
 
     @property
     def cycle_seconds(self) -> float:
@@ -144,11 +135,6 @@ class CostModel:
         """Tokens per second of the cycles whose tree was chosen level by level."""
         return self.tokens / self.seconds
 
-    @property
-    def rate(self) -> float:
-        """Tokens that a second is worth: of one-token decoding, or with drafts."""
-        return max(self.plain, self.speed)
-
     def pauses(self, speed: float) -> bool:
         """Whether this cycle goes without drafts. speed: expected of drafting, in tokens per second.
 
@@ -159,11 +145,10 @@ class CostModel:
             self.idle = self.trials = 0
             return False
         far = (self.plain / max(speed, self.plain / 8)) ** STEEP
-        if self.idle >= self.gap * 2**self.trials * far:
-            self.idle, self.trials, self.trying = 0, self.trials + 1, True
-            return False
-        self.idle += 1
-        return True
+        self.trying = self.idle >= self.gap * 2**self.trials * far
+        self.idle = 0 if self.trying else self.idle + 1
+        self.trials += self.trying
+        return not self.trying
 
     def predict(self, prediction: Prediction, corrects: Correction) -> None:
         """What the tree of this cycle brings. corrects: `by_rates` or `by_law`."""
@@ -181,6 +166,12 @@ class CostModel:
             self.trials = 0
 
 
+def corrections_of(rates: tuple[float, ...] | None) -> tuple[Correction, Correction]:
+    """The corrections of a sequence at its start, of rates and of draft distributions."""
+    weight = FITTED if rates else GUESSED
+    return Correction(weight), Correction(weight)
+
+
 @final
 class CostModels:
     """The cost models of one sequence, by batch size.
@@ -192,17 +183,17 @@ class CostModels:
     present: the model of the cycle that runs.
     """
 
+    present: CostModel
+
     def __init__(self, costs: CostBy, rates: tuple[float, ...] | None = None) -> None:
-        self.costs, self.rates = costs, rates
-        self.present = CostModel(costs(1), rates)
-        self._by_cost = {self.present.cost: self.present}
+        self.costs, self.rates, self.corrections = costs, rates, corrections_of(rates)
+        self._by_cost: dict[Cost, CostModel] = {}
 
     def among(self, batch: int) -> CostModel:
         """The model of a cycle of this many sequences. It becomes the present one."""
         cost = self.costs(batch)
         if cost not in self._by_cost:
-            corrections = self.present.by_rates, self.present.by_law
-            self._by_cost[cost] = CostModel(cost, self.rates, corrections, batch)
+            self._by_cost[cost] = CostModel(cost, self.rates, self.corrections, batch)
         self.present = self._by_cost[cost]
         return self.present
 

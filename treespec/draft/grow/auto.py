@@ -16,6 +16,7 @@ from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growth
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.dynamic import AutoTree
+from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 
 # Grid of the logarithm of the corrections, of first children and of others: trees are solved on it.
@@ -65,10 +66,9 @@ def _shape(
     fastest, speed, draws = max(found, key=lambda entry: entry[1])
 
     # 3. What it predicts.
-    number = {path: node for node, path in enumerate(fastest.paths)}
-    parents = np.array([-1, *(number[path[:-1]] for path in fastest.paths[1:])])
+    parents = layout(fastest, torch.device("cpu")).parents.numpy()
     predicted = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
-    inner = len(set(parents[1:].tolist()))
+    inner = len(np.unique(parents)) - 1
     seconds = float(cost.seconds(fastest.size, fastest.max_depth, draws, inner))
     return Shape(fastest, speed, Prediction(seconds, parents, predicted))
 
@@ -91,7 +91,7 @@ class Profitable(Ranked):
         super().__init__(tree.depth, tree.topk, nodes=1)
         self.model, self.params, self.calibration = model, params, calibration
         self.forward = model.forward[: tree.nodes]
-        self.predicted, self.inner = list[np.ndarray](), list[int]()
+        self.predicted = list[np.ndarray]()
         self.tops = model.rates[0]  # of the most likely child of each level
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -102,18 +102,17 @@ class Profitable(Ranked):
         if self.calibration and greedy:
             predicted = self.calibration.sure(predicted, depth)
         self.predicted.append(predicted)
-        self.inner.append(len(predicted))
         reach = self.model.by_law.corrected(predicted, depth)
         return tokens, torch.from_numpy(reach if above is None else above.numpy()[:, None] * reach)
 
     def width(self, level: int, scores: list[Tensor]) -> int:
         # 1. The best size of all candidates so far, and what one more node costs there.
         model, cost = self.model, self.model.cost
-        reach = np.sort(torch.cat(scores).numpy())[::-1]
-        self.nodes, _ = best_size(reach, self.forward, model.rate)
+        rate = max(model.plain, model.speed)  # tokens that a second is worth
+        self.nodes = best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
         end = min(self.nodes + SLOPE, len(self.forward))
         more = float(self.forward[end - 1] - self.forward[self.nodes - 1])
-        price = model.rate * more / max(end - self.nodes, 1)
+        price = rate * more / max(end - self.nodes, 1)
         if model.trying:
             self.nodes = max(self.nodes, 2)
 
@@ -121,15 +120,15 @@ class Profitable(Ranked):
         self.tops += float(self.predicted[-1][0, 0])
         next_one = self.tops / (level + 1) * float(model.by_law.factors[1, 0])
         best = np.sort(scores[-1].numpy())[::-1][: self.topk]
-        step, row = model.rate * cost.level, model.rate * cost.row
+        dear = price, rate * cost.level, rate * cost.row
         left = self.depth - level
-        return expansion(best, min(next_one, CERTAIN), price, step, row, left) if left else 0
+        return expansion(best, min(next_one, CERTAIN), *dear, left) if left else 0
 
     def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
         """Of the tree of the kept candidates [N]. parents: [N]."""
         probabilities = np.concatenate([[1.0], *(level.ravel() for level in self.predicted)])
-        levels, inner = len(self.inner), sum(self.inner)
-        seconds = float(self.model.cost.seconds(len(kept), levels, 0, inner))
+        inner = sum(map(len, self.predicted))
+        seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), 0, inner))
         return Prediction(seconds, parents, probabilities[kept])
 
 

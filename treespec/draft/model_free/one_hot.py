@@ -170,7 +170,7 @@ def part(guess: Guess, model: CostModel) -> Guess:
     nodes = size = len(reach)
     order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
     if not guess.rows:
-        size, _ = best_size(reach[order], model.forward, model.plain)
+        size = best_size(reach[order], model.forward, model.plain)
         if known is None and size == 1 and nodes > 1 and model.trying:
             size = 2
     kept = np.sort(np.concatenate([[0], order[: size - 1]]))

@@ -18,7 +18,7 @@ from treespec.draft.cost.measure import (
 from treespec.draft.cost.model import best_size, measured_batch
 from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
-from treespec.draft.model_free.matches import Place, tree_of
+from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
 from treespec.draft.model_free.one_hot import part, rests
 from treespec.draft.pairing import check_fit
@@ -192,7 +192,7 @@ def test_an_engine_measures_each_number_of_texts_before_the_first_request():
 
 def given_tree():
     """Two continuations of four tokens each."""
-    return tree_of([Place(1, [first, 2, 3, 4], 0) for first in (1, 5)], 8, 4)
+    return tree_of([[first, 2, 3, 4] for first in (1, 5)], 8)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():

@@ -78,7 +78,7 @@ WRONG = [
     (DRAFTING, "--drafter suffix+mtp", "--drafter mtp: "),
     (DRAFTING, "--drafter rest:HOME/none,nodes=8", "no datastore at"),
     (DRAFTING, "--drafter rest:HOME/store", "datastore.safetensors is damaged: build it again"),
-    (DRAFTING, "--drafter suffix:HOME/memory", "000001.jsonl is damaged: delete it to forget"),
+    (DRAFTING, "--drafter suffix:HOME/memory", "shared.safetensors is damaged: delete it to forget"),
     (DRAFTING, "--drafter suffix+egle:HOME/eagle", "did you mean eagle?"),
     (DRAFTING, "--drafter suffix:HOME/skip.json", "skip.json is a file: name a folder"),
     (DRAFTING, "--drafter lookup:ngram=0", "ngram is 0, must be"),
@@ -219,12 +219,12 @@ def wrong(tmp_path_factory):
     ]:
         shutil.copytree(folder / "eagle", folder / name)
         (folder / name / file).write_text(content)
-    for name in ("empty", "store", "memory/shared"):
+    for name in ("empty", "store", "memory"):
         (folder / name).mkdir(parents=True)
     for name, content in {
         "skip.json": "{damaged",
         "deep.json": json.dumps({"layers": 99, "attention": [], "mlp": []}),
-        "memory/shared/000001.jsonl": "half\nhalf\n",
+        "memory/shared.safetensors": "half\nhalf\n",
         "store/datastore.safetensors": "{}",
         "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
         "words.jsonl": "the user asks",

@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from treespec.api.spec import Spec
 from treespec.cli.chat import ChatConfig, Conversation, run
-from treespec.draft.model_free.lookup import Lookup, matches
-from treespec.draft.model_free.matches import Place, tree_of
+from treespec.draft.model_free.lookup import Lookup
+from treespec.draft.model_free.matches import longest_match, tree_of
 from treespec.draft.options import LookupOptions
 from treespec.eval.certify.run import Examination
 from treespec.eval.config import CertifyConfig
@@ -46,8 +46,7 @@ def paths_of(tree):
 
 
 def merged(root, continuations, nodes):
-    guess = tree_of([Place(1, tokens, 0) for tokens in continuations], nodes - 1, 9)
-    return guess.tree(torch.tensor([root]))
+    return tree_of(continuations, nodes - 1).tree(torch.tensor([root]))
 
 
 class TestTree:
@@ -77,7 +76,7 @@ class TestLookup:
             ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
             if ends:
                 break
-        assert matches(np.array(text), ngram).tolist() == ends
+        assert longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
 
     @pytest.mark.parametrize("seed", range(10))
     def test_one_match_is_transformers_prompt_lookup(self, seed):
@@ -121,7 +120,7 @@ class TestWhatDoesNotGoTogether:
             "jacobi:window": "'window' is not understood; its options are window=15",
             "lookout": "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, ",
             "rest:nowhere": "no datastore at nowhere",
-            "suffix:tokens=99999999": "tokens is 99999999, must be a whole number from 0 to 10,000,000",
+            "suffix:tokens=99999999": "tokens is 99999999, must be a whole number from 0 to 1,000,000",
             "suffix:tokens=5000,memory": "'memory' is not understood; its options are tokens=200000, longest=64",
             "sparse:512,h2o": "'h2o' is not",
             "sparse:4": "at least 8",

@@ -16,18 +16,15 @@ from test_given import GENERATOR, paths_of, spec_of
 
 from treespec.api.engine import Engine
 from treespec.draft.model_free.lookup import Suffix
-from treespec.draft.model_free.matches import SuffixIndex, longest_match, tree_of
-from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches, read
+from treespec.draft.model_free.matches import longest_match, tree_of
+from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.options import SuffixOptions
+from treespec.files.atomic import read_tensors
 from treespec.model.target import Target
 
 
-def index_of(*texts):
-    index = SuffixIndex()
-    for text in texts:
-        index.extend(text)
-        index.end_text()
-    return index
+def joined(*texts):
+    return np.array([token for text in texts for token in (*text, -1)])
 
 
 def suffix(**options):
@@ -42,6 +39,7 @@ class TestIndex:
         random = np.random.default_rng(seed)
         texts = [random.integers(3, size=30).tolist() for _ in range(2)]
         context = random.integers(3, size=12).tolist()
+        longest = 0
         for count in (1, 2, 3):
             wanted, ends = 0, set()
             for length in range(1, 13):
@@ -51,23 +49,23 @@ class TestIndex:
                     for end in range(length, len(text))
                     if text[end - length : end] == context[-length:]
                 }
+                longest = max(longest, length) if found else longest
                 wanted, ends = (length, found) if len(found) >= count else (wanted, ends)
-            places = longest_match([index_of(texts[0]), index_of(texts[1])], context, 64, count)
-            assert min((place.length for place in places), default=0) == wanted
-            assert len(places) == len(ends)
-            assert Counter(place.tokens[place.next] for place in places) == Counter(texts[r][e] for r, e in ends)
+            tokens = joined(*texts)
+            length, places = longest_match(tokens, np.array(context), 64, count)
+            assert (length, len(places)) == (longest if ends else 0, len(ends))
+            assert Counter(tokens[places].tolist()) == Counter(texts[r][e] for r, e in ends)
 
     def test_no_match_crosses_the_end_of_a_text(self):
-        index = index_of([1, 2], [3, 4, 5])
-        assert longest_match([index], [2, 3], 64, 1)[0].length == 1
-        assert longest_match([index], [9, 2], 64, 1) == []
+        tokens = joined([1, 2], [3, 4, 5])
+        assert longest_match(tokens, np.array([2, 3]), 64)[0] == 1
+        assert longest_match(tokens, np.array([9, 2]), 64)[0] == 0
 
 
 class TestGuess:
     def test_the_drawn_example(self):
         a, b, c, d, e = range(1, 6)
-        places = longest_match([index_of([9, a, b, c], [9, a, b, c], [9, a, d], [9, e])], [9], 64, 1)
-        made = tree_of(places, 9, 9, lambda length: 1.0)
+        made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
         tree = made.tree(torch.tensor([9]))
         assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
         assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
@@ -126,12 +124,12 @@ class TestAnswers:
         spec = spec_of("llama", "suffix")
         with spec.stream(prompt(), max_new_tokens=24) as stream:
             next(stream)
-        assert len(spec.decoder.drafter.drafters[0].caches.named("")) == 0
+        assert spec.decoder.drafter.drafters[0].caches.named("").tokens.tolist() == []
 
     def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens(self):
         spec = spec_of("llama", "suffix")
         output = spec.generate(prompt(12), max_new_tokens=7)
-        kept = spec.decoder.drafter.drafters[0].caches.named("").young.tokens
+        kept = spec.decoder.drafter.drafters[0].caches.named("").tokens.tolist()
         assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
 
     @pytest.mark.parametrize("name", [7, True, b"a"])
@@ -145,17 +143,16 @@ class TestBounds:
         memory = SuffixCache(100)
         for number in range(200):
             memory.add([number] * 9)
-            assert len(memory) <= 100
-        kept = {token for index in memory.indexes for token in index.tokens} - {-1}
-        assert (min(kept) >= 190, max(kept)) == (True, 199)
+            assert len(memory.tokens) <= 100
+        assert {*memory.tokens.tolist()} == {-1, *range(190, 200)}
 
     def test_memories_are_as_many_as_are_kept(self):
         memories = SuffixCaches(1024)
         for number in range(300):
             memories.named(str(number)).add([1, 2])
         assert len(memories._by_name) == 256
-        assert len(memories.named("0")) == 0
-        assert len(memories.named("299")) == 3
+        assert memories.named("0").tokens.tolist() == []
+        assert memories.named("299").tokens.tolist() == [1, 2, -1]
 
 
 KILLED = """
@@ -174,8 +171,7 @@ class TestFiles:
         return SuffixCaches(tokens, folder, tokenizer, vocab_size)
 
     def texts(self, memory):
-        tokens = [*memory.old.tokens, *memory.young.tokens]
-        return " ".join(map(str, tokens)).split(" -1")
+        return " ".join(map(str, memory.tokens.tolist())).split(" -1")
 
     def test_what_one_process_remembers_the_next_one_knows(self, tmp_path):
         first = self.memories(tmp_path)
@@ -183,9 +179,9 @@ class TestFiles:
         first.named("key").add([4, 5])
         first.named("").add([6])
         second = self.memories(tmp_path)
-        assert second.named("").young.tokens == [1, 2, 3, -1, 6, -1]
-        assert second.named("key").young.tokens == [4, 5, -1]
-        assert second.named("other").young.tokens == []
+        assert second.named("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
+        assert second.named("key").tokens.tolist() == [4, 5, -1]
+        assert second.named("other").tokens.tolist() == []
         assert not [file for file in tmp_path.rglob("*") if "key" in file.name]
 
     def test_two_at_a_time_lose_nothing(self, tmp_path):
@@ -200,9 +196,8 @@ class TestFiles:
         memory = self.memories(tmp_path).named("")
         for number in range(300):
             memory.add([number % 100] * 60)
-        stored = [sum(map(len, read(file))) for file in (tmp_path / "shared").glob("*.jsonl")]
-        assert 3000 < sum(stored) <= 4096
-        assert str(299 % 100) in self.texts(self.memories(tmp_path).named(""))[-2]
+        assert read_tensors(tmp_path / "shared.safetensors", "")[0]["tokens"].shape == (4096,)
+        assert self.memories(tmp_path).named("").tokens.tolist() == memory.tokens.tolist()
 
     def test_a_kill_at_any_moment_leaves_whole_files(self, tmp_path):
         for wait in (0.05, 0.15):
@@ -218,7 +213,7 @@ class TestFiles:
             kept = self.memories(tmp_path).named("")
             assert all(len(set(text.split())) == 1 for text in self.texts(kept)[:-1])
         kept.add([7])  # a lock or a temporary of the killed one is in nobody's way
-        assert self.memories(tmp_path).named("").young.tokens[-2:] == [7, -1]
+        assert self.memories(tmp_path).named("").tokens.tolist()[-2:] == [7, -1]
 
     def test_another_tokenizer_is_one_line(self, tmp_path):
         model = Target(target("llama").model, tokenizer())
@@ -229,23 +224,23 @@ class TestFiles:
         with complains(r"of another tokenizer than the target's: delete it"):
             source_of(f"suffix:{tmp_path}", others)
 
-    @pytest.mark.parametrize("damage", [b"2", b"[2", b'{"weight": 2}\n', b'{"tokenizer": "words", "tokens": [-2]}\n'])
-    def test_a_damaged_file_is_one_line(self, tmp_path, damage):
-        for _ in range(2):
-            self.memories(tmp_path).named("").add([1, 2, 3])
-        file = tmp_path / "shared" / "000001.jsonl"
-        file.write_bytes(damage + file.read_bytes())
-        with says("is damaged", "delete it to forget its answers"):
-            self.memories(tmp_path)
+    def test_a_damaged_file_is_one_line(self, tmp_path):
+        self.memories(tmp_path).named("").add([1, 2, 3])
+        file = tmp_path / "shared.safetensors"
+        whole = file.read_bytes()
+        for damage in (whole[:-2], whole[:-1] + b"7", b"[2", b""):
+            file.write_bytes(damage)
+            with says("is damaged", "delete it to forget its answers"):
+                self.memories(tmp_path)
 
     def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(self, tmp_path, caplog):
         memories = self.memories(tmp_path)
         memories.named("key").add([1, 2, 3])
         again = self.memories(tmp_path)
-        for file in tmp_path.rglob("*.jsonl"):
-            file.write_bytes(b"half\nhalf\n")
+        for file in tmp_path.glob("*.safetensors"):
+            file.write_bytes(b"half")
         again.named("key").add([4])
-        assert again.named("key").young.tokens == [4, -1]
+        assert again.named("key").tokens.tolist() == [4, -1]
         assert "the suffix cache goes on without its folder" in caplog.text
 
     def test_a_file_in_the_folders_place_is_one_line(self, tmp_path):

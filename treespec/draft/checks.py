@@ -112,9 +112,9 @@ def check_datastore(spec: DrafterSpec, target: str) -> None:
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.model_free.suffix_cache import checked_folders
+        from treespec.draft.model_free.suffix_cache import checked_files
 
-        checked_folders(Path(spec.place).expanduser())
+        checked_files(Path(spec.place).expanduser())
 
 
 def check_there(name: str, what: str) -> None:

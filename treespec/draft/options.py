@@ -105,7 +105,7 @@ class SuffixOptions(DrafterOptions):
         "of earlier completions to draft from; 0: from the sequence at hand alone",
         200_000,
         least=0,
-        most=TOKENS * 10,
+        most=TOKENS,
     )
     longest: int = option("tokens of the suffix to look for", 64, least=1, most=1024)
     count: int = option("places that the suffix must have", 1, least=1, most=64)

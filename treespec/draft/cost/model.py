@@ -169,5 +169,7 @@ def cost_in(file: Path) -> Cost | None:
     """The cost of a file; None where it is missing, damaged or not understood."""
     with suppress(InputError, LookupError, TypeError, ValueError):
         fields = read_json(file, "it is measured again", FORMAT)["cost"]
-        return Cost(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for name in ("nodes", "forward", "overhead"):
+            fields[name] = tuple(fields[name])
+        return Cost(**fields)
     return None

@@ -150,27 +150,36 @@ def open_datastore(
 
     Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
-    file = datastore_file(folder)
-    tensors, about = read_tensors(file, AGAIN)
-    if about.get("tokenizer") != fingerprint(tokenizer):
-        raise InputError(f"{file} is of another tokenizer than the target's: {AGAIN}")
+    file = datastore_file(folder, fingerprint(tokenizer))
+    tensors, _ = read_tensors(file, AGAIN)
     arrays = [tensors[name].numpy() for name in ("tokens", "suffixes") if name in tensors]
     if len(arrays) < 2 or any(array.dtype != np.int32 for array in arrays):
         raise InputError(f"{file} is damaged, it lacks tokens or suffixes: {AGAIN}")
     return Datastore(arrays[0], arrays[1], vocab_size)
 
 
-def datastore_file(folder: str | Path) -> Path:
-    """The file of a datastore. Raises InputError for a missing or damaged one, and another format."""
+def datastore_file(folder: str | Path, tokenizer: str | None = None) -> Path:
+    """The file of a datastore. Raises InputError for a missing one, and as `check_header` does."""
     file = Path(folder).expanduser() / DATASTORE
     if not file.is_file():
         raise InputError(
             f"no datastore at {folder}: it has no {DATASTORE}; make one with treespec datastore "
             "build"
         )
-    if (found := read_about(file, AGAIN).get("format")) != FORMAT:
-        raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {AGAIN}")
+    check_header(file, AGAIN, tokenizer)
     return file
+
+
+def check_header(file: Path, remedy: str, tokenizer: str | None = None) -> None:
+    """Raises InputError for a damaged file of tokens, another format and another tokenizer.
+
+    tokenizer: `fingerprint` of the target's; None: any.
+    """
+    about = read_about(file, remedy)
+    if (found := about.get("format")) != FORMAT:
+        raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {remedy}")
+    if tokenizer not in (None, about.get("tokenizer")):
+        raise InputError(f"{file} is of another tokenizer than the target's: {remedy}")
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int = 0) -> str:

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.guess import Guess
-from treespec.draft.model_free.matches import Place, tree_of
+from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
@@ -81,8 +81,8 @@ class Lookahead(TextDrafter):
         if not self.window:
             self.window = [picks(text, self.options.window + self.options.ngram - 2, generator)]
         self.window[0][0] = root
-        places = [Place(1, tokens, 0) for tokens in reversed(self.pool.get(root, {}))]
-        guess = tree_of(places, self.options.guesses * self.options.ngram, self.options.ngram)
+        known = [*reversed(self.pool.get(root, {}))]
+        guess = tree_of(known, self.options.guesses * self.options.ngram)
         return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
     def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:

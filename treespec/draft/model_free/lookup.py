@@ -19,11 +19,13 @@ import torch
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import Datastore, fingerprint, open_datastore
 from treespec.draft.model_free.guess import Guess
-from treespec.draft.model_free.matches import Place, SuffixIndex, longest_match, tree_of
+from treespec.draft.model_free.matches import longest_match, tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.options import LookupOptions, RestOptions, SuffixOptions
 from treespec.model.target import Target
+
+NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones
 
 
 @final
@@ -35,27 +37,10 @@ class Lookup(TextDrafter):
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         by = self.options
-        starts = (matches(text, by.ngram)[: by.matches] + 1).tolist()
-        places = [Place(1, text[start : start + by.tokens].tolist(), 0) for start in starts]
-        return tree_of(places, by.matches * by.tokens, by.tokens)
-
-
-def matches(text: np.ndarray, ngram: int) -> np.ndarray:
-    """[M] ascending: end positions of the earlier occurrences of the longest repeated suffix.
-
-    text: [T]. ngram: the most tokens of that suffix. The suffix `c a b` of 3 tokens also ends at 4:
-
-        position   0 1 2 3 4 5 6 7
-        text       a b c a b c a b
-    """
-    found = np.flatnonzero(text[:-1] == text[-1])
-    for back in range(1, min(ngram, len(text))):
-        longer = found[found >= back]
-        longer = longer[text[longer - back] == text[-1 - back]]
-        if not len(longer):
-            break
-        found = longer
-    return found
+        _, places = longest_match(text, text, by.ngram)
+        starts = places[: by.matches].tolist()
+        following = [text[start : start + by.tokens].tolist() for start in starts]
+        return tree_of(following, by.matches * by.tokens)
 
 
 @final
@@ -69,8 +54,7 @@ class Rest(TextDrafter):
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         by = self.options
         found = self.store.continuations(text, by.shortest, by.longest, by.matches, by.tokens)
-        places = [Place(1, tokens, 0) for tokens in found.tolist()]
-        return tree_of(places, by.nodes - 1, by.tokens)
+        return tree_of(found.tolist(), by.nodes - 1)
 
 
 # Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
@@ -94,7 +78,7 @@ class Suffix(TextDrafter):
     def __init__(self, options: SuffixOptions, caches: SuffixCaches) -> None:
         self.options, self.caches = options, caches
         self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
-        self.index, self.last = SuffixIndex(), Guess()
+        self.seen, self.last = 0, Guess()  # tokens of the text of the last guess
         self.promised = [WEIGHT for _ in RIGHT]
         self.kept = [WEIGHT * rate for rate in RIGHT]
 
@@ -105,27 +89,22 @@ class Suffix(TextDrafter):
         self.caches.named(cache).add(completion)
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
-        """text: [T], which begins with the text of the call before."""
-        # 1. What is new, and how right the last guess was.
-        seen = len(self.index)
-        if seen > len(text) or (seen and self.index.tokens[-1] != text[seen - 1]):
-            self.index = SuffixIndex()  # forced tokens that did not follow after all
-        self.index.extend(text[len(self.index) :].tolist())
-        self._learn(self.index.tokens[seen:])
+        """text: [T], which begins with the text of the call before.
 
-        # 2. The guess of the sequence itself, and that of the cache: the more promising one.
-        guesses = [self._guess([self.index])]
-        if self.cache:
-            guesses.append(self._guess(self.cache.indexes))
-        self.last = max(guesses, key=lambda guess: guess.score)
+        The guess of the sequence itself, or that of the cache: the more promising one.
+        """
+        self._learn(text[self.seen :].tolist())
+        self.seen, known = len(text), [text, *([self.cache.tokens] if self.cache else [])]
+        self.last = max((self._guess(tokens, text) for tokens in known), key=lambda it: it.score)
         return self.last
 
-    def _guess(self, indexes: Sequence[SuffixIndex]) -> Guess:
+    def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         by = self.options
-        places = longest_match(indexes, self.index.tokens, by.longest, by.count)
-        length = max((place.length for place in places), default=0)
+        length, places = longest_match(tokens, text, by.longest, by.count)
+        latest = places[::-1][:NEWEST].tolist()
+        following = [tokens[place : place + by.nodes].tolist() for place in latest]
         nodes = min(by.nodes, by.growth * length)
-        return tree_of(places, nodes, by.nodes, self.rate, by.percent / 100)
+        return tree_of(following, nodes, length, self.rate, by.percent / 100)
 
     def rate(self, length: int) -> float:
         """Pr(one of the children is right) after a match of `length` tokens."""

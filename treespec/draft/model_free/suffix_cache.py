@@ -1,12 +1,11 @@
 """Suffix caches: the completions so far that `suffix` drafts from, bounded in tokens, by name.
 
-On disk a cache is a folder of segments, files that grow by a line for each completion:
+A cache is one array of tokens. On disk it is a file of the datastores' format, which each completion
+replaces, with the folder locked: several processes may add, and a kill loses at most the completion
+that is being written.
 
-    FOLDER/shared/000007.jsonl      a full segment stays as it is
-    FOLDER/shared/000008.jsonl      the last one grows
-
-A segment holds an eighth of the bound; the oldest are deleted. Several processes may add, with the
-folder locked. A kill loses at most the completion that is being written.
+    FOLDER/shared.safetensors                      the cache without a name
+    FOLDER/0f3a9c7be21d4458a6c0e95b.safetensors    a name's, which may be a secret, by its digest
 """
 
 import hashlib
@@ -17,116 +16,63 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from treespec.draft.model_free.matches import SuffixIndex
+import numpy as np
+
+from treespec.draft.model_free.datastore import END, FORMAT, check_header
 from treespec.errors import InputError
-from treespec.files.atomic import LOCK, locked
-from treespec.files.lines import opened, parsed
+from treespec.files.atomic import locked, read_tensors, write_tensors
 
 NAMES = 256  # caches at a time; the one that was not used for longest is forgotten
-SHARED = "shared"  # the folder of the cache without a name
-SEGMENTS = 8  # of which the oldest is forgotten as a whole
-NUMBERED = "[0-9]" * 6 + ".jsonl"
 FORGET = "delete it to forget its answers, or name another folder"
 WITHOUT = "the suffix cache goes on without its folder: %s"
 
 log = logging.getLogger(__name__)
 
 
-def segments(folder: Path) -> list[Path]:
-    """The files of a suffix cache, oldest first."""
-    return sorted(folder.glob(NUMBERED))
-
-
-def read(segment: Path, tokenizer: str | None = None) -> list[list[int]]:
-    """The completions of a segment. tokenizer: a digest of the target's; None: any.
-
-    Raises InputError for a damaged file, and for another tokenizer's.
-    """
-    try:
-        lines, _ = parsed(segment.read_bytes(), segment)
-        completions = [[int(token) for token in line["tokens"]] for line in lines]
-        foreign = any(tokenizer not in (None, line["tokenizer"]) for line in lines)
-        damaged = min(map(min, completions), default=0) < 0
-    except (InputError, LookupError, ValueError, TypeError):
-        damaged, foreign = True, False
-    if damaged or foreign:
-        what = "damaged" if damaged else "of another tokenizer than the target's"
-        raise InputError(f"{segment} is {what}: {FORGET}")
-    return completions
-
-
 @final
 class SuffixCache:
-    """The latest completions, up to a number of tokens, in two halves.
+    """The latest completions, up to a number of tokens, as one array [T] with END after each.
 
-    When the young half is full it becomes the old one, and the old one is forgotten:
-
-        old    a b c d         old    e f g h
-        young  e f g h    ->   young  i
-
-    folder: where they are kept, too; None: in memory alone, as from the moment when the folder cannot
-    be written.
+    file: where they are kept, too; None: in memory alone, as from the moment when it cannot be written.
     """
 
     def __init__(
-        self, tokens: int, folder: Path | None = None, tokenizer: str = "", vocab_size: int = 0
+        self, most: int, file: Path | None = None, tokenizer: str = "", vocab_size: int = 0
     ) -> None:
-        """tokens: the most to keep. tokenizer: a digest of the target's. vocab_size: of the target.
+        """most: tokens to keep. tokenizer: a digest of the target's. vocab_size: of the target.
 
-        Completions with a token that the target lacks are left out: two models of one tokenizer may
-        be padded to vocabularies of different sizes. Raises InputError as `read` does.
+        Raises InputError for a file that is damaged or of another tokenizer.
         """
-        self.tokens, self.half, self.folder = tokens, max(tokens // 2, 1), folder
-        self.tokenizer = tokenizer
-        self.young, self.old = SuffixIndex(), SuffixIndex()
-        for segment in segments(folder) if folder else ():
-            with suppress(FileNotFoundError):  # another process has just forgotten it
-                for completion in read(segment, tokenizer):
-                    if max(completion) < vocab_size:
-                        self._add(completion)
-
-    def __len__(self) -> int:
-        return len(self.young) + len(self.old)
-
-    @property
-    def indexes(self) -> tuple[SuffixIndex, SuffixIndex]:
-        return self.young, self.old
+        self.most, self.file, self.tokenizer, self.vocab_size = most, file, tokenizer, vocab_size
+        self.tokens = self._stored()
 
     def add(self, completion: Sequence[int]) -> None:
         """Keep a completion."""
-        completion = self._add(completion)
-        if self.folder and completion:
+        from torch import from_numpy  # the checks before loading do without torch
+
+        new = np.array([*completion, END], dtype=np.int32)
+        tokens = self._latest(np.append(self.tokens, new))
+        if self.file:
             try:
-                self._write(self.folder, completion)
+                with locked(self.file.parent, wait=lambda holder: None):
+                    tokens = self._latest(np.append(self._stored(), new))  # others may have added
+                    about = {"format": FORMAT, "tokenizer": self.tokenizer}
+                    write_tensors(self.file, {"tokens": from_numpy(tokens)}, about)
             except (InputError, OSError) as error:
                 log.warning(WITHOUT, error)
-                self.folder = None
+                self.file = None
+        self.tokens = tokens
 
-    def _add(self, completion: Sequence[int]) -> list[int]:
-        kept = list(completion[-(self.half - 1) :]) if self.half > 1 else []
-        if kept:
-            if len(self.young) + len(kept) + 1 > self.half:
-                self.young, self.old = SuffixIndex(), self.young
-            self.young.extend(kept)
-            self.young.end_text()
-        return kept
+    def _latest(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens[max(len(tokens) - self.most, 0) :]
 
-    def _write(self, folder: Path, completion: list[int]) -> None:
-        most = max(self.tokens // SEGMENTS, 1)
-        kept = completion[-most:]
-        with locked(folder, wait=lambda holder: None):
-            # 1. To the last segment, or to the next one where it is full.
-            files = segments(folder)
-            number = int(files[-1].stem) if files else 1
-            if files and sum(map(len, read(files[-1], self.tokenizer))) + len(kept) > most:
-                number += 1
-            with opened(folder / f"{number:06}.jsonl") as lines:
-                lines.append({"tokenizer": self.tokenizer, "tokens": kept})
-
-            # 2. The oldest ones are deleted.
-            for segment in segments(folder)[:-SEGMENTS]:
-                with suppress(OSError):  # the next completion tries it again
-                    segment.unlink()
+    def _stored(self) -> np.ndarray:
+        """The tokens of its file; two models of one tokenizer may have vocabularies of different sizes."""
+        if not self.file or not self.file.exists():
+            return np.empty(0, dtype=np.int32)
+        check_header(self.file, FORGET, self.tokenizer)
+        stored = self._latest(read_tensors(self.file, FORGET)[0]["tokens"].numpy())
+        return np.where((stored >= 0) & (stored < self.vocab_size), stored, np.int32(END))
 
 
 @final
@@ -145,52 +91,45 @@ class SuffixCaches:
         self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
-            for folder in checked_folders(root, tokenizer)[:-NAMES]:
-                delete(folder)
-            self.named("")  # reading takes up to a second: not amid the first completion
+            for file in checked_files(root, tokenizer)[:-NAMES]:
+                delete(file)
+            self._by_name[""] = self._begun("")
 
     def named(self, name: str) -> SuffixCache:
-        """The cache of that name, read from its folder when it is first asked for."""
+        """The cache of that name, read from its file when it is first asked for."""
         if name not in self._by_name:
-            self._by_name[name] = self._begun(name)
+            try:
+                self._by_name[name] = self._begun(name)
+            except InputError as error:  # damaged since it was checked: no request fails by that
+                log.warning(WITHOUT, error)
+                self._by_name[name] = SuffixCache(self.tokens)
         self._by_name.move_to_end(name)
         if len(self._by_name) > NAMES:
             _, forgotten = self._by_name.popitem(last=False)
-            if forgotten.folder:
-                delete(forgotten.folder)
+            if forgotten.file:
+                delete(forgotten.file)
         return self._by_name[name]
 
     def _begun(self, name: str) -> SuffixCache:
-        if self.root is not None:
-            try:
-                # A name may be a secret or hold any characters.
-                hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
-                folder = self.root / (hashed if name else SHARED)
-                return SuffixCache(self.tokens, folder, *self._of_target)
-            except InputError as error:  # damaged since it was checked: no request fails by that
-                log.warning(WITHOUT, error)
-        return SuffixCache(self.tokens)
+        hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
+        file = self.root and self.root / f"{hashed if name else 'shared'}.safetensors"
+        return SuffixCache(self.tokens, file, *self._of_target)
 
 
-def delete(folder: Path) -> None:
-    """Forget all completions, but for those in files that this process may not delete."""
-    with suppress(OSError):  # or another process adds to it
-        for segment in segments(folder):
-            segment.unlink(missing_ok=True)
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
+def delete(file: Path) -> None:
+    """Forget all completions, but for those in a file that this process may not delete."""
+    with suppress(OSError):
+        file.unlink()
 
 
-def checked_folders(root: Path, tokenizer: str | None = None) -> list[Path]:
-    """The folders of the caches, the one that was written last at the end.
+def checked_files(root: Path, tokenizer: str | None = None) -> list[Path]:
+    """The files of the caches, the one that was written last at the end.
 
-    Raises InputError if the root is a file, and as `read` does.
+    Raises InputError if the root is a file, and as `check_header` does.
     """
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")
-    written: dict[Path, float] = {}
-    for segment in root.glob(f"*/{NUMBERED}"):
-        with suppress(FileNotFoundError):  # another process has just forgotten it
-            read(segment, tokenizer)
-            written[segment.parent] = segment.parent.stat().st_mtime
-    return sorted(written, key=written.__getitem__)
+    files = [*root.glob("*.safetensors")]
+    for file in files:
+        check_header(file, FORGET, tokenizer)
+    return sorted(files, key=lambda file: file.stat().st_mtime)

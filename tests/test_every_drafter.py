@@ -32,7 +32,7 @@ DRAFTERS = {
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {
-    "snapkv": "sparse:64,snapkv",
+    "snapkv": "sparse:64,window=32",
     "two models": "model:{home}/small+{home}/target",
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",

@@ -124,7 +124,7 @@ class TestWhatDoesNotGoTogether:
             "suffix:tokens=5000,memory": "'memory' is not understood; its options are tokens=200000, longest=64",
             "sparse:512,h2o": "'h2o' is not",
             "sparse:4": "at least 8",
-            "sparse:32,snapkv": "at least 64",
+            "sparse:32,window=32": "at least 64",
         }.items(),
     )
     def test_a_drafter_that_there_is_not_is_one_line(self, drafter, complaint):

@@ -32,7 +32,7 @@ def pairs(tmp_path_factory):
         "--head HOME/medusa --tree chain:4",
         "--head HOME/medusa --verifier rrs-wo",
         "--head HOME/eagle3 --tree chain:9",
-        "--drafter sparse:64,snapkv --tree dynamic",
+        "--drafter sparse:64,window=32 --tree dynamic",
         "--drafter lookup:tokens=5 --verifier topk",
         "--drafter model:a+b",
     ],

@@ -109,7 +109,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "models": lambda target: SeveralModels([ModelProposer(near(seed), target) for seed in (2, 3)]),
     "other vocabulary": other_words,
     "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
-    "sparse": lambda target: SparseProposer(target, 5, None),
+    "sparse": lambda target: SparseProposer(target, 5),
     "snapkv": lambda target: SparseProposer(target, 5, 4),
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "rest": lambda target: retrieved(),

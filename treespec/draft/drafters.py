@@ -50,13 +50,12 @@ class DrafterSpec:
 
     @classmethod
     def parse_all(cls, text: str) -> list["DrafterSpec"]:
-        """A list, such as `lookup:tokens=5,sparse:64,snapkv@chain:3;eagle:HEAD`, without repeats.
+        """A list, such as `lookup:tokens=5,sparse:64,window=32@chain:3;eagle:HEAD`, without repeats.
 
-        Commas before `option=`, and before a switch of the drafter to their left, do not separate.
+        Commas before `option=` do not separate.
         """
-        switches = {name for kind in DRAFTERS.values() for name in kind.switches}
-        kept = "|".join([r"\s*[\w-]+=", *(rf"\s*{name}(?![\w:+-])" for name in sorted(switches))])
-        parts = [re.sub(r",\s+", ",", part.strip()) for part in re.split(rf"[;,](?!{kept})", text)]
+        pieces = re.split(r"[;,](?!\s*[\w-]+=)", text)
+        parts = [re.sub(r",\s+", ",", piece.strip()) for piece in pieces]
         if not all(parts):
             raise InputError(f"--drafter {text!r} has an empty part: separate by single commas")
         return list(map(cls.parse, dict.fromkeys(parts)))
@@ -65,15 +64,14 @@ class DrafterSpec:
     def _member(cls, text: str) -> "DrafterSpec":
         # 1. The name, the value and the tree.
         name = re.split("[:@]", text)[0]
-        value, kind = text[len(name) + 1 :], DRAFTERS.get(name)
-        if kind is None:
+        if (kind := DRAFTERS.get(name)) is None:
             hint = nearest(name.removeprefix("suffix+"), DRAFTERS)
             raise InputError(f"unknown drafter {text!r}{hint}: choose {FORMS}")
-        written, tree = text, ""
-        whole = text.startswith(f"{name}:") and (kind.one_hot or Path(value).exists())
-        if not whole:
-            written, _, tree = text.partition("@")
-            value = written[len(name) + 1 :]
+        own, _, tree = text.partition("@")
+        path = text.removeprefix(f"{name}:")
+        if path != text and (kind.one_hot or Path(path).exists()):
+            own, tree = text, ""
+        value = own[len(name) + 1 :]
         if name == "suffix" and (joined := re.search(r"\+([\w+-]*):", value)):
             hint = nearest(joined[1], DRAFTERS)
             raise InputError(f"--drafter {text}: unknown drafter {joined[1]!r}{hint}")
@@ -83,11 +81,9 @@ class DrafterSpec:
         if kind.place == "must" and not place:
             raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
         if rest and not kind.options:
-            raise InputError(f"--drafter {written}: {name} takes no value")
-        chosen = options_of(kind, rest, written) if kind.options else None
-        if kind.is_head and (folder := head_of(place)):
-            place = folder
-        return cls(kind, written, place, chosen, tree or None)
+            raise InputError(f"--drafter {own}: {name} takes no value")
+        options = kind.options and options_of(kind.options, rest, own)
+        return cls(kind, own, (kind.is_head and head_of(place)) or place, options, tree or None)
 
     @property
     def written(self) -> str:
@@ -146,24 +142,20 @@ def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
     return place, ",".join(given)
 
 
-def options_of(kind: DrafterKind, text: str, written: str) -> Any:
-    """A row's options in `tokens=10,ngram=3`. Raises InputError."""
-    assert kind.options
-    defaults = {field.name: field.default for field in fields(kind.options)}
+def options_of(group: type[Any], text: str, own: str) -> Any:
+    """A row's options in `tokens=10,ngram=3`; the first one may go without its name. Raises InputError."""
+    defaults = {field.name: field.default for field in fields(group)}
     values: dict[str, int] = {}
     for number, part in enumerate(text.split(",") if text else ()):
-        match = re.fullmatch(r"(?:(\w+)=)?(\w+)", part)
-        name = match[1] or (kind.first if number == 0 else part) if match else ""
-        if match and part in kind.switches:
-            values[part] = True
-        elif match and name in defaults.keys() - kind.switches and re.fullmatch("[0-9]+", match[2]):
-            values[name] = int(match[2])
-        else:
+        name, _, value = part.rpartition("=")
+        name = name or (next(iter(defaults)) if number == 0 else "")
+        if name not in defaults or not value.isdecimal():
             choice = ", ".join(f"{name}={value}" for name, value in defaults.items())
             raise InputError(
-                f"--drafter {written}: {part!r} is not understood; its options are {choice}"
+                f"--drafter {own}: {part!r} is not understood; its options are {choice}"
             )
+        values[name] = int(value)
     try:
-        return kind.options(**values)
+        return group(**values)
     except InputError as error:
-        raise InputError(f"--drafter {written}: {error}") from None
+        raise InputError(f"--drafter {own}: {error}") from None

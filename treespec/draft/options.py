@@ -4,7 +4,7 @@ All that differs by drafter stands in its row; `--help`, the checks before loadi
 training and export read the table.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from treespec.errors import InputError
@@ -12,7 +12,7 @@ from treespec.heads.registry import HEADS
 from treespec.options import MANY, TOKENS, Options, either, installed, option
 
 ORDER = 16  # tokens that a datastore's suffixes are sorted by: the longest pattern of a search
-SINKS, WINDOW = 4, 32
+SINKS = 4  # first tokens of a sequence that sparse drafts see
 HEAD = "treespec.draft.trained.load:load_trained"
 
 
@@ -24,7 +24,7 @@ class DrafterKind:
     or a drafter. summary, source: what it drafts from, and the paper.
     checks: (DrafterSpec, the target's directory) raises InputError for missing or damaged files
     before torch loads. place: whether a directory, file or hub id comes first: "" no, "must", "may".
-    options: a frozen dataclass. first: the option that may be given without its name.
+    options: a frozen dataclass.
     one_hot: whether its tokens are found, not drawn: they have no draft distribution.
     at_once: whether a head drafts all levels from the sequence alone. trained: whether `treespec train` makes it.
     several: whether + joins several directories.
@@ -38,7 +38,6 @@ class DrafterKind:
     checks: str = ""
     place: str = ""
     options: type[Any] | None = None
-    first: str = ""
     one_hot: bool = False
     at_once: bool = False
     trained: bool = False
@@ -48,16 +47,10 @@ class DrafterKind:
     def is_head(self) -> bool:
         return self.loads == HEAD
 
-    @property
-    def switches(self) -> set[str]:
-        """The options that are given by their name alone."""
-        known = fields(self.options) if self.options else ()
-        return {field.name for field in known if field.type is bool}
-
 
 @dataclass(frozen=True)
 class DrafterOptions(Options):
-    """As in `lookup:tokens=10,ngram=3`: whole numbers and switches."""
+    """As in `lookup:tokens=10,ngram=3`: whole numbers; the first may go without its name."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +112,11 @@ class SparseOptions(DrafterOptions):
     """Raises InputError also for a budget that leaves no room beside the tokens that are kept."""
 
     budget: int = option("tokens whose keys and values drafts see", 512, least=1, most=MANY)
-    snapkv: bool = option("the prompt's last tokens choose them", False)
+    window: int = option("the prompt's last tokens that choose them", 0, least=0, most=1024)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = 2 * WINDOW if self.snapkv else 2 * SINKS
+        least = 2 * max(self.window, SINKS)
         if self.budget < least:
             raise InputError(f"the budget must be at least {least} tokens")
 
@@ -233,12 +226,11 @@ ROWS = (
     ),
     DrafterKind(
         "sparse",
-        ("sparse:512", "sparse:512,snapkv"),
+        ("sparse:512", "sparse:512,window=32"),
         "treespec.draft.models.sparse:load_sparse",
         "the target over a few of its keys and values, for long contexts",
         "MagicDec, Chen et al. 2024",
         options=SparseOptions,
-        first="budget",
     ),
 )
 DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")

@@ -9,7 +9,7 @@ A sequence of 11 tokens, a budget of 8 with 4 sinks:
     column     0 1 2 3 | 4 5 6  7
     position   0 1 2 3 | 7 8 9 10
 
-With `snapkv` (SnapKV, Li et al. 2024, 2404.14469) the positions that the prompt's last tokens
+With a window (SnapKV, Li et al. 2024, 2404.14469) the positions that the prompt's last tokens
 attended to most take the place of the first few. Each KV head has its own:
 
     position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import BranchProposer
-from treespec.draft.options import SINKS, WINDOW
+from treespec.draft.options import SINKS
 from treespec.errors import InputError
 from treespec.model.attention import NAME, tree_attention
 from treespec.model.cache import TreeCache
@@ -47,7 +47,7 @@ class SparseProposer(BranchProposer):
     """Drafts with the target over at most `budget` positions of each sequence; one at first.
 
     window: tokens at a prompt's end that choose the positions kept once the sequence is longer than
-    the budget; None: StreamingLLM's sinks. A cycle copies the keys and values of sequences x budget
+    the budget; 0: StreamingLLM's sinks. A cycle copies the keys and values of sequences x budget
     positions, each of 2 x layers x KV heads x head width numbers.
 
     tokens: [T] observed, by sequence. chosen: (start, [layers, S, heads] kept positions below it) by
@@ -56,10 +56,10 @@ class SparseProposer(BranchProposer):
 
     per_text = ("tokens", "chosen")
 
-    def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
+    def __init__(self, target: Target, budget: int, window: int = 0) -> None:
         self.model, self.vocab_size = target, target.vocab_size
         self.budget, self.window = budget, window
-        self.most = budget - max(window or 0, budget // 4)  # chosen positions
+        self.most = budget - max(window, budget // 4)  # chosen positions
         self.tokens = [torch.empty(0, dtype=torch.int64)]
         self.chosen: list[tuple[int, Tensor] | None] = [None]
 
@@ -126,15 +126,15 @@ class SparseProposer(BranchProposer):
 
 
 def load_sparse(spec: DrafterSpec, target: Target) -> SparseProposer:
-    """`--drafter sparse:512` or `sparse:512,snapkv`. Raises InputError."""
+    """`--drafter sparse:512` or `sparse:512,window=32`. Raises InputError."""
     if target.recurrent:
         raise InputError(
             f"--drafter {spec.own} keeps a part of the keys and values, and layers of "
             f"{type(target.model).__name__} have one state in their place: take another drafter"
         )
-    if spec.options.snapkv:
+    if spec.options.window:
         refuse_what_shows_no_attention(target)
-    return SparseProposer(target, spec.options.budget, WINDOW if spec.options.snapkv else None)
+    return SparseProposer(target, spec.options.budget, spec.options.window)
 
 
 def refuse_what_shows_no_attention(target: Target) -> None:
@@ -142,10 +142,10 @@ def refuse_what_shows_no_attention(target: Target) -> None:
     name = type(target.model).__name__
     if target.windows.keys() != {"full_attention"}:
         raise InputError(
-            f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N"
+            f"a window is for layers that see the whole text, some of {name} do not: take sparse:N"
         )
     if target.config._attn_implementation != NAME:
-        raise InputError(f"snapkv reads the attention of sdpa, {name} has another: take sparse:N")
+        raise InputError(f"a window reads the attention of sdpa, {name} has another: take sparse:N")
 
 
 @torch.no_grad()

@@ -17,13 +17,8 @@ from treespec.model.target import Target
 
 
 def embedding_of(target: Target) -> nn.Parameter:
-    """[V, E] the target's embedding; a copy in floats where that is quantised.
-
-    Raises InputError if it is offloaded.
-    """
-    embedding = target.model.get_input_embeddings()
-    table = table_of(on_a_device(embedding, "embedding"))
-    return table if isinstance(table, nn.Parameter) else nn.Parameter(table, requires_grad=False)
+    """[V, E] the target's embedding. Raises InputError if it is offloaded or quantised."""
+    return table_of(on_a_device(target.model.get_input_embeddings(), "embedding"))
 
 
 def on_a_device(embedding: Any, what: str) -> Any:

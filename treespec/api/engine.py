@@ -250,8 +250,7 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     # 1. Bytes of a column, from a cache with one token.
     cache = target.new_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
-    layers = [layer for layer in cache.tree_layers if layer.is_initialized]
-    storages = [states for layer in layers for states in layer.storage]
+    storages = [states for layer in cache.tree_layers for states in layer.storage]
     size = sum(states[0, :, 0].numel() * states.element_size() for states in storages)
     if not size:
         return None  # recurrent layers alone: a text's state has one size, whatever its length

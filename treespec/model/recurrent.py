@@ -98,7 +98,7 @@ class Recurrent:
             found, calls = find_mixers(decoder, tokens, cache)
         except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
             raise InputError(f"{unknown} ({first_line(error)})") from error
-        self.has_attention = any(layer.is_initialized for layer in cache.tree_layers)
+        self.has_attention = any(layer.storage for layer in cache.tree_layers)
         if not found and not self.has_attention:
             raise InputError(unknown)
 

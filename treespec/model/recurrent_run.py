@@ -37,9 +37,6 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
     code reads and writes them.
     """
 
-    device: Any  # of both bases
-    dtype: Any
-
     def __init__(self, capacity: int, number_of_states: int) -> None:
         TreeLayer.__init__(self, capacity)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)

@@ -107,14 +107,14 @@ class SparseProposer(BranchProposer):
         """A cache with these positions [B, C] in its columns."""
         small, (b, c) = self.model.new_cache(), positions.shape
         for i, (layer, source) in enumerate(zip(small.tree_layers, cache.tree_layers, strict=True)):
-            if not source.is_initialized:
+            if not source.storage:
                 continue
             heads = source.storage[0].shape[1]
             index = positions.clamp_min(0)[:, None].repeat(1, heads, 1)  # [B, heads, C]
             for row, known in enumerate(self.chosen):
                 if known:
                     index[row, :, : known[1].shape[1]] = known[1][i].T
-            index = index.to(source.device)[..., None]
+            index = index.to(source.storage[0].device)[..., None]
             layer.update(
                 *(
                     kept.gather(2, index.expand(*[-1] * 3, kept.shape[-1]))

@@ -54,7 +54,8 @@ def ask(
             if number < len(question.turns):
                 messages[i].append({"role": "user", "content": question.turns[number]})
                 ids = spec.encode(messages[i])
-                seed = seed_of(config.seed, question.question_id, number, name)
+                follows = [config.seed, question.question_id, number, name]
+                seed = zlib.crc32(json.dumps(follows).encode())  # the same on every machine
                 asks[i] = Ask(messages[i], ids, seed, min(config.max_new_tokens, room - len(ids)))
 
         # 2. Their completions, on the clock; a prompt may fill the context.
@@ -73,11 +74,19 @@ def ask(
             # fschat's templates take an empty completion for the place of the next one
             messages[i].append({"role": "assistant", "content": output.text or " "})
     pairs = zip(group, turns, strict=True)
-    return [completed(question, own, one.name, config.max_new_tokens) for question, own in pairs]
+    return [completion_of(*pair, one.name, config.max_new_tokens) for pair in pairs]
 
 
-def completed(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
-    """The entry of one question. most: new tokens."""
+def completion_of(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
+    """What the ledger keeps of a question's turns; lists have one item a turn. most: new tokens.
+
+    group: of results, the category or its task. right: None where nobody knows. cycles: target
+    forwards; none of a peer. wall: seconds by the clock, of a batch its share. seconds: of all
+    turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
+    accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
+    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. before:
+    the last tokens of the prompt. ended: "model", "max_new_tokens" or "context". time: Unix's.
+    """
     total, stats = Stats(), [output.stats for _, output, _ in turns]
     for one in stats:
         total.add(one)
@@ -87,6 +96,7 @@ def completed(question: Question, turns: Sequence[Turn], name: str, most: int) -
         "question_id": question.question_id,
         "category": question.category,
         "group": question.group,
+        "right": question.right(turns[-1][1].text),
         "turns": [output.text for _, output, _ in turns],
         "token_ids": [output.token_ids for _, output, _ in turns],
         "before": [ask.ids[-LEAD:] for ask, _, _ in turns],
@@ -96,18 +106,13 @@ def completed(question: Question, turns: Sequence[Turn], name: str, most: int) -
         "wall": [seconds for _, _, seconds in turns],
         "ended": [end if one.truncated else "model" for one, end in zip(stats, cut, strict=True)],
         "seeds": [ask.seed for ask, _, _ in turns],
-        "seconds": dict(total.seconds),
+        "seconds": total.seconds,
         "accept_lengths": [accepted + 1 for accepted in total.accepted],
         "drafted": total.drafted,
         "accepted": total.accepted_by_depth,
         "undrafted": total.undrafted,
         "time": time.time(),
     }
-
-
-def seed_of(seed: int, question_id: int | str, turn: int, name: str) -> int:
-    """The seed of one completion: the same on every machine and after every resumption."""
-    return zlib.crc32(json.dumps([seed, question_id, turn, name]).encode())
 
 
 def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fresh]:
@@ -154,8 +159,7 @@ def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
         if config.contexts and one.batch == 1 and spec.target.output_device.type != "cpu":
             options["remember"] = False
             for ask, output in zip(asks, outputs, strict=True):
-                stages = waited_stages(spec.new(), ask, options)
-                output.stats.seconds |= {f"waited {name}": s for name, s in stages.items()}
+                output.stats.seconds = waited(spec.new(), ask, options).seconds
         return outputs
 
     return answer
@@ -179,13 +183,13 @@ class WaitingStats(Stats):
         return super().now()
 
 
-def waited_stages(spec: Spec, ask: Ask, options: Keywords) -> dict[str, float]:
-    """Seconds by stage of a generation that waits for the device around each; it takes longer.
+def waited(spec: Spec, ask: Ask, options: Keywords) -> Stats:
+    """Stats of a generation that waits for the device around each; it takes longer.
 
     spec: with nothing cached.
     """
-    text = spec.request(ask.ids, seed=ask.seed, **options)
-    text.stats = WaitingStats()
-    for _ in spec.decoder.run([text]):
+    request = spec.request(ask.ids, seed=ask.seed, **options)
+    request.stats = WaitingStats()
+    for _ in spec.decoder.run([request]):
         pass
-    return dict(text.stats.seconds)
+    return request.stats

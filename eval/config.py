@@ -55,11 +55,6 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         "ask only the questions of these categories, separated by commas", None
     )
     per_category: int | None = option(PER_CATEGORY, None, least=1, most=MANY)
-    run_code: bool = option(
-        "run the code in completions of humaneval, to see which are right: in a process with limits "
-        "on time, memory and files, which is no sandbox against malice",
-        False,
-    )
     turns: int | None = option(
         "ask only the first N turns of each question", None, least=1, most=MANY
     )
@@ -108,15 +103,10 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         if self.assistant and TRANSFORMERS not in peers_of(self):
             raise InputError("--assistant is transformers' alone: add --peers transformers")
         kept = any(drafter.cache_folder for drafter in drafters_of(self))
-        if self.memory == "run" and kept:
+        if self.memory != "none" and kept != (self.memory == "kept"):
             raise InputError(
-                "--memory run begins with no answers and keeps none: leave out the folder of suffix, or "
-                "take --memory kept"
-            )
-        if self.memory == "kept" and not kept:
-            raise InputError(
-                "--memory kept drafts from the answers in a folder: name it, as in --drafter "
-                "suffix:FOLDER"
+                "--memory kept drafts from the answers in a folder, run from no folder: give "
+                "--drafter suffix:FOLDER and kept, or suffix and run"
             )
 
 
@@ -184,6 +174,7 @@ class FitOptions(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     head: str = shared(HeadOptions, "head", None)
     max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
+    seed: ClassVar[int] = 0  # of the target's answers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,7 +204,6 @@ class CalibrateConfig(FitOptions):
     positions: int = option(
         "positions to measure at each draft step and temperature", 1500, least=1, most=MANY
     )
-    seed: int = option("seed of the answers and draws", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -242,11 +232,9 @@ class TreeConfig(FitOptions):
         most=4096,
     )
     depth: int = option("most levels", 6, least=1, most=64)
-    ranks: int = option("most children per node", 10, least=1, most=256)
     temperature: float = option(
         "compare drafts with the target's distribution at this temperature", 0.0, least=0, most=100
     )
-    seed: int = option("seed of the target's answers", 0, least=0, most=SEEDS)
 
     @property
     def answers_temperature(self) -> float:
@@ -276,7 +264,7 @@ class SkipConfig(TargetOptions, PlacementOptions):
     out: str = option("JSON file for the skip set, for --drafter self:FILE", "skip.json")
     trials: int = option("skip sets to try", 200, least=1, most=10**6)
     minutes: float | None = option(
-        "stop trying after this number of minutes", None, least=0, most=MANY
+        "stop trying after this number of minutes", None, least=0.01, most=MANY
     )
     tree: str = option(f"{TREE}; used in every trial", "confident")
     limit: int = option("number of prompts; each trial has the same", 8, least=1, most=MANY)

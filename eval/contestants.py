@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 from pathlib import PurePath
 from random import Random
 
@@ -30,8 +31,6 @@ METHODS: dict[str, dict[str, int]] = {
     "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
     ASSISTED: {},
 }
-
-
 WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
 
 
@@ -77,18 +76,20 @@ def contestants(config: EvalConfig) -> list[Contestant]:
     rows = [Contestant(BASELINE, again=again) for again in (False, True) if config.baseline]
     rows += pairs(config)[0]
     for peer in peers_of(config):
+        address, _, model = peer.partition(",")
+        methods = [model or SERVED]
         if peer == TRANSFORMERS:
             methods = [name for name in METHODS if name != ASSISTED or config.assistant]
-            rows += [Contestant(name, peer=peer) for name in methods]
-        else:
-            address, _, model = peer.partition(",")
-            rows.append(Contestant(model or SERVED, peer=address))
+        rows += [Contestant(name, peer=address) for name in methods]
 
     # 2. Their names.
-    batches = numbers_of("batch", config.batch)
-    every = product(map(float, listed("temperature", config.temperature)), batches, rows)
+    every = product(
+        map(float, listed("temperature", config.temperature)),
+        numbers_of("batch", config.batch),
+        rows,
+    )
     found = [
-        named(replace(row, temperature=temperature, batch=batch), config, len(batches) > 1)
+        named(replace(row, temperature=temperature, batch=batch), config)
         for temperature, batch, row in every
         if row.peer != TRANSFORMERS or batch == 1
     ]
@@ -101,25 +102,29 @@ def contestants(config: EvalConfig) -> list[Contestant]:
     return found
 
 
-def named(one: Contestant, config: EvalConfig, batches: bool) -> Contestant:
-    """With labels, and a name that can be a file's. batches: whether there are several sizes."""
+def named(one: Contestant, config: EvalConfig) -> Contestant:
+    """With labels, and a name that can be a file's."""
     several = one.drafter and len(drafters_of(config)) > 1
     drafter = DrafterSpec.parse(one.drafter).short if one.drafter and several else ""
-    tree = PurePath(one.tree).name if one.tree else ""
-    again, batch = " again" if one.again else "", str(one.batch) if batches else ""
-    mark = ("" if one.lossless else " (lossy)") + (f", {one.peer}" if one.peer else "")
+    tree, again = PurePath(one.tree or "").name, " again" * one.again
+    batch = str(one.batch) if len(numbers_of("batch", config.batch)) > 1 else ""
+    mark = "" if one.lossless else " (lossy)"
+    server = (one.peer or "").rpartition("//")[2]
     parts = (
         PurePath(config.target).name,
-        one.peer.rpartition("//")[2] if one.peer and one.peer != TRANSFORMERS else "",
+        server.removeprefix(TRANSFORMERS),
         drafter,
         one.method,
         tree.removesuffix(".json"),
         f"t{one.temperature:g}{again}",
         batch and f"b{batch}",
     )
-    labels = drafter, one.method + again + mark, tree, f"{one.temperature:g}", batch
-    name = re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))
-    return replace(one, labels=labels, name=name)
+    method = one.method + again + mark + (f", {one.peer}" if one.peer else "")
+    return replace(
+        one,
+        labels=(drafter, method, tree, f"{one.temperature:g}", batch),
+        name=re.sub(r"[^\w.=-]+", "-", "-".join(filter(None, parts))),
+    )
 
 
 def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
@@ -129,15 +134,16 @@ def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
     of one-hot tokens takes no tree, and takes `topk` if it fits no verifier named.
     Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
     """
-    drafters, verifiers = drafters_of(config), listed("verifier", config.verifier)
+    drafters = drafters_of(config)
     trees: list[str | None] = [*listed("tree", config.tree)] or [None]
+    verifiers = [name.partition("@") for name in listed("verifier", config.verifier)]
     fitting: list[Contestant] = []
     reasons: list[str] = []
     for drafter in drafters:
         # 1. The verifiers and trees that this drafter fits.
         one_hot, name = drafter.kind.one_hot and len(drafters) > 1, drafter.written
         rows: list[Contestant] = []
-        for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
+        for verifier, _, verifiers_tree in verifiers:
             own = drafter.tree or verifiers_tree
             for tree in [own] if own else trees:
                 tree = None if one_hot else tree
@@ -165,48 +171,20 @@ def planned(
 ) -> Plan:
     """The questions that each contestant has not completed yet, in the order to ask them.
 
-    Contestants take turns, so that none of them has the machine at a better time. there: (contestant,
-    question) of completions.
+    Contestants take turns in a random order, and so do batch sizes, so that none of them has the
+    machine at a better time. The baseline is asked a quarter of the groups of questions a second
+    time, `FEW` at least. there: (contestant, question) of completions.
     """
     sizes = {one.batch: one.batch if one.batch == 1 else WAVES * one.batch for one in chosen}
-    largest = max(sizes.values())
-    plan: Plan = []
-    for start in range(0, len(questions), largest):
-        end = start + largest
-        for batch, size in sizes.items():
-            own = [one for one in chosen if one.batch == batch]
-            again = asked_again(-(-len(questions) // size))
-            for first in range(start, min(end, len(questions)), size):
-                for one in in_order(own, first // size):
-                    group = questions[first : min(first + size, end)]
-                    left = [q for q in group if (one.name, q.question_id) not in there]
-                    if left and (not one.again or first // size in again):
-                        plan.append((left, one))
-    return plan
-
-
-def in_order(chosen: Sequence[Contestant], number: int) -> list[Contestant]:
-    """The order of the contestants for question `number`: one row of a Williams square.
-
-    Over n questions for n contestants (2 n where n is odd), each runs equally often in every
-    position and directly after every other (Williams 1949). For n = 4:
-
-        question 0   0 1 3 2
-        question 1   1 2 0 3
-        question 2   2 3 1 0
-        question 3   3 0 2 1
-    """
-    # 1. Zigzag away from `number`: number, number + 1, number - 1, number + 2, …
-    n = len(chosen)
-    row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
-
-    # 2. For an odd n, the second n questions take the rows in reverse.
-    return [chosen[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
-
-
-def asked_again(groups: int) -> set[int]:
-    """The groups of questions that the baseline is asked a second time: a quarter, at least FEW.
-
-    They are drawn at random: evenly spaced ones could all have the same order of contestants.
-    """
-    return set(Random(0).sample(range(groups), min(groups, max(FEW, groups // 4))))
+    plan: list[tuple[int, list[Question], Contestant]] = []
+    for batch, size in sizes.items():
+        groups = [questions[at : at + size] for at in range(0, len(questions), size)]
+        again = Random(0).sample(range(len(groups)), min(len(groups), max(FEW, len(groups) // 4)))
+        for number, group in enumerate(groups):
+            own = [
+                one for one in chosen if one.batch == batch and (number in again or not one.again)
+            ]
+            for one in Random(number).sample(own, len(own)):
+                if left := [q for q in group if (one.name, q.question_id) not in there]:
+                    plan.append((number * size // max(sizes.values()), left, one))
+    return [(group, one) for _, group, one in sorted(plan, key=itemgetter(0))]

@@ -11,10 +11,10 @@ A row has the fields of its `Contestant`, and:
     overall        `figures` of all questions
     categories     `figures` by category, by task for Spec-Bench
     by_generate    tokens/s over those of `model.generate`
-    of_fastest     tokens/s over those of the fastest lossless pair; None for that one
     same           turns of temperature 0 with the baseline's tokens, of a server with its text
     turns, ended   the number of turns; by what ended them
-    right          `right_figures`; None where no completion was checked
+    right          None where no completion can be right. answers: those that can. right: those that
+                   are. share: right by answers. same: as right as the baseline's
 """
 
 import math
@@ -28,7 +28,7 @@ import numpy as np
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
 from treespec.eval.contestants import BASELINE, GENERATE, Contestant
-from treespec.eval.intervals import FEW, Array, interval, paired_difference, resample, share_of
+from treespec.eval.intervals import FEW, Array, interval, resample, share_of
 from treespec.eval.ledger import Completion, Ledger
 
 RESAMPLES = 1000
@@ -42,9 +42,7 @@ STAGES = {  # of a cycle, in the order of tables, and their names there
 }
 
 Id = int | str  # of a question
-Completions = Mapping[
-    Id, Any
-]  # a contestant's, each with `right`, the verdict of its check or None
+Completions = Mapping[Id, Completion]  # a contestant's
 Row = dict[str, Any]
 Summary = dict[str, Any]
 
@@ -61,14 +59,11 @@ def summarise(ledger: Ledger) -> Summary:
         raise InputError(f"{ledger.file} holds no evaluation")
     config, timed = EvalConfig(**head["options"]), head["processes"] == 1
     asked = [Contestant(**fields) for fields in head["contestants"]]
-    checked = {(e["contestant"], e["question_id"]): e["right"] for e in ledger.of("checked")}
-    every: dict[str, dict[Id, Row]] = {one.name: {} for one in asked}
+    every: dict[str, dict[Id, Completion]] = {one.name: {} for one in asked}
     for entry in ledger.of("completion"):
-        name, i = entry["contestant"], entry["question_id"]
         if sum(entry["new_tokens"]):
-            every[name][i] = entry | {"right": checked.get((name, i))}
-            if not timed:
-                every[name][i]["wall"] = [math.nan]
+            counts = entry if timed else entry | {"wall": [math.nan]}
+            every[entry["contestant"]][entry["question_id"]] = counts
 
     # 2. The questions that count, and their groups.
     failed = {entry["contestant"]: entry["why"] for entry in ledger.of("failed")}
@@ -84,16 +79,22 @@ def summarise(ledger: Ledger) -> Summary:
     failed = {name: why for name, why in failed.items() if not every[name].keys() >= {*questions}}
 
     # 3. A row for each contestant, and one for the baseline's second time.
-    plain = [o for o in asked if o.method == BASELINE and not o.again]
-    bases = {(o.temperature, o.batch): every[o.name] for o in plain}
+    plain = {(o.method, o.temperature, o.batch): every[o.name] for o in asked if not o.again}
     rows, again = [], []
     for one in (one for one in asked if one.name not in failed):
-        base, mine = bases.get((one.temperature, one.batch)), every[one.name]
+        mine = every[one.name]
+        base, generate = (
+            other
+            if (other := plain.get((method, one.temperature, one.batch))) is not mine
+            else None
+            for method in (BASELINE, GENERATE)
+        )
         if not one.again:
-            rows.append(row_of(one, mine, None if base is mine else base, groups, config.seed))
+            rows.append(asdict(one) | row_of(one, mine, base, groups, config.seed))
+            by_generate = figures_of(mine, generate, questions, config.seed)["speedup"]
+            rows[-1] |= {"lossless": one.lossless, "by_generate": by_generate}
         elif base and (both := [i for i in mine if i in base]):
             again.append(asdict(one) | figures_of(mine, base, both, config.seed))
-    compare(rows, {row["name"]: [every[row["name"]][i] for i in questions] for row in rows})
     return {
         **{name: head[name] for name in ("options", "environment", "left_out")},
         "timed": timed,
@@ -113,7 +114,7 @@ def row_of(
     groups: Mapping[str, Sequence[Id]],
     seed: int,
 ) -> Row:
-    """A contestant's row, but for its comparison with others. base: the baseline's completions."""
+    """The figures of a contestant, by itself and beside the baseline's completions `base`."""
     # 1. Figures by group, and what ended the turns.
     by_group = {name: figures_of(mine, base, chosen, seed) for name, chosen in groups.items()}
     pairs = [(mine[i], (base or mine)[i]) for i in groups["overall"]]
@@ -124,35 +125,23 @@ def row_of(
     if one.temperature == 0 and base is not None:
         said = "token_ids" if any(pairs[0][0]["token_ids"]) else "turns"  # a server tells no ids
         same = sum(x == y for a, b in pairs for x, y in zip(a[said], b[said], strict=True))
-    verdicts = [(ours["right"], theirs["right"]) for ours, theirs in pairs]
-    right = [both for both in verdicts if None not in both]
-    theirs = None if base is None else [verdict for _, verdict in right]
-    return asdict(one) | {
-        "lossless": one.lossless,
+    verdicts = [(a["right"], b["right"]) for a, b in pairs if a["right"] is not None]
+    answers, right = len(verdicts), sum(ours for ours, _ in verdicts)
+    return {
         "overall": by_group.pop("overall"),
         "categories": by_group,
         "same": same,
         "turns": len(ends),
         "ended": {end: ends.count(end) for end in ("model", "max_new_tokens", "context")},
-        "right": right_figures([verdict for verdict, _ in right], theirs) if right else None,
+        "right": {
+            "answers": answers,
+            "right": right,
+            "share": share_of(right, answers),
+            "same": base and sum(ours == theirs for ours, theirs in verdicts),
+        }
+        if verdicts
+        else None,
     }
-
-
-def compare(rows: Sequence[Row], mine: Mapping[str, Sequence[Any]]) -> None:
-    """Fill in each row's tokens/s over those of others. mine: completions by the row's name."""
-    draws = resample(len(next(iter(mine.values()))), RESAMPLES, seed=0)
-    speeds = {name: speed_of(totals(completions, draws)) for name, completions in mine.items()}
-    for row in rows:
-        at = row["temperature"], row["batch"]
-        here = [other for other in rows if (other["temperature"], other["batch"]) == at]
-        generate = [other for other in here if other["method"] == GENERATE]
-        pairs = [other for other in here if other["drafter"] and other["lossless"]]
-        fastest = sorted(pairs, key=lambda other: -speeds[other["name"]][0])
-        found = {"by_generate": generate, "of_fastest": fastest if row["drafter"] else []}
-        for name, others in found.items():
-            row[name] = None
-            if others and others[0] is not row:
-                row[name] = interval(speeds[row["name"]] / speeds[others[0]["name"]])
 
 
 def figures_of(mine: Completions, base: Completions | None, chosen: Sequence[Id], seed: int) -> Row:
@@ -181,43 +170,42 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
     own = totals(mine, draws)
     with np.errstate(divide="ignore", invalid="ignore"):
         # 1. Ratios of totals in each resample.
-        ratios = {"acceptance_length": own["new_tokens"] / own["cycles"]}
-        ratios["tokens_per_second"] = speed_of(own)
+        tokens, wall, cycles = own["new_tokens"], own["wall"], own["cycles"]
+        ratios = {"acceptance_length": tokens / cycles, "tokens_per_second": tokens / wall}
         if base is not None:
             plain = totals(base, draws)
-            one_token = (plain["wall"] - plain["prefill"]) / plain["new_tokens"]
-            forwards = (own["target"] + own["head"]) / own["new_tokens"]
-            ratios["speedup"] = speed_of(own) / speed_of(plain)
-            ratios["decoding_speedup"] = (
-                own["new_tokens"] / (own["wall"] - own["prefill"]) * one_token
-            )
-            ratios["bound"] = plain["target"] / plain["cycles"] / forwards
+            one_token = 1 / plain["new_tokens"]  # its share of plain decoding
+            ratios["speedup"] = tokens / wall * plain["wall"] * one_token
+            decoding = (plain["wall"] - plain["prefill"]) * one_token
+            ratios["decoding_speedup"] = tokens / (wall - own["prefill"]) * decoding
+            forward = plain["target"] / plain["cycles"]
+            ratios["bound"] = tokens / (own["target"] + own["head"]) * forward
 
         # 2. Rates by depth. A depth that no cycle reached has none.
         by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
         accepted = [draws @ np.array(counts, dtype=float) for counts in by_depth]
-        rates = [b / a for a, b in zip([own["cycles"], *accepted], accepted, strict=False)]
+        rates = [b / a for a, b in zip([cycles, *accepted], accepted, strict=False)]
 
         # 3. Numbers.
-        value = {name: float(samples[0]) for name, samples in own.items()}
-        cycles, turns = np.float64(value["cycles"]), sum(len(one["turns"]) for one in mine)
-        cycle = {stage: float(1000 * value[stage] / cycles) for stage in STAGES}
-        waits = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
-        if cycles:
-            waits = value["prefill"] / turns + sum(cycle.values()) / 1000
+        value = {name: samples[0] for name, samples in own.items()}
+        turns = sum(len(one["turns"]) for one in mine)
+        cycle_ms = {stage: float(1000 * value[stage] / value["cycles"]) for stage in STAGES}
+        first_token = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
+        if value["cycles"]:
+            first_token = float(value["prefill"] / turns) + sum(cycle_ms.values()) / 1000
         return {
             **dict.fromkeys(("speedup", "decoding_speedup", "bound")),
             **{name: interval(samples) for name, samples in ratios.items()},
             "acceptance_rate_by_depth": [interval(rate) for rate in rates],
             "questions": len(mine),
             "tokens": int(value["new_tokens"]),
-            "cycles": int(cycles),
-            "seconds": value["wall"],
-            "nodes": float(1 + value["drafted"] / cycles),
-            "undrafted": float(value["undrafted"] / cycles),
-            "prefill_seconds": value["prefill"],
-            "cycle_ms": cycle,
-            "first_token": waits or None,
+            "cycles": int(value["cycles"]),
+            "seconds": float(value["wall"]),
+            "nodes": float(1 + value["drafted"] / value["cycles"]),
+            "undrafted": float(value["undrafted"] / value["cycles"]),
+            "prefill_seconds": float(value["prefill"]),
+            "cycle_ms": cycle_ms,
+            "first_token": first_token or None,
         }
 
 
@@ -230,40 +218,16 @@ def totals(completions: Sequence[Completion], draws: Array) -> dict[str, Array]:
 def counted(one: Completion) -> dict[str, float]:
     """Tokens, cycles and seconds of one completion, in all and by stage.
 
-    Seconds of a generation that waited for its device at the ends of every stage go before others.
-    Without them (`--contexts`) the stages and the prefill add up to `wall`.
+    The stages and the prefill add up to `wall`, or to the seconds of the generation that waited for
+    its device at the ends of every stage (`--contexts`), which takes longer.
     """
     wall, seconds = sum(one["wall"]), one["seconds"]
-    waited = [name for name in seconds if name.startswith("waited ")]
-    spent = {name.removeprefix("waited "): seconds[name] for name in waited} or seconds
     stages = ("prefill", "head", "target", "verify", "commit")
-    by_stage = {stage: spent.get(stage, 0.0) for stage in stages}
-    by_stage["rest_of_drafting"] = spent.get("draft", 0.0) - by_stage["head"]
+    by_stage = {stage: seconds.get(stage, 0.0) for stage in stages}
+    by_stage["rest_of_drafting"] = seconds.get("draft", 0.0) - by_stage["head"]
     return by_stage | {
-        "rest": (spent["total"] if waited else wall) - sum(by_stage.values()),
+        "rest": max(wall, seconds["total"]) - sum(by_stage.values()),
         "wall": wall,
-        "new_tokens": sum(one["new_tokens"]),
-        "cycles": sum(one["cycles"]),
-        "drafted": sum(one["drafted"]),
         "undrafted": one["undrafted"],
-    }
-
-
-def speed_of(total: Mapping[str, Array]) -> Array:
-    """[1 + R] tokens/s."""
-    return total["new_tokens"] / total["wall"]
-
-
-def right_figures(mine: Sequence[bool], base: Sequence[bool] | None) -> Row:
-    """How often one contestant is right. base: the baseline's verdicts on the same questions, in order.
-
-    answers: checked ones. right: the right ones among them. share: right by answers. difference: the
-    share less the baseline's. same: questions on which the baseline's verdict is the same.
-    """
-    return {
-        "answers": len(mine),
-        "right": sum(mine),
-        "share": share_of(sum(mine), len(mine)),
-        "difference": None if base is None else paired_difference(mine, base),
-        "same": None if base is None else sum(map(bool.__eq__, mine, base)),
+        **{name: sum(one[name]) for name in ("new_tokens", "cycles", "drafted")},
     }

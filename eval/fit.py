@@ -3,7 +3,7 @@
 The text is that of `--text`, or without it the target's own answers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CalibrateConfig, TreeConfig
-from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import write_text
 from treespec.shaping.sampling import SamplingParams, largest, probs
@@ -29,6 +28,7 @@ from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, text_of
 
 LARGEST = 128  # most nodes of a tree whose size follows from times
+RANKS = 10  # most children of a node
 
 
 def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Path, float | None]:
@@ -38,21 +38,21 @@ def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Pa
     short.
     """
     # 1. The file.
-    file = Path(config.head) / FILE
+    file, coverage = Path(config.head) / FILE, None
     if not file.parent.is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
+
     # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
-    coverage = None
     if config.draft_vocab:
         spec = load_models(config, None, file, report)
-        whole = read(replace(config, limit=None), spec, report)
+        whole = passages_of(replace(config, limit=None), spec, report)
         counted = [one.tokens[one.counts] for one in whole]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
     spec = load_models(config, config.head, file, report)
-    rows = list(rows_of(spec, read(config, spec, report)))
+    rows = list(rows_of(spec, passages_of(config, spec, report)))
     report(Step(1, 1, "calibrating"))
     assert spec.head
     fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed)
@@ -68,35 +68,28 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
     """
     # 1. The accuracies.
     spec = load_models(config, config.head, config.out, report)
-    rows = rows_of(spec, read(config, spec, report))
-    table = accuracies(spec, rows, config.depth, config.ranks, config.temperature)
+    rows = rows_of(spec, passages_of(config, spec, report))
+    table = accuracies(spec, rows, config.depth, RANKS, config.temperature)
     if not bool(table[0].any()):
         raise InputError(
             f"the head {config.head} is never right on this text: no tree is worth its nodes"
         )
 
     # 2. The best tree of the kind and size; without a size the fastest by the times measured here.
+    rates, depth = table.mean(0).numpy(), len(table)
     if config.kind == "medusa":
         tree = most_likely(table.tolist(), config.nodes)
+    elif config.nodes:
+        tree = sequoia(rates, config.nodes, depth)
     else:
-        rates, depth = table.mean(0).numpy(), len(table)
-        if config.nodes:
-            tree = sequoia(rates, config.nodes, depth)
-        else:
-            assert spec.proposer
-            cost = cost_for(spec.target, spec.proposer)
-            tree = cost.best(np.array([rates, rates]), LARGEST, depth)[0]
+        assert spec.proposer
+        cost = cost_for(spec.target, spec.proposer)
+        tree = cost.best(np.array([rates, rates]), LARGEST, depth)[0]
     write_text(config.out, text_of(tree))
     return tree, table, expected_length(tree, table.tolist())
 
 
-def read(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:
-    """The text to measure on."""
-    questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
-    return passages_of(config, spec, questions, report)
-
-
-def rows_of(spec: Spec, passages: list[Passage]) -> Iterator[Row]:
+def rows_of(spec: Spec, passages: Iterable[Passage]) -> Iterator[Row]:
     """(tokens [T], counts [T], features [T, F]) of each passage, on the features' device.
 
     The features are those that the head reads, and the state after the final norm.

@@ -1,7 +1,6 @@
 """Figures with their 95 % intervals: the bootstrap over questions, and shares of right answers."""
 
 import math
-from collections.abc import Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -38,30 +37,13 @@ def interval(samples: Array) -> Figure:
     samples: [1 + R], the value first, then that of each resample.
     """
     value, drawn = float(samples[0]), samples[1:][np.isfinite(samples[1:])]
-    if not math.isfinite(value):
-        return {"value": None, "low": None, "high": None}
-    if not len(drawn) or not np.ptp(drawn):
-        return {"value": value, "low": None, "high": None}
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return {"value": value, "low": float(low), "high": float(high)}
+    low = high = None
+    if math.isfinite(value) and len(drawn) and np.ptp(drawn):
+        low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
+    return {"value": value if math.isfinite(value) else None, "low": low, "high": high}
 
 
 def share_of(right: int, answers: int) -> Figure:
     """The share of right answers; its interval (Wilson 1927) has a width at 0 and 1 too."""
-    limits = binomtest(right, answers).proportion_ci(method="wilson")
-    return {"value": right / answers, "low": float(limits.low), "high": float(limits.high)}
-
-
-def paired_difference(mine: Sequence[bool], base: Sequence[bool]) -> Figure:
-    """The share of right answers less the baseline's on the same questions.
-
-    The interval is that of Agresti and Min (2005) for matched pairs: Wald's after half an answer is
-    added to each of the four kinds of pairs. So it has a width even where no verdict differs.
-    """
-    gained = sum(ours > theirs for ours, theirs in zip(mine, base, strict=True))
-    lost = sum(ours < theirs for ours, theirs in zip(mine, base, strict=True))
-    total = len(mine) + 2
-    middle = (gained - lost) / total
-    half = Z * math.sqrt(((gained + lost + 1) / total - middle**2) / total)
-    value = (gained - lost) / len(mine)
-    return {"value": value, "low": max(middle - half, -1.0), "high": min(middle + half, 1.0)}
+    low, high = map(float, binomtest(right, answers).proportion_ci(method="wilson"))
+    return {"value": right / answers, "low": low, "high": high}

@@ -4,8 +4,7 @@ It is only appended to. A report is a function of its entries, so a finished eva
 figures without any model, and a killed one goes on where it stopped. Kinds of entries:
 
     head        what is measured: format, options, digests of questions and models, contestants, machine
-    completion  what a contestant answered to a question (`Completion`)
-    checked     whether one of these is right
+    completion  what a contestant answered to a question (`answering.completion_of`)
     failed      why a peer gave up
     cost        what a cycle costs, by nodes, after a context
 
@@ -15,7 +14,7 @@ Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; t
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig, drafters_of
@@ -24,43 +23,12 @@ from treespec.files.lines import Lines, parsed
 from treespec.model.identity import identity_of, target_identity
 
 FILE = "ledger.jsonl"
-FORMAT = 2
-CHANGE_NO_COMPLETION = ("out", "allow_lossy", "run_code")  # options
+FORMAT = 3
+CHANGE_NO_COMPLETION = ("out", "allow_lossy")  # options
 BEGINNING = b'{"kind": "head"'
 
 Entry = dict[str, Any]  # with its `kind`
-
-
-class Completion(TypedDict):
-    """What a contestant answered to all turns of a question; lists have one item a turn.
-
-    group: of results, the category or its task. cycles: target forwards; none of a peer.
-    wall: seconds by the clock, of a batch its share.
-    seconds: of all turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
-    accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
-    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. before: the last
-    tokens of the prompt. ended: "model", "max_new_tokens" or "context". time: Unix's.
-    """
-
-    contestant: str
-    question_id: int | str
-    category: str
-    group: str
-    turns: list[str]
-    token_ids: list[list[int]]
-    before: list[list[int]]
-    prompt_tokens: list[int]
-    new_tokens: list[int]
-    cycles: list[int]
-    wall: list[float]
-    ended: list[str]
-    seeds: list[int]
-    seconds: dict[str, float]
-    accept_lengths: list[int]
-    drafted: list[int]
-    accepted: list[int]
-    undrafted: int
-    time: float
+Completion = dict[str, Any]
 
 
 @final
@@ -73,13 +41,9 @@ class Ledger:
 
     def __init__(self, out: Path, rank: int = 0) -> None:
         self.file = place_of(out, rank) / FILE
-        files = [self.file] if rank else [self.file, *sorted(out.glob(f"process-*/{FILE}"))]
-        self.entries: list[Entry] = []
-        for file in files:
-            entries, length = read(file)
-            self.entries += entries
-            if file == self.file:
-                self.length = length
+        self.entries, self.length = read(self.file)
+        for file in () if rank else sorted(out.glob(f"process-*/{FILE}")):
+            self.entries += read(file)[0]
 
     def of(self, kind: str) -> list[Any]:
         """The entries of a kind, the earliest first."""
@@ -134,8 +98,7 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
     """
     options = asdict(config)
     free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
-    same = {name: x for name, x in options.items() if name not in free}
-    same |= {
+    same = {name: x for name, x in options.items() if name not in free} | {
         "target": PurePath(config.target).name,
         "processes": processes,
         "the questions": digest_of(questions),
@@ -150,10 +113,10 @@ def models_of(config: EvalConfig) -> dict[str, str]:
     """
     found = {"the target's files": target_identity(config.target, config.placement)}
     for number, drafter in enumerate(drafters_of(config), 1):
-        own = []
+        own: list[str] = []
         for spec in drafter.members:
             there = spec.kind.name != "suffix" and spec.place and Path(spec.place).exists()
             if spec.kind.is_head or spec.kind.several or there:
-                own += [identity_of(name) for name in spec.models]
+                own += map(identity_of, spec.models)
         found[f"the files of drafter {number}"] = " ".join(own)
     return found

@@ -1,4 +1,4 @@
-"""Results for people: tables, notes and a verdict, on a terminal, as Markdown, as a page of HTML.
+"""Results for people: tables, notes and a verdict, as Markdown and as a page of HTML.
 
 The page is one file that loads nothing from elsewhere. Jinja escapes whatever it fills in, so that no
 model's text and no name becomes markup.
@@ -11,18 +11,12 @@ from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from rich import box
 from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as Drawn
-from rich.text import Text
 
 from treespec.eval.intervals import Figure
 from treespec.text.strings import one_line
 
 Cell = str | Figure | None
-LABEL = 32  # most columns of a label on a terminal
-GAP = 3  # columns between two on a terminal
 PROSE = 100  # columns of a note in Markdown
 
 
@@ -62,79 +56,47 @@ class Report:
     notes: Sequence[str]
     verdict: Sequence[str] = ()
 
-    @property
-    def prose(self) -> list[str]:
-        """Notes and verdict, as lists of Markdown."""
-        parts = {"": self.notes, "## Verdict\n\n": self.verdict}
-        return [title + "\n".join(map(item, lines)) for title, lines in parts.items() if lines]
 
+def markdown(report: Report, width: int | None = None) -> str:
+    """The whole report as Markdown, whose tables have aligned columns in the source too.
 
-def markdown(report: Report) -> str:
-    """The whole report as Markdown, whose tables have aligned columns in the source too."""
+    width: of a terminal: a wider table is cut between columns, each part with the labels.
+    """
     parts = [
-        "\n".join([f"## {shown(table.title)}\n", *markdown_lines(table)])
+        "\n".join([f"## {shown(table.title)}", *lines])
         for table in report.tables
-        if table.rows
+        if (lines := markdown_lines(table, width))
     ]
-    return "\n\n".join([*parts, *report.prose]) + "\n"
+    prose = {"": report.notes, "## Verdict\n\n": report.verdict}
+    parts += [title + "\n".join(map(item, lines)) for title, lines in prose.items() if lines]
+    return "\n\n".join(parts) + "\n"
 
 
-def markdown_lines(table: Table) -> list[str]:
-    """The table as lines of Markdown: labels to the left, figures to the right."""
-    aligned = []
+def markdown_lines(table: Table, width: int | None = None) -> list[str]:
+    """The table as lines of Markdown, an empty one first: labels to the left, figures to the right."""
+    # 1. Columns whose cells are equally wide.
+    aligned: dict[str, list[str]] = {}
     for name, column in table.columns.items():
         cells, left = [cell.replace("|", "\\|") for cell in column], name in table.labels
-        width = max(2, *map(cell_len, cells))
-        gaps = [" " * (width - cell_len(cell)) for cell in cells]
+        widest = max(2, *map(cell_len, cells))
+        gaps = [" " * (widest - cell_len(cell)) for cell in cells]
         lines = [c + gap if left else gap + c for c, gap in zip(cells, gaps, strict=True)]
-        lines.insert(1, "-" * (width - 1) + ("-" if left else ":"))
-        aligned.append(lines)
-    return [f"| {' | '.join(cells)} |" for cells in zip(*aligned, strict=True)]
+        aligned[name] = [lines[0], "-" * (widest - 1) + ("-" if left else ":"), *lines[1:]]
 
-
-def show(report: Report, console: Console) -> None:
-    """Print on a terminal."""
-    for table in report.tables:
-        if table.rows:
-            console.print(Text(f"\n{shown(table.title)}", "bold"))
-            draw(table, console)
-    for text in report.prose:
-        console.print(Text(f"\n{text}"))
-
-
-def draw(table: Table, console: Console) -> None:
-    """Print a table. Labels wrap, figures do not: a wide table is split, each part with the labels."""
-    # 1. The columns of each part.
-    columns = table.columns
-    widths = {name: widest(column) for name, column in columns.items()}
-    labels = [name for name in columns if name in table.labels]
-    room = console.width + GAP - sum(GAP + min(LABEL, widths[name]) for name in labels)
-    parts, left = [[*labels]], room
-    for name in [name for name in columns if name not in labels]:
-        if len(parts[-1]) > len(labels) and GAP + widths[name] > left:
-            parts.append([*labels])
-            left = room
-        parts[-1].append(name)
-        left -= GAP + widths[name]
-
-    # 2. The parts.
+    # 2. As many of them as fit, with the labels.
+    labels = [own for name, own in aligned.items() if name in table.labels]
+    parts = [[*labels]]
+    for name, own in aligned.items():
+        if name not in table.labels:
+            room = sum(3 + cell_len(lines[0]) for lines in [*parts[-1], own])
+            if width and room >= width and len(parts[-1]) > len(labels):
+                parts.append([*labels])
+            parts[-1].append(own)
+    lines = []
     for part in parts:
-        drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-        for name in part:
-            if name in labels:
-                drawn.add_column(Text(columns[name][0]), max_width=LABEL, overflow="fold")
-            else:
-                head = "\n".join(textwrap.wrap(columns[name][0], widths[name]))
-                drawn.add_column(Text(head), justify="right", no_wrap=True)
-        for row in zip(*(columns[name][1:] for name in part), strict=True):
-            drawn.add_row(*map(Text, row))
-        console.print(drawn)
-
-
-def widest(column: Sequence[str]) -> int:
-    """Terminal cells of the widest cell of a column, or of a word of its name."""
-    name, *cells = column
-    return max(map(cell_len, [*name.split(), *cells]))
+        rows = [f"| {' | '.join(cells)} |" for cells in zip(*part, strict=True)]
+        lines += ["", *rows] if rows else []
+    return lines
 
 
 def page(report: Report, title: str, subtitle: str = "", setup: Sequence[tuple] = ()) -> str:
@@ -162,11 +124,9 @@ def item(text: str) -> str:
     return wrapper.fill(shown(text))
 
 
-def percent(figure: Figure | None) -> Figure | None:
+def percent(figure: Figure) -> Figure:
     """A share in percent."""
-    if figure is None:
-        return None
-    ends: Any = {name: None if x is None else 100 * x for name, x in dict[str, Any](figure).items()}
+    ends: Any = {name: x and 100 * x for name, x in dict[str, Any](figure).items()}
     return ends
 
 

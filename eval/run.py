@@ -1,11 +1,9 @@
 """An evaluation: every question to every contestant, kept completion by completion."""
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -53,19 +51,12 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     # 2. Completions, in a folder that no other process writes into.
     out = Path(config.out)
     with locked(place_of(out, rank)):
-        ledger = Ledger(out, rank)
-        Run(config, ledger, head, questions[rank::processes], report).measure(chosen)
+        Run(config, Ledger(out, rank), head, questions[rank::processes], report).measure(chosen)
         if processes > 1:  # wait for the others
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
             torch.distributed.barrier()
-        if rank:
-            return None
-
-        # 3. Figures.
-        ledger = Ledger(out)
-        judge(ledger, every, config.run_code, report)
-        return write_report(ledger, out)
+        return None if rank else write_report(Ledger(out), out)
 
 
 @final
@@ -85,26 +76,21 @@ class Run:
     total: int = 0
     failed: set[Contestant] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.before = self.ledger.head
-
     def report(self, text: str) -> None:
         self.tell(Step(self.done, self.total, text))
 
     def measure(self, chosen: list[Contestant]) -> None:
         """Ask what is left to ask. A finished evaluation needs no models."""
         # 1. What is left; the models must be those of the completions that are there.
-        config, before = self.config, self.before
+        config, before = self.config, self.ledger.head
         self.check(self.head["same"])
         there = {(e["contestant"], e["question_id"]) for e in self.ledger.of("completion")}
         plan = planned(self.questions, chosen, there)
         contexts = numbers_of("contexts", config.contexts)
         if self.ledger.of("cost") or self.head["processes"] > 1:
             contexts = []
-        moved = before and any(
-            before["options"][x] != getattr(config, x) for x in ("target", "head")
-        )
-        if plan or contexts or moved:
+        paths = [before and before["options"][name] for name in ("target", "head")]
+        if plan or contexts or paths != [config.target, config.head]:
             self.check(models_of(config))
         if not (plan or contexts):
             return
@@ -128,7 +114,8 @@ class Run:
     def check(self, same: Mapping[str, object]) -> None:
         """Note what must not change. Raises InputError, with what differs, where it has."""
         self.head["same"] |= same
-        if self.before and (changes := differences(self.before["same"], same)):
+        before = self.ledger.head
+        if before and (changes := differences(before["same"], same)):
             raise InputError(
                 f"{self.config.out} holds another evaluation ({changes}): choose another --out, "
                 "or repeat its options to go on with it"
@@ -140,22 +127,23 @@ class Run:
         A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
         """
         # 1. treespec's own.
-        config, dtype, place = self.config, self.config.dtype, self.config.device_map
-        for drafter in drafters_of(config):
-            folder = drafter.cache_folder
+        config, before, place = self.config, self.ledger.head, self.config.device_map
+        drafters = drafters_of(config)
+        for folder in (drafter.cache_folder for drafter in drafters):
             if config.memory == "kept" and folder and not Path(folder).expanduser().is_dir():
                 raise InputError(f"--memory kept: there is no folder {folder}")
-        if dtype == "auto" and self.before:
-            dtype = str(self.before["environment"]["dtype"])
+        dtype = config.dtype
+        if before and dtype == "auto":
+            dtype = str(before["environment"]["dtype"])
         if place == "auto" and self.head["processes"] > 1 and torch.cuda.is_available():
             place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.plain, self.fresh = load_own(config, dtype, place)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        room = self.plain.target.context_length - NODES[-1]
-        if contexts and contexts[-1] > room:
+        target, nodes = self.plain.target, NODES[-1]
+        if contexts and contexts[-1] > (room := target.context_length - nodes):
             raise InputError(
-                f"--contexts {contexts[-1]}: the target's context holds {room + NODES[-1]} tokens, "
-                f"{NODES[-1]} nodes included; give at most {room}"
+                f"--contexts {contexts[-1]}: the target's context holds {room + nodes} tokens, "
+                f"{nodes} nodes included; give at most {room}"
             )
         fit, reasons = [], []
         for one in chosen:
@@ -164,19 +152,19 @@ class Run:
                 fit.append(one)
             except (InputError, TreeError) as error:
                 reasons.append(f"{one.drafter} with {one.method}: {error}")
-        if reasons and (len(drafters_of(config)) == 1 or not any(one.drafter for one in fit)):
+        if reasons and (len(drafters) == 1 or not any(one.drafter for one in fit)):
             raise InputError(reasons[0])
 
         # 2. The peers, then the head: times of several machines are not mixed.
-        self.peers = peer_answerers(fit, config, self.plain.target)
-        environment = describe(self.plain.target)
+        self.peers = peer_answerers(fit, config, target)
+        environment = describe(target)
         self.check(environment)
-        self.head["left_out"] += reasons
         self.head |= {
+            "left_out": self.head["left_out"] + reasons,
             "contestants": [asdict(one) | {"labels": [*one.labels]} for one in fit],
             "environment": environment,
         }
-        if self.before != self.head | {"kind": "head"}:
+        if before != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
         return fit
 
@@ -201,15 +189,14 @@ class Run:
                     drafter.remember(memory, [*before, *ids])
 
         # 3. Ask.
-        explained = False
+        begun = self.done
         for group, one in plan:
             for new in self.asked(group, one, config):
                 self.ledger.append("completion", new)
+                tokens, cycles, wall = (sum(new[x]) for x in ("new_tokens", "cycles", "wall"))
+                spent = figures(tokens, cycles, wall, explain=self.done == begun)
                 self.done += 1
-                counts = (sum(new["new_tokens"]), sum(new["cycles"]), sum(new["wall"]))
-                spent = figures(*counts, explain=not explained)
                 self.report(f"question {new['question_id']}, {one.name}: {spent}")
-                explained = True
 
     def asked(self, group: list[Question], one: Contestant, config: EvalConfig) -> list[Completion]:
         """The completions of a contestant with nothing cached; none of a peer that has raised."""
@@ -226,24 +213,3 @@ class Run:
             self.ledger.append("failed", {"contestant": one.name, "why": why})
             self.failed.add(one)
             return []
-
-
-def judge(ledger: Ledger, questions: Sequence[Question], run_code: bool, report: Report) -> None:
-    """Check the last turn of every completion that was not checked before, and keep the verdicts.
-
-    Another check than before judges a question's completions again. run_code: also take checks that
-    run what the target wrote. The same words to the same question are checked once.
-    """
-    checks = {q.question_id: q.check for q in questions if q.check}
-    before = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
-    completions: list[Completion] = ledger.of("completion")
-    right = cache(lambda i, text: checks[i].right(text))
-    for number, completion in enumerate(completions):
-        i, name = completion["question_id"], completion["contestant"]
-        if i not in checks or (checks[i].runs_code and not run_code):
-            continue
-        digest = hashlib.sha256(repr(checks[i]).encode()).hexdigest()
-        if before.get((name, i), {}).get("check") != digest:
-            report(Step(number, len(completions), f"checking the answer to {i}"))
-            fields = {"contestant": name, "question_id": i, "check": digest}
-            ledger.append("checked", fields | {"right": right(i, completion["turns"][-1])})

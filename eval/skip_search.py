@@ -4,9 +4,8 @@ Draft & Verify (2309.08168, Section 3.2). The search is over 2 L yes-or-no choic
 attention and MLP. It maximises measured tokens a second on prompts of held-out text.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -39,10 +38,10 @@ def search_skip_set(config: SkipConfig, report: Report = silent) -> dict[str, An
     # 2. The search, after a warm-up.
     def speed(skipped: SkipSet) -> float:
         spec = Spec(target, SkipProposer(target, skipped), config.tree)
-        return tokens_per_second(spec, prompts, config)
+        return tokens_per_second(spec, prompts, config.max_new_tokens)
 
     speed(SkipSet(target.layers))
-    baseline_speed = tokens_per_second(baseline, prompts, config)
+    baseline_speed = tokens_per_second(baseline, prompts, config.max_new_tokens)
     limits = config.trials, config.minutes
     best, best_speed, tried = search(speed, target.layers, *limits, report)
 
@@ -53,9 +52,7 @@ def search_skip_set(config: SkipConfig, report: Report = silent) -> dict[str, An
         "tokens_per_second": round(best_speed, 3),
         "one_at_a_time": round(baseline_speed, 3),
         "trials": tried,
-        "layers": best.layers,
-        "attention": best.attention,
-        "mlp": best.mlp,
+        **asdict(best),
     }
     save_skip_set(best, config.out, finding)
     return finding
@@ -72,7 +69,7 @@ def search(
 
     A Gaussian process chooses what to try next, after three fixed trials: nothing skipped; every
     other attention of the middle half; every other attention and MLP of the middle half. minutes:
-    stop trying after them, but try one set at least. Raises InputError without optuna.
+    begin no trial after them. Raises InputError without optuna.
     """
     # 1. The first trials.
     library = optuna()
@@ -84,24 +81,19 @@ def search(
         first = {f"attention {layer}": int(layer in attention) for layer in range(layers)}
         study.enqueue_trial(first | {f"mlp {layer}": int(layer in mlp) for layer in range(layers)})
 
-    # 2. All trials; the time ends them after one.
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-
+    # 2. All trials.
     def objective(trial: Any) -> float:
         return speed(skip_set(layers, lambda name: trial.suggest_int(name, 0, 1)))
 
     def show(study: Any, trial: Any) -> None:
         text = f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"
         report(Step(trial.number + 1, trials, text))
-        if time.monotonic() >= end:
-            study.stop()
 
-    study.optimize(objective, n_trials=trials, callbacks=[show])
+    study.optimize(objective, trials, minutes and 60 * minutes, callbacks=[show])
 
     # 3. The best one. Trials that still wait in the queue were not tried.
-    best = study.best_trial
     tried = sum(trial.state.is_finished() for trial in study.trials)
-    return skip_set(layers, best.params.__getitem__), study.best_value, tried
+    return skip_set(layers, study.best_params.__getitem__), study.best_value, tried
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
@@ -124,10 +116,9 @@ def optuna() -> ModuleType:
     return optuna
 
 
-def tokens_per_second(spec: Spec, prompts: Iterable[list[int]], config: SkipConfig) -> float:
-    """Tokens/s of greedy answers to all prompts, without prefill."""
-    length = config.max_new_tokens
-    stats = [spec.generate(prompt, max_new_tokens=length).stats for prompt in prompts]
+def tokens_per_second(spec: Spec, prompts: Iterable[list[int]], tokens: int) -> float:
+    """Tokens/s of greedy answers of so many tokens to all prompts, without prefill."""
+    stats = [spec.generate(prompt, max_new_tokens=tokens).stats for prompt in prompts]
     seconds = sum(each.seconds["total"] - each.seconds["prefill"] for each in stats)
     return sum(each.new_tokens for each in stats) / seconds
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -47,20 +48,15 @@ def answer_of(completion: Completion) -> dict[str, object]:
 
     The fields that Spec-Bench adds have one item a turn; accept_lengths is one list for all turns.
     """
-    choice = {
-        "index": 0,
-        "turns": completion["turns"],
-        "decoding_steps": completion["cycles"],
-        "new_tokens": completion["new_tokens"],
-        "wall_time": completion["wall"],
-        "accept_lengths": completion["accept_lengths"],
-    }
+    names = {name: name for name in ("turns", "new_tokens", "accept_lengths")}
+    names |= {"decoding_steps": "cycles", "wall_time": "wall"}
+    question, model = completion["question_id"], completion["contestant"]
     return {
-        "question_id": completion["question_id"],
+        "question_id": question,
         "category": completion["category"],
-        "answer_id": f"{completion['contestant']}-{completion['question_id']}",
-        "model_id": completion["contestant"],
-        "choices": [choice],
+        "answer_id": f"{model}-{question}",
+        "model_id": model,
+        "choices": [{"index": 0} | {name: completion[own] for name, own in names.items()}],
         "tstamp": completion["time"],
     }
 
@@ -71,20 +67,18 @@ def report_of(summary: Summary) -> Report:
     own = [row for row in rows if not row["peer"]]
     timed = own if summary["timed"] else []
     pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
-    more: list[Cells] = [named(a) | {"speedup": a["speedup"]} for a in summary["again"]]
-    more += [{"Method": name, "tokens/s": "failed"} for name in summary["failed"]]
+    speed = table("Acceptance length τ (tokens per target forward) and speed", rows, speeds)
+    again = [named(a) | {"speedup": a["speedup"]} for a in summary["again"]]
+    failed = [{"Method": name, "tokens/s": "failed"} for name in summary["failed"]]
+    costs = [*map(cost_of, summary["costs"])]
     tables = [
-        table("Acceptance length τ (tokens per target forward) and speed", rows, speeds, more),
+        replace(speed, rows=[*speed.rows, *again, *failed]),
         table("By category: τ (speedup)", own, by_category),
         table("Right answers", [row for row in rows if row["right"]], right),
         table("Acceptance rate α by depth", own, rates),
         table("A cycle's time in ms (share)", timed, cycle),
         table("Speedup without prompts, and its bound", pairs, bound),
-        Table(
-            "A cycle's cost in ms, by nodes of its tree",
-            ["Context"],
-            [*map(cost_of, summary["costs"])],
-        ),
+        Table("A cycle's cost in ms, by nodes of its tree", ["Context"], costs),
     ]
     config = EvalConfig(**summary["options"])
     text = filled_in("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
@@ -92,11 +86,9 @@ def report_of(summary: Summary) -> Report:
     return Report(tables, notes, verdict(summary))
 
 
-def table(
-    title: str, rows: Sequence[Row], cells: Callable[[Row], Cells], more: Sequence[Cells] = ()
-) -> Table:
-    """A row for each contestant, labelled by what tells it from the others. more: further rows."""
-    return Table(title, LABELS, [*(cells(row) | named(row) for row in rows), *more], reference=1.0)
+def table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
+    """A row for each contestant, labelled by what tells it from the others."""
+    return Table(title, LABELS, [cells(row) | named(row) for row in rows], reference=1.0)
 
 
 def named(row: Row) -> Cells:
@@ -129,18 +121,20 @@ def by_category(row: Row) -> Cells:
 
 
 def right(row: Row) -> Cells:
-    right, same = row["right"], row["right"]["same"]
+    right, of = row["right"], f"of {row['right']['answers']}"
     return {
-        "right": f"{right['right']} of {right['answers']}",
+        "right": f"{right['right']} {of}",
         "%": shown(percent(right["share"])),
-        "% less the baseline's": shown(percent(right["difference"])),
-        "same verdict": "" if same is None else f"{same} of {right['answers']}",
+        "same verdict": "" if right["same"] is None else f"{right['same']} {of}",
     }
 
 
 def rates(row: Row) -> Cells:
-    by_depth = enumerate(row["overall"]["acceptance_rate_by_depth"], 1)
-    return {"nodes": f"{row['overall']['nodes']:.0f}"} | {str(d): rate for d, rate in by_depth}
+    overall = row["overall"]
+    by_depth = enumerate(overall["acceptance_rate_by_depth"], 1)
+    undrafted = f"{overall['undrafted']:.0%}" if row["drafter"] else ""
+    nodes = {"nodes": f"{overall['nodes']:.0f}", "no draft": undrafted}
+    return nodes | {str(depth): rate for depth, rate in by_depth}
 
 
 def cycle(row: Row) -> Cells:
@@ -157,12 +151,9 @@ def cycle(row: Row) -> Cells:
 def bound(row: Row) -> Cells:
     overall = row["overall"]
     speedup, most = overall["decoding_speedup"], overall["bound"]
-    return {
-        "τ": overall["acceptance_length"],
-        "speedup": speedup,
-        "bound": most,
-        "speedup/bound": f"{speedup['value'] / most['value']:.0%}",
-    }
+    share = f"{speedup['value'] / most['value']:.0%}"
+    tau = overall["acceptance_length"]
+    return {"τ": tau, "speedup": speedup, "bound": most, "speedup/bound": share}
 
 
 def cost_of(cost: dict[str, Any]) -> Cells:

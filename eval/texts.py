@@ -1,6 +1,6 @@
 """What a measurement loads: models by its options, and a text, of a file or the target's own answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from treespec.api.options import PlacementOptions, TargetOptions
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Report, Step
-from treespec.eval.questions import Question
+from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable
 from treespec.model.processor import processor
 from treespec.model.target import Target
@@ -49,20 +49,37 @@ def load_models(config: Any, head: str | None, out: Path | str, report: Report) 
     return load(head=head, **{name: getattr(config, name) for name in MODELS})
 
 
-def passages_of(
-    config: Any,
-    spec: Spec,
-    questions: Sequence[Question],
-    report: Report,
-) -> list[Passage]:
-    """The passages of `--text`, or without it the target's answers to the questions.
+def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
+    """The passages of `--text`, or without it the target's answers to all turns of the questions.
 
-    Raises InputError for a file that cannot be read, and for a target without a tokenizer.
+    It answers by one-token decoding: no head or verifier affects them. Raises InputError for a
+    file that cannot be read, and for a target without a tokenizer.
     """
+    context = spec.target.context_length
     if config.text:
-        length = min(config.max_length, spec.target.context_length)
-        return from_file(config.text, spec, config.limit, length)
-    return list(_answers(config, spec, questions, report))
+        yield from from_file(config.text, spec, config.limit, min(config.max_length, context))
+        return
+    questions = load_questions(config.questions)[0][: config.limit]
+    for number, question in enumerate(questions):
+        report(Step(number, len(questions), f"the target answers question {question.question_id}"))
+        baseline, messages = spec.baseline(), list[dict[str, str]]()
+        for text in question.turns:
+            # 1. The prompt: all turns so far.
+            messages.append({"role": "user", "content": text})
+            prompt = spec.encode(messages)
+            if len(prompt) >= context:
+                break
+
+            # 2. The answer, whose tokens count.
+            output = baseline.generate(
+                prompt,
+                temperature=config.answers_temperature,
+                max_new_tokens=config.max_new_tokens,
+                seed=config.seed,
+            )
+            messages.append({"role": "assistant", "content": output.text or " "})
+            tokens = torch.tensor(prompt + output.token_ids)
+            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 
 
 def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
@@ -81,36 +98,6 @@ def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Pas
     tokens = torch.tensor(ids, dtype=torch.int64)
     pieces = enumerate(tokens.split(length) if len(tokens) else ())
     return [Passage(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in pieces]
-
-
-def _answers(
-    config: Any,
-    spec: Spec,
-    questions: Sequence[Question],
-    report: Report,
-) -> Iterator[Passage]:
-    """The target's answers to all turns by one-token decoding: no head or verifier affects them."""
-    for number, question in enumerate(questions):
-        report(Step(number, len(questions), f"the target answers question {question.question_id}"))
-        baseline = spec.baseline()
-        messages: list[dict[str, str]] = []
-        for text in question.turns:
-            # 1. The prompt: all turns so far.
-            messages.append({"role": "user", "content": text})
-            prompt = spec.encode(messages)
-            if len(prompt) >= spec.target.context_length:
-                break
-
-            # 2. The answer, whose tokens count.
-            output = baseline.generate(
-                prompt,
-                temperature=config.answers_temperature,
-                max_new_tokens=config.max_new_tokens,
-                seed=config.seed,
-            )
-            messages.append({"role": "assistant", "content": output.text or " "})
-            tokens = torch.tensor(prompt + output.token_ids)
-            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 
 
 def describe(target: Target) -> dict[str, object]:

@@ -88,9 +88,8 @@ def page_of(file):
     return " ".join(file.read_text().split())
 
 
-def pair(name, speedup, speed=1.0, tau=2.0, paused=0.0, **others):
+def pair(name, speedup, speed=1.0, tau=2.0):
     """A row of a summary, for the verdict."""
     figures = {"tokens_per_second": speed, "acceptance_length": tau}
     overall = {which: {"value": x, "low": None, "high": None} for which, x in figures.items()}
-    row = {"name": name, "method": "auto", "temperature": 0.0, "lossless": True, "of_fastest": None}
-    return row | {"overall": overall | {"speedup": speedup, "undrafted": paused}} | others
+    return {"labels": ["", name], "overall": overall | {"speedup": speedup}}

@@ -190,8 +190,8 @@ class TestMemory:
         assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors")) == before
         for drafter, memory, words in (
             (f"suffix:{folder}s", "kept", "there is no folder"),
-            ("suffix:tokens=5000", "kept", "--memory kept drafts from the answers in a folder: name it"),
-            (f"suffix:{folder}", "run", "--memory run begins with no answers and keeps none"),
+            ("suffix:tokens=5000", "kept", "--memory kept drafts from the answers in a folder"),
+            (f"suffix:{folder}", "run", "--memory kept drafts from the answers in a folder, run from no folder"),
         ):
             with complains(words):
                 self.cycles(home, "refused", memory, drafter=drafter)

@@ -3,8 +3,6 @@
 Training's own files (features, checkpoints) are tested beside training.
 """
 
-import hashlib
-import json
 import random
 import zlib
 from dataclasses import asdict
@@ -21,10 +19,8 @@ from treespec.draft.cost.model import FORMAT, cost_in
 from treespec.draft.model_free.datastore import build, open_datastore
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
-from treespec.eval.acceptance import sources
-from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.ledger import Ledger
-from treespec.files.atomic import write_json, write_tensors, write_text
+from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
@@ -53,27 +49,8 @@ def write_exported(folder):
 
 def write_ledger(folder):
     ledger = Ledger(folder)
-    for number, line in enumerate([{"format": 2, "options": {"target": "é"}}, *LINES]):
+    for number, line in enumerate([{"format": 3, "options": {"target": "é"}}, *LINES]):
         ledger.append("completion" if number else "head", line)
-
-
-def logits_config(folder):
-    return AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text=f"{folder}/text.jsonl")
-
-
-def write_logits(folder):
-    """What `accept` keeps, of models that are gone."""
-    (folder / "text.jsonl").write_text("{}")
-    options = asdict(logits_config(folder))
-    made = {name: value for name, value in options.items() if name not in sources.CHANGE_NO_LOGITS}
-    made["the text"] = hashlib.sha256(b"{}").hexdigest()
-    about = {"made": json.dumps(made), "environment": '{"device": "abacus"}'}
-    write_tensors(folder / "logits.safetensors", {name: torch.randn(3, 5) for name in ("p", "q", "group")}, about)
-
-
-def read_logits(folder):
-    logits, environment = sources.collected(logits_config(folder), print)
-    return asdict(logits), environment
 
 
 def read_store(folder):
@@ -108,7 +85,6 @@ FILES = {
         read_store,
     ),
     "ledger.jsonl": (write_ledger, lambda folder: Ledger(folder).entries),
-    "logits.safetensors": (write_logits, read_logits),
 }
 
 

@@ -14,7 +14,7 @@ from treespec.cli import app
 from treespec.cli.make import ENGINES
 from treespec.draft.options import DRAFTERS as ROWS
 from treespec.eval.acceptance.config import PRESETS
-from treespec.eval.questions import SETS
+from treespec.eval.suites import SUITES
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.train.config import TRACKERS, TrainConfig
 from treespec.trees import policy
@@ -46,7 +46,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
     "drafter": {row.forms[0] for row in ROWS.values()},
     "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
     "dtype": set(options.DTYPES),
-    "questions": {*SETS, "a JSONL file in FastChat's format"},
+    "questions": {"builtin", *SUITES, "a JSONL file in FastChat's format"},
     "preset": set(PRESETS),
     "to": {f"{name} ({project})" for name, project in ENGINES.items()},
 }
@@ -91,7 +91,7 @@ def test_every_command_that_loads_a_target_may_trust_its_code():
 
 def test_the_names_that_help_lists_are_those_of_the_registries():
     assert {name for name, row in ROWS.items() if row.is_head} == {"head", *HEADS}
-    assert tuple(SETS) == options.QUESTIONS
+    assert ("builtin", *SUITES) == options.QUESTIONS
     assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.engines}
 
 

@@ -203,7 +203,7 @@ def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_numbe
 def test_a_kill_loses_no_entry_whose_append_returned(tmp_path):
     writer = (
         "import itertools, sys, pathlib; from treespec.eval.ledger import Ledger\n"
-        "ledger = Ledger(pathlib.Path(sys.argv[1])); ledger.append('head', {'format': 2})\n"
+        "ledger = Ledger(pathlib.Path(sys.argv[1])); ledger.append('head', {'format': 3})\n"
         "for i in itertools.count():\n"
         "    ledger.append('checked', {'number': i, 'words': 'x' * 50_000})\n"
         "    print(i, flush=True)\n"

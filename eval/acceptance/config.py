@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from treespec.api.options import (
     HeadOptions,
@@ -32,22 +32,15 @@ PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
 class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
     """Raises InputError for a number out of its range, and without models or distributions."""
 
-    out: str = option("folder for logits and rates; a rerun uses the logits that are there")
+    out: str = option("folder for the rates")
     target: str | None = shared(TargetOptions, "target", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
     laws: str | None = option(
         'JSON file of distributions instead of a model: {"p": [[…], …], "q": [[…], …]}', None
     )
-    answers_temperature: float = option(
-        "temperature of the target's own answers", 1.0, least=0, most=100
-    )
+    answers_temperature: ClassVar[float] = 1.0
+    max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
     max_new_tokens: int = shared(TextOptions, "max_new_tokens", 256)
-    max_length: int = option(
-        "most tokens of a conversation; plain text is split into pieces of this length",
-        1024,
-        least=3,
-        most=TOKENS,
-    )
     positions: int = option(
         "number of positions, evenly spread over the text; 0 takes all", 200, least=0, most=MANY
     )
@@ -100,9 +93,8 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         return Path(file) if file else None
 
 
-@dataclass(frozen=True)
-class Case:
-    """One comparison of schemes: temperatures, number of draws and truncation of both distributions.
+class Case(NamedTuple):
+    """One comparison of schemes: temperatures and the number of draws.
 
     temperature: the target's. draft: the draft's as the option names it, such as same or 1.2/2.
     draft_temperatures: one for all draws, or one per draw.
@@ -112,8 +104,6 @@ class Case:
     draft: str
     draft_temperatures: tuple[float, ...]
     draws: int
-    top_k: int
-    top_p: float
 
 
 def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
@@ -138,15 +128,14 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
     nothing fits.
     """
     fitting = []
-    for temperature, draft, count in product(
-        map(float, listed("temperature", sweep.temperature)),
+    for heat, draft, draws in product(
+        listed("temperature", sweep.temperature),
         listed("draft-temperature", sweep.draft_temperature),
         map(int, listed("draws", sweep.draws)),
     ):
-        of_draws = [temperature] if draft == "same" else [float(x) for x in draft.split("/")]
-        if len(of_draws) in (1, count):
-            truncated = sweep.top_k, sweep.top_p
-            fitting.append(Case(temperature, draft, tuple(of_draws), count, *truncated))
+        of_draws = tuple(map(float, (heat if draft == "same" else draft).split("/")))
+        if len(of_draws) in (1, draws):
+            fitting.append(Case(float(heat), draft, of_draws, draws))
     if not fitting:
         raise InputError(
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"

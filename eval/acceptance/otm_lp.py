@@ -17,24 +17,14 @@ from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import Independent, answer
 
+TINY = np.finfo(float).tiny
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
 Probabilities = tuple[float, ...]
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Transport:
-    """A solved program.
-
-    accepted: for each set of drawn tokens, [V] Pr(the program outputs the token | the set).
-    left: [V] the mass left of p, the residual of every set.
-    rate: Pr(the output is one of the draws).
-    """
-
-    accepted: dict[frozenset[int], Array]
-    left: Array
-    rate: float
+# of a solved program: [V] Pr(it outputs the token | the draws), for each set of drawn tokens;
+# [V] the mass left of p, the residual of every set; Pr(the output is one of the draws)
+Transport = tuple[dict[frozenset[int], Array], Array, float]
 
 
 def sets_drawn(q: Probabilities, k: int) -> dict[frozenset[int], float]:
@@ -67,7 +57,7 @@ def solve(p: Probabilities, q: Probabilities, k: int) -> Transport:
     target, supply = np.array(p), np.array(list(drawn.values()))
     mass = np.zeros((len(drawn), len(p)))
     if not k:
-        return Transport({frozenset(): mass[0]}, target, 0.0)
+        return {frozenset(): mass[0]}, target, 0.0
     rows, columns = np.array([(row, x) for row, tokens in enumerate(drawn) for x in tokens]).T
     pairs = np.arange(len(rows))
     uses = np.concatenate([rows, len(supply) + columns]), np.concatenate([pairs, pairs])
@@ -77,21 +67,16 @@ def solve(p: Probabilities, q: Probabilities, k: int) -> Transport:
     mass[rows, columns] = np.maximum(solution.x, 0)
 
     # 2. The solver keeps its bounds within a tolerance only: scale each excess away.
-    mass *= _share(target, mass.sum(0))
-    mass *= _share(supply, mass.sum(1))[:, None]
+    mass *= np.minimum(1, target / np.maximum(mass.sum(0), TINY))
+    mass *= np.minimum(1, supply / np.maximum(mass.sum(1), TINY))[:, None]
 
     # 3. The plan given a set, and the acceptance rate: the residual may return a draw.
-    accepted = np.divide(mass, supply[:, None], out=np.zeros_like(mass), where=mass > 0)
+    accepted = mass / np.maximum(supply, TINY)[:, None]
     left = np.maximum(target - mass.sum(0), 0)
     refused = supply * (1 - accepted.sum(1))
     again = sum(refused[row] * left[list(tokens)].sum() for row, tokens in enumerate(drawn))
-    rate = mass.sum() + again / max(left.sum(), np.finfo(float).tiny)
-    return Transport(dict(zip(drawn, accepted, strict=True)), left, float(rate))
-
-
-def _share(bound: Array, used: Array) -> Array:
-    """min(1, bound / used), with 0/0 = 1."""
-    return np.minimum(1, np.divide(bound, used, out=np.ones_like(used), where=used > 0))
+    rate = mass.sum() + again / max(left.sum(), TINY)
+    return dict(zip(drawn, accepted, strict=True)), left, float(rate)
 
 
 def _rows(p: Tensor) -> list[Probabilities]:
@@ -115,13 +100,13 @@ class OtmLp(Independent):
         accepted, left = [], []
         for row_p, row_q, row in zip(_rows(p), _rows(q), draws.tokens.tolist(), strict=True):
             tokens = [x for x in row if x >= 0]
-            transport = solve(row_p, row_q, len(tokens))
-            accepted.append(transport.accepted[frozenset(tokens)])
-            left.append(transport.left)
+            of_sets, rest, _ = solve(row_p, row_q, len(tokens))
+            accepted.append(of_sets[frozenset(tokens)])
+            left.append(rest)
         every_token = torch.arange(p.shape[1], device=p.device).expand_as(p)
-        rest, probabilities = (torch.tensor(np.stack(rows)).to(p) for rows in (left, accepted))
-        return answer(p, rest, every_token, probabilities)
+        remaining, taken = (torch.tensor(np.stack(rows)).to(p) for rows in (left, accepted))
+        return answer(p, remaining, every_token, taken)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         rows = zip(_rows(p), _rows(q), strict=True)
-        return p.new_tensor([solve(row_p, row_q, k).rate for row_p, row_q in rows])
+        return p.new_tensor([solve(row_p, row_q, k)[-1] for row_p, row_q in rows])

@@ -1,8 +1,8 @@
 """The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
 from treespec.eval.acceptance.otm_lp import OtmLp
-from treespec.eval.acceptance.sources import Coordinates, Logits, collected, given
-from treespec.eval.acceptance.table import Mean, Row, report_of
+from treespec.eval.acceptance.sources import Logits, collected, given
+from treespec.eval.acceptance.table import Row, report_of
 from treespec.eval.common import Report, Step, silent
+from treespec.eval.intervals import Figure, Z
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
@@ -26,6 +27,10 @@ from treespec.verify.scheme import Scheme
 
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
+# [2, n] rates and their Monte-Carlo errors, 0 where a formula states them, by the name of the scheme
+# or None for α*, and how its draws are made, None where α* of that is not known
+Rates = dict[tuple[str | None, str | None], Tensor]
+
 
 def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     """Collect logits, or take the given distributions, then rate every scheme.
@@ -35,29 +40,28 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     each sweep. Raises InputError for bad input.
     """
     # 1. What is compared, and where p and q come from.
-    schemes = {sweep: schemes_of(sweep.verifier) for sweep in sweeps(config)}
-    planned = [(sweep, case) for sweep in schemes for case in cases(sweep)]
-    known = given(config.given) if config.given else None
+    planned = [
+        (sweep, case, schemes_in(sweep.verifier))
+        for sweep in sweeps(config)
+        for case in cases(sweep)
+    ]
     with locked(config.out):
-        names: list[Coordinates] = []
-        if known:
-            (logits, names), environment = known, dict[str, object](torch=str(torch.__version__))
-        else:
-            logits, environment = collected(config, report)
+        logits, environment = given(config.given) if config.given else collected(config, report)
 
         # 2. The rates of every case.
         generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
         generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
-        tables: dict[AcceptanceConfig, list[Row]] = {sweep: [] for sweep in schemes}
-        for done, (sweep, case) in enumerate(planned):
+        tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
+        for done, (sweep, case, names) in enumerate(planned):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
             report(Step(done, len(planned), text))
-            rated, refused = rate(logits, case, schemes[sweep], sweep.samples, generator)
+            schemes = {n: OtmLp() if n == REFERENCE else scheme_by_name(n) for n in names}
+            rated, refused = rate(logits, sweep, case, schemes, generator)
             left_out = refused | left_out
             if not rated:
                 raise InputError("; ".join(refused.values()))
-            tables[sweep] += rows_of(rated, case, logits.group, names)
+            tables[sweep] += rows_of(rated, case, logits)
 
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
@@ -70,43 +74,24 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     return result
 
 
-def schemes_of(verifiers: str) -> dict[str, Scheme]:
-    """The schemes that `--verifier` names, ordered by how they draw; `all`: every lossless one."""
-    names = schemes_in(verifiers)
-    schemes = {name: OtmLp() if name == REFERENCE else scheme_by_name(name) for name in names}
-    order = [*OPTIMA, None]
-    return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))
-
-
-@dataclass(frozen=True)
-class MethodRates:
-    """The acceptance rates of one scheme, or α*, at n positions.
-
-    method: the scheme's name, or for α* how its draws are made. drawn: how the draws are made,
-    where α* of that is known. optimum: whether these rates are α*. values: [n] rates. errors: [n]
-    their Monte-Carlo standard errors, 0 where a formula states them.
-    """
-
-    method: str
-    drawn: str | None
-    optimum: bool
-    values: Tensor
-    errors: Tensor
-
-
 def rate(
-    logits: Logits, case: Case, schemes: dict[str, Scheme], samples: int, generator: torch.Generator
-) -> tuple[list[MethodRates], dict[str, str]]:
+    logits: Logits,
+    sweep: AcceptanceConfig,
+    case: Case,
+    schemes: Mapping[str, Scheme],
+    generator: torch.Generator,
+) -> tuple[Rates, dict[str, str]]:
     """(the rates of every scheme and the α* of their draws, why others were left out, by name).
 
-    The generator's device computes. samples: Monte-Carlo samples per position.
+    They are ordered by how they draw, α* after its schemes; last the schemes whose α* is not known.
+    The generator's device computes.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
-    chunks = defaultdict[tuple[str, str | None, bool], list[Tensor]](list)  # [2, rows] each
+    chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
     target, *of_draws = (
-        SamplingParams(t, case.top_k, case.top_p)
+        SamplingParams(t, sweep.top_k, sweep.top_p)
         for t in (case.temperature, *case.draft_temperatures)
     )
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
@@ -118,68 +103,58 @@ def rate(
         drawn = set()
         for name, scheme in schemes.items():
             try:
-                found = measured(scheme, p, q, case.draws, generator, samples)
+                found = measured(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
                 drawn.add(scheme.drawing)
-                both = torch.stack([found.value, found.error]).cpu()
-                chunks[name, scheme.drawing, False].append(both)
-        for kind in (kind for kind in OPTIMA if kind in drawn and q.dim() == 2):
-            values = OPTIMA[kind](p, q, case.draws).cpu()
-            chunks[kind, kind, True].append(torch.stack([values, torch.zeros_like(values)]))
+                chunks[name, scheme.drawing].append(torch.stack([found.value, found.error]).cpu())
+        for kind in OPTIMA if q.dim() == 2 else ():
+            if kind in drawn:
+                values = OPTIMA[kind](p, q, case.draws).cpu()
+                chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    rated = [
-        MethodRates(*method, *torch.cat(parts, dim=1))
-        for method, parts in chunks.items()
-        if method[0] not in refused
-    ]
-    return rated, refused
+    order = [*OPTIMA, None]
+    rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
+    ordered = sorted(rated, key=lambda key: (order.index(key[1]), key[0] is None))
+    return {key: rated[key] for key in ordered}, refused
 
 
-def rows_of(
-    rated: list[MethodRates], case: Case, group: Tensor, names: Sequence[Coordinates]
-) -> Iterator[Row]:
+def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
     """A row per method; with given distributions, a row per pair of them and method.
 
-    at: temperature, draft (its temperature), draws and, for given distributions, which. method,
-    optimum, drawn: as of `MethodRates`. positions, groups: their numbers; a group is a question or
-    text. rate: α or α*; its error is over positions, by group, and at least `noise`: the
-    Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an error
-    alike.
-
-    group: [n] int64. names: what names each pair; (): all positions go together.
+    at: temperature, draft (its temperature), draws and, for given distributions, which. method: of
+    α* with how the draws are made. positions, groups: their numbers; a group is a question or text.
+    rate: α or α*; its interval is over positions, by group, and at least as wide as `noise` makes
+    it: the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws.
     """
     # 1. The coordinates, and the positions [m] of each.
-    here: Coordinates = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
-    every = torch.arange(len(group))
-    parts = [(name | here, every[i : i + 1]) for i, name in enumerate(names)] or [(here, every)]
+    here = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
+    every = torch.arange(len(logits.group))
+    parts = [(name | here, every[i : i + 1]) for i, name in enumerate(logits.names)]
 
     # 2. Each method there, beside the α* of its draws.
-    optima = {rates.drawn: rates.values for rates in rated if rates.optimum}
-    for at, positions in parts:
-        groups = group[positions]
-        for rates in rated:
-            gap = None
-            noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions) or None
-            if rates.drawn in optima and not rates.optimum:
-                gap = average((optima[rates.drawn] - rates.values)[positions], groups, noise)
+    for at, positions in parts or [(here, every)]:
+        group = logits.group[positions]
+        for (method, drawn), (values, errors) in rated.items():
+            noise = float(errors[positions].square().sum().sqrt()) / len(positions) or None
+            best, gap = rated.get((None, drawn)), None
+            if method and best is not None:
+                gap = average((best[0] - values)[positions], group, noise)
             yield {
                 "at": at,
-                "method": rates.method,
-                "optimum": rates.optimum,
-                "drawn": rates.drawn,
+                "method": method or f"α* {drawn}",
                 "positions": len(positions),
-                "groups": len(groups.unique()),
-                "rate": average(rates.values[positions], groups, noise),
+                "groups": len(group.unique()),
+                "rate": average(values[positions], group, noise),
                 "noise": noise,
                 "gap": gap,
             }
 
 
-def average(values: Tensor, group: Tensor, noise: float | None = None) -> Mean:
-    """The mean over positions and its standard error.
+def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure:
+    """The mean over positions and its 95 % interval; none where one group shows no spread.
 
     values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
     groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
@@ -187,11 +162,11 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Mean:
     a few groups may show less: the error is never below it.
     """
     values = values.double()
-    mean, groups = values.mean(), len(group.unique())
-    if groups == 1:
-        return {"value": float(mean), "error": noise}
-    sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(
-        0, group, values - mean
-    )
-    error = float((sums.square().sum() * groups / (groups - 1)).sqrt() / len(values))
-    return {"value": float(mean), "error": max(error, noise or 0.0)}
+    mean, groups, error = float(values.mean()), len(group.unique()), noise
+    if groups > 1:
+        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+        squares = sums.index_add_(0, group, values - mean).square().sum()
+        spread = float((squares * groups / (groups - 1)).sqrt()) / len(values)
+        error = max(spread, noise or 0.0)
+    low, high = (None, None) if error is None else (mean - Z * error, mean + Z * error)
+    return {"value": mean, "low": low, "high": high}

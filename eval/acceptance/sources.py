@@ -1,10 +1,8 @@
-"""Where distributions come from: logits of target and head on text, stored ones, or given probabilities."""
+"""Where distributions come from: logits of target and head on text, or given probabilities."""
 
-import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,19 +12,11 @@ from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.common import Report, Step, differences, silent
-from treespec.eval.questions import Question, digest_of, load_questions
+from treespec.eval.common import Report
 from treespec.eval.texts import Passage, describe, load_models, passages_of
-from treespec.files.atomic import read_tensors, write_tensors
-from treespec.model.identity import identity_of, target_identity
-from treespec.text.conversations import content_of
 
 Coordinates = dict[str, str | float]
 Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
-CHANGE_NO_LOGITS = {
-    *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature"),
-    *("top_k", "top_p", "samples", "device_map", "trust_remote_code"),
-}
 
 
 @dataclass(frozen=True)
@@ -34,67 +24,23 @@ class Logits:
     """Logits of target and draft for the same token, at n positions.
 
     p, q: [n, V] in the model's dtype. group: [n] int64, the question or text of each position.
+    names: of given distributions, what names each pair in tables.
     """
 
     p: Tensor
     q: Tensor
     group: Tensor
-
-
-# --- of models -----------------------------------------------------------------------------------
+    names: Sequence[Coordinates] = ()
 
 
 def collected(config: AcceptanceConfig, report: Report) -> Collected:
-    """The logits of OUT/logits.safetensors, or new ones, which are written there.
-
-    Raises InputError if the file is damaged, or holds logits of other options, texts or models.
-    """
-    # 1. What the logits follow from.
-    file, options = Path(config.out) / "logits.safetensors", asdict(config)
-    made = {name: value for name, value in options.items() if name not in CHANGE_NO_LOGITS}
-    questions: list[Question] = []
-    if config.text is None:
-        questions = load_questions(config.questions)[0][: config.limit]
-        made["the text"] = digest_of(questions)
-    else:
-        made["the text"] = hashlib.sha256(content_of(config.text)).hexdigest()
-    with suppress(InputError):  # models that are gone are not compared
-        head = identity_of(config.head or "")
-        target = target_identity(config.target or "", config.placement)
-        made |= {"the target": target, "the head": head}
-
-    # 2. Those that are there.
-    if file.exists():
-        other = f"choose another --out, or delete {file} to collect the logits again"
-        tensors, about = read_tensors(file, other)
-        try:
-            before, environment = json.loads(about["made"]), json.loads(about["environment"])
-            logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{file} does not hold logits of an acceptance run: {other}"
-            ) from error
-        if changes := differences(before, made):
-            raise InputError(f"{file} was made otherwise ({changes}): {other}")
-        return logits, environment
-
-    # 3. The models' logits.
-    spec = load_models(config, config.head, file, report)
-    passages = passages_of(config, spec, questions, report)
-    logits = logits_of(spec, passages, config.step, config.positions, report)
-    environment = describe(spec.target)
-    about = {"made": json.dumps(made), "environment": json.dumps(environment)}
-    write_tensors(file, asdict(logits), about)
-    return logits, environment
+    """The models' logits. Raises InputError for models and texts that cannot be used."""
+    spec = load_models(config, config.head, Path(config.out) / "acceptance.json", report)
+    passages = list(passages_of(config, spec, report))
+    return logits_of(spec, passages, config.step, config.positions), describe(spec.target)
 
 
-def logits_of(
-    spec: Spec,
-    passages: Sequence[Passage],
-    step: int,
-    positions: int = 0,
-    report: Report = silent,
-) -> Logits:
+def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int = 0) -> Logits:
     """Logits at draft step `step`, on the CPU in the model's dtype.
 
     positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
@@ -125,8 +71,8 @@ def logits_of(
 
     # 3. Both models along each passage.
     p, q, group = [], [], []
-    for number, passage in enumerate(passages):
-        rows = wanted[number][chosen[number]]
+    for passage, rows, spread_over in zip(passages, wanted, chosen, strict=True):
+        rows = rows[spread_over]
         if len(rows):
             aux_layers = head.aux_layers
             features = target.features(passage.tokens[None], aux_layers, last=True)[0]  # [T, F]
@@ -136,15 +82,11 @@ def logits_of(
             p.append(target.output_logits(last[rows + step]).cpu())
             q.append(draft_logits[rows].cpu())
             group.append(torch.full((len(rows),), passage.group))
-        report(Step(number + 1, len(passages), "logits"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
 
 
-# --- given ---------------------------------------------------------------------------------------
-
-
-def given(path: Path) -> tuple[Logits, list[Coordinates]]:
-    """The distributions of a JSON file, and what names each pair in tables.
+def given(path: Path) -> Collected:
+    """The distributions of a JSON file.
 
     Raises InputError for a file that cannot be read or does not hold n pairs of distributions.
     """
@@ -167,4 +109,5 @@ def given(path: Path) -> tuple[Logits, list[Coordinates]]:
         raise InputError(
             f"{path}: p and q must hold equally many distributions over the same tokens, each summing to 1"
         )
-    return Logits(p.log(), q.log(), torch.arange(len(p))), at
+    logits = Logits(p.log(), q.log(), torch.arange(len(p)), at)
+    return logits, {"torch": str(torch.__version__)}

@@ -40,11 +40,6 @@ def evaluate(config: EvalConfig) -> None:
     check_folder(config.out)
     contestants(config)
     check_questions(config.questions, listed("categories", config.categories))
-    if config.run_code:
-        remark(
-            "--run-code runs what the target writes on this machine, in a process with limits on "
-            "time, memory and files: no sandbox against malice"
-        )
     if (Path(config.out) / FILE).exists():  # a finished evaluation needs no models
         notice(f"reading {config.out} …")
     else:

@@ -84,16 +84,12 @@ def with_progress(
 
 
 def show_result(report: "Report") -> None:
-    """Print tables that fit the terminal, or Markdown where standard output is no terminal."""
-    from rich.console import Console
+    """Print Markdown, whose tables fit the terminal where standard output is one."""
+    from shutil import get_terminal_size
 
-    from treespec.eval.report import markdown, show
+    from treespec.eval.report import markdown
 
-    console = Console()
-    if console.is_terminal:
-        show(report, console)
-    else:
-        print(markdown(report), end="")
+    print(markdown(report, get_terminal_size().columns if sys.stdout.isatty() else None), end="")
 
 
 def remark(*lines: str) -> None:

@@ -1,30 +1,22 @@
 """The published suites that `--questions` knows by name, as JSONL in FastChat's format.
 
-Every checksum is of the file at the commit that its address names. A suite is fetched at its first
-use and kept in treespec's cache, as published.
+Of GSM8K's problems a line has the right number. Every checksum is of the file at the commit that its
+address names. A suite is fetched at its first use and kept in treespec's cache, as published.
 """
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files.downloads import (
-    HubFile,
-    PackagedFile,
-    Place,
-    WebFile,
-    cache_folder,
-    kept,
-)
+from treespec.files.downloads import HubFile, PackagedFile, Place, WebFile, cache_folder, kept
 
 GITHUB = "https://raw.githubusercontent.com"
 MT_BENCH = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 )
-MATH = "math_reasoning"  # Spec-Bench's task of GSM8K's problems
 
 # Of Meta's evaluation of Llama 3 (lm-evaluation-harness: `gsm8k_cot_llama`), without examples: a
 # chat model reasons of its own accord.
@@ -46,13 +38,13 @@ class Suite:
     """A published set of questions.
 
     file: its name in the cache. sha256: of the published file. places: where it can be had, the
-    first one first. jsonl: from the published file to FastChat's format.
+    first one first. lines: from the published file to the objects of FastChat's format.
     """
 
     file: str
     sha256: str
     places: tuple[Place, ...]
-    jsonl: Callable[[bytes], bytes]
+    lines: Callable[[bytes], Iterable[dict[str, Any]]]
 
 
 def objects(content: bytes) -> Iterator[dict[str, Any]]:
@@ -60,58 +52,41 @@ def objects(content: bytes) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in content.split(b"\n") if line.strip())
 
 
-def written(lines: Iterable[Mapping[str, object]]) -> bytes:
-    """JSONL: one line for each object."""
-    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
-
-
-def spec_bench(content: bytes) -> bytes:
+def spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
     """Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), in FastChat's format.
 
     Its task `mt_bench` has eight categories, others are categories themselves.
     Its problems of GSM8K are asked as they stand; treespec can tell which completions are right.
     """
-    lines = list(objects(content))
-    for line in lines:
+    for line in objects(content):
         if line["category"] in MT_BENCH:
             line["task"] = "mt_bench"
-        if line["category"] == MATH:
-            line["check"] = number_after_hashes(*line["reference"])
-    return written(lines)
+        if line["category"] == "math_reasoning":  # problems of GSM8K
+            line["number"] = after_hashes(*line["reference"])
+        yield line
 
 
-def gsm8k(content: bytes) -> bytes:
+def gsm8k(content: bytes) -> Iterator[dict[str, Any]]:
     """GSM8K: 1,319 word problems with a number as the answer (Cobbe et al. 2021, 2110.14168)."""
-    return written(
-        {
+    for number, problem in enumerate(objects(content)):
+        yield {
             "question_id": f"gsm8k/{number}",
             "category": "gsm8k",
-            "turns": [GSM8K.format(question=problem["question"])],
-            "reference": [problem["answer"]],
-            "check": number_after_hashes(problem["answer"]),
+            "turns": [GSM8K.format(**problem)],
+            "number": after_hashes(problem["answer"]),
         }
-        for number, problem in enumerate(objects(content))
-    )
 
 
-def number_after_hashes(answer: str) -> dict[str, str]:
-    """The check of a published answer of GSM8K, which ends with #### and the number."""
-    return {"kind": "number", "answer": answer.rpartition("####")[2].strip()}
+def after_hashes(answer: str) -> str:
+    """The number of a published answer of GSM8K, which ends with #### and the number."""
+    return answer.rpartition("####")[2].strip()
 
 
-def humaneval(content: bytes) -> bytes:
-    """HumanEval: 164 Python functions to write, with unit tests (Chen et al. 2021, 2107.03374)."""
-    return written(
-        {
-            "question_id": problem["task_id"],
-            "category": "humaneval",
-            "turns": [HUMANEVAL + problem["prompt"]],
-            "reference": [problem["canonical_solution"]],
-            "check": {"kind": "python"}
-            | {name: problem[name] for name in ("prompt", "test", "entry_point")},
-        }
-        for problem in objects(gzip.decompress(content))
-    )
+def humaneval(content: bytes) -> Iterator[dict[str, Any]]:
+    """HumanEval: 164 Python functions to write (Chen et al. 2021, 2107.03374)."""
+    for problem in objects(gzip.decompress(content)):
+        turn = HUMANEVAL + problem["prompt"]
+        yield {"question_id": problem["task_id"], "category": "humaneval", "turns": [turn]}
 
 
 SUITES = {
@@ -125,7 +100,7 @@ SUITES = {
                 "/fastchat/llm_judge/data/mt_bench/question.jsonl"
             ),
         ),
-        bytes,
+        objects,
     ),
     "spec-bench": Suite(
         "spec-bench.jsonl",
@@ -180,4 +155,4 @@ def suite(name: str) -> bytes:
             f"{name} is not in the cache and cannot be fetched: {error}, or give other questions "
             "with --questions FILE or --questions builtin"
         ) from error
-    return known.jsonl(content)
+    return "\n".join(map(json.dumps, known.lines(content))).encode()

@@ -15,7 +15,7 @@ RIGHT = (
 WRONG = ("", "eighteen", "-18", "1,8", "18 of 20", "180", "1.8", "18.5", "x = -18")
 
 
-@pytest.mark.parametrize(("said", "right"), [(said, True) for said in RIGHT] + [(said, False) for said in WRONG])
+@pytest.mark.parametrize("said, right", [(said, True) for said in RIGHT] + [(said, False) for said in WRONG])
 def test_an_answer_is_right_if_its_last_number_is(said, right):
     number, text = ("18", said) if isinstance(said, str) else said
     assert Question(1, "sums", ("?",), number=number).right(text) is right

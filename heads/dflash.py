@@ -14,9 +14,9 @@ drafts four levels.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, cast, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,10 +53,9 @@ class DFlashHead(BlockHead):
         self.max_depth = self.block if self.from_anchor else self.block - 1
         if self.max_depth < 1:
             raise ValueError(f"block_size is {self.block}, must be at least 2")
-        self.check_mask_token()
         self.windows = windows_of(config)
         self.causal = config.get("causal") or [window is not None for window in self.windows]
-        self.layer_count = len(self.windows)
+        self.cached_layers = len(self.windows)
 
         # 2. The modules, by their published names.
         self.feature_size = len(self.aux_layers) * (config.get("target_hidden_size") or width)
@@ -79,50 +78,33 @@ class DFlashHead(BlockHead):
 
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
-    ) -> tuple[Tensor | None, Tensor]:
-        tokens, features, places, seen = pairs
+    ) -> tuple[Tensor, Tensor]:
         # 1. The features as every layer takes them, and the rows of the block.
-        n, size = tokens.shape[1], 0 if roots is None else self.block
-        context = self.hidden_norm(self.fc(features))
-        cos, sin = self.rotary(places[:, -n - size :], context.dtype)
-        before, within = (cos[:, :, :n], sin[:, :, :n]), (cos[:, :, n:], sin[:, :, n:])
-        x = context[:, :0]
+        context = self.hidden_norm(self.fc(pairs.features))
+        x, rows = context[:, :0], pairs.seen.shape[1]
         if roots is not None:
-            masks = tokens.new_full((len(tokens), size - 1), self.mask_token)
-            block = torch.cat([roots[:, None], masks], dim=1)
+            block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
             x = (self.embed_tokens or embed)(block).to(context.dtype)
+        angles = self.rotary(pairs.places[:, -rows:], context.dtype)
 
         # 2. The layers. Without a block they take the keys and values of the features alone.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            layer = cast(Layer, module)
-            attention = layer.self_attn
-            known = attention.keys_values(context, before)
-            if roots is None:
-                cache.update(*known)
-                continue
-            normed = layer.input_layernorm(x)
-            q, *own = attention.project(normed, within)
-            columns = cache.update(
-                *(torch.cat(pair, dim=2) for pair in zip(known, own, strict=True))
+            layer, mask = cast(Layer, module), self._mask(number, pairs, x.shape[1])
+            x = layer(
+                x, partial(layer.self_attn, angles=angles, mask=mask, cache=cache, context=context)
             )
-            mask = self._mask(number, places, seen[:, n:])[:, None]
-            x = x + attention.joined(
-                F.scaled_dot_product_attention(
-                    q, *columns, attn_mask=mask, enable_gqa=attention.grouped
-                )
-            )
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return None, self.norm(x)
+        return context, self.norm(x)
 
-    def _mask(self, number: int, places: Tensor, seen: Tensor) -> Tensor:
-        """[B, S, T] the columns that the block's rows see in a layer: causality and its window."""
-        window, size = self.windows[number], seen.shape[1]
+    def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
+        """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""
+        columns, window = pairs.seen.shape[2], self.windows[number]
+        first = columns - size
+        seen = pairs.seen[:, pairs.seen.shape[1] - size :]
         if self.causal[number]:
-            own = torch.ones(size, size, dtype=torch.bool, device=seen.device).tril()
-            seen = torch.cat([seen[..., :-size], seen[..., -size:] & own], dim=-1)
+            seen = seen.tril(first)
         if window is not None:
-            seen = seen & (places[:, None] > places[:, -size:, None] - window)
-        return seen
+            seen = seen & (pairs.places[:, None] > pairs.places[:, first:, None] - window)
+        return seen[:, None]
 
-    def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
+    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
         return block if self.from_anchor else block[:, 1:]

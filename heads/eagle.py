@@ -160,6 +160,7 @@ class EagleHead(FeatureHead):
 
     kind: str = "eagle"
     known_as: ClassVar[str] = "an EAGLE-1 or EAGLE-2 head"
+    cached_layers = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -88,7 +88,7 @@ class Eagle3Head(FeatureHead):
         self.layers = nn.ModuleDict()
         for number, window in enumerate(windows, start=1):
             self.layers[str(number)] = Layer(self.llama, qk_norm=qk_norm, window=window)
-        self.norm = RMSNorm(width, eps=eps)
+        self.norm, self.cached_layers = RMSNorm(width, eps=eps), 1 + len(windows)
         self.draft_first(drafted)
 
     @classmethod

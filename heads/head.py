@@ -55,6 +55,7 @@ class Head(nn.Module, ABC):
     max_depth: levels that it can draft; None: any number. vocab_size: V of its target. hidden_size:
     H, the width of the states that it computes. feature_size: F, the width of the target's
     features, all aux layers together.
+    cached_layers: layers with keys and values.
     lm_head: an output layer of its own. output: rows of the target's output embedding, for a head
     without one that drafts few tokens. d2t [Vd] int64 says that draft token i is the target's
     i + d2t[i], and t2d [V] bool marks these; None: it drafts all tokens. They are saved with
@@ -67,6 +68,7 @@ class Head(nn.Module, ABC):
     optional: ClassVar[frozenset[str]] = frozenset()
     aux_layers: tuple[int, ...] = ()
     max_depth: int | None = None
+    cached_layers: int = 0
     hidden_size: int
     feature_size: int
     lm_head: nn.Linear | None

@@ -17,6 +17,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from treespec.files.atomic import Fields as Config
 
 Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
+Angles = tuple[Tensor, Tensor]  # cos and sin, as `Rotary` gives them
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -38,7 +39,7 @@ class Rotary(nn.Module):
         self.scale = float(rotary.attention_scaling)
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
@@ -82,53 +83,50 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.v_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(size, eps=config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(size, eps=config.rms_norm_eps) if qk_norm else None
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(size, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, eps=eps) if qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+        self,
+        x: Tensor,
+        angles: Angles,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
-        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T] bool, None is causal.
+        """x, context, angles: as for `project`. Returns [B, T, H].
 
-        Without a window the mask may be additive too. Returns [B, T, H].
+        mask: [T, P + C + T] or [B, 1, T, P + C + T] bool, None is causal.
         """
-        q, k, v = self.project(x, angles)
-        if cache is not None:
-            k, v = cache.update(k, v)
+        q, *known = self.project(x, angles, context)
+        k, v = cache.update(*known) if cache is not None else known
         if self.window is not None:
-            rows, columns = q.shape[2], k.shape[2]
             if mask is None:
-                mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
+                mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
             mask = last_seen(mask, self.window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        causal = mask is None
+        return self.joined(
+            F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
         )
-        return self.joined(out)
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, in] -> queries [B, heads, T, D], keys and values [B, kv heads, T, D].
+    def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> list[Tensor]:
+        """Queries [B, heads, T, D], keys and values [B, kv heads, C + T, D]; the values not rotated.
 
-        Queries and keys are rotated by the angles.
+        x: [B, T, in]. context: [B, C, in] positions before these, which have keys and values alone.
+        angles: of all C + T positions.
         """
-        q = self._split(self.q_proj(x))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        return rotate(q, *angles), *self.keys_values(x, angles)
-
-    def keys_values(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """`project` without the queries."""
-        k, v = self._split(self.k_proj(x)), self._split(self.v_proj(x))
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return rotate(k, *angles), v
+        both = x if context is None else torch.cat([context, x], dim=1)
+        q, k, v = (
+            layer(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer, inputs in ((self.q_proj, x), (self.k_proj, both), (self.v_proj, both))
+        )
+        own = [part[:, :, both.shape[1] - x.shape[1] :] for part in angles]
+        return [rotate(self.q_norm(q), *own), rotate(self.k_norm(k), *angles), v]
 
     def joined(self, out: Tensor) -> Tensor:
         """[B, heads, T, D] -> [B, T, H] the layer's output."""
         return self.o_proj(out.transpose(1, 2).flatten(-2))
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, T, heads D] -> [B, heads, T, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def last_seen(seen: Tensor, window: int) -> Tensor:

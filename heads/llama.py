@@ -114,30 +114,29 @@ class Pairs(NamedTuple):
 class BlockHead(LlamaHead):
     """Drafts `max_depth` levels in one forward, from the sequence alone: none sees what is drafted.
 
-    block: S, the rows that it adds after the pairs. layer_count: layers with keys and values.
+    block: S, the rows that it adds after the pairs.
     """
 
     max_depth: int
     block: int
-    layer_count: int
-    mask_token: int
+
+    def __init__(self, config: Config) -> None:
+        """Raises ValueError for a mask token that has no embedding."""
+        super().__init__(config)
+        token = self.mask_token = config["mask_token_id"]
+        if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            raise ValueError(f"mask_token_id is {token!r}, must be a token below {self.vocab_size}")
 
     @abstractmethod
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """One forward over new pairs, and over a block unless `roots` is None.
 
         roots: [B] the last tokens. caches: of each layer. embed: the target's own embedding.
-        Returns the pairs' states [B, n, H], if it has any, and the block's [B, S, H].
+        Returns the pairs' states [B, n, H] and the block's [B, S, H].
         """
 
     @abstractmethod
-    def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
+    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
         """[B, D, H] the states of all levels. last: [B, H] of the last pairs. block: [B, S, H]."""
-
-    def check_mask_token(self) -> None:
-        """Raises ValueError for a mask token that has no embedding."""
-        token = self.mask_token = self.config["mask_token_id"]
-        if not isinstance(token, int) or not 0 <= token < self.vocab_size:
-            raise ValueError(f"mask_token_id is {token!r}, must be a token below {self.vocab_size}")

@@ -36,11 +36,9 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.weight)
         self.res_connection: nn.Module = nn.Identity()
         if inputs > 1:
-            first = nn.Linear(inputs * width, width)
-            with torch.no_grad():
-                first.weight.copy_(torch.eye(width, inputs * width))
+            first = self.res_connection = nn.Linear(inputs * width, width)
+            nn.init.eye_(first.weight)
             nn.init.zeros_(first.bias)
-            self.res_connection = first
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs * H] -> [..., H]."""
@@ -51,13 +49,14 @@ class DepthHeads(Head):
     """K heads: head i, from 0, drafts the token at depth i + 1. They store no embedding.
 
     config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if
-    absent), `hidden_size` and `vocab_size`. name: NAME, "medusa" or "hydra". new_heads: K of a new
-    one.
+    absent), `hidden_size` and `vocab_size`. name: NAME, "medusa" or "hydra". new_heads, new_blocks:
+    heads of a new one, and residual blocks of each.
     Raises ValueError for a config without heads or blocks.
     """
 
     name: ClassVar[str]
     new_heads: ClassVar[int]
+    new_blocks: ClassVar[int] = 1
     max_depth: int
 
     def __init__(self, config: Config) -> None:
@@ -76,24 +75,29 @@ class DepthHeads(Head):
         own = {
             "model_type": cls.name,
             f"{cls.name}_num_heads": heads or cls.new_heads,
-            f"{cls.name}_num_layers": 1,
+            f"{cls.name}_num_layers": cls.new_blocks,
             "hidden_size": target.feature_width,
             "vocab_size": target.vocab_size,
         }
         return own | fields
 
     @abstractmethod
-    def hidden(self, i: int, states: Tensor) -> Tensor:
-        """[..., H] states of the target, and what else head i sees -> [..., H] before its output."""
+    def line(self, i: int) -> list[nn.Module]:
+        """The modules of head i, one after the other; the last one is its output layer."""
 
-    def step(self, i: int, states: Tensor) -> Tensor:
+    @property
+    def output_layers(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, self.line(i)[-1]) for i in range(self.max_depth)]
+
+    def hidden(self, i: int, inputs: Tensor) -> Tensor:
+        """[..., M H] what head i sees -> [..., H] before its output layer."""
+        for module in self.line(i)[:-1]:
+            inputs = module(inputs)
+        return inputs
+
+    def step(self, i: int, inputs: Tensor) -> Tensor:
         """As `hidden` -> [..., V] logits of head i."""
-        return self.output_layers[i](self.hidden(i, states))
-
-
-def last_linear(head: nn.Module) -> nn.Linear:
-    """The output layer of a head: the head itself, or the last of its modules in line."""
-    return cast(nn.Linear, head[-1] if isinstance(head, nn.Sequential) else head)
+        return self.output_layers[i](self.hidden(i, inputs))
 
 
 @final
@@ -115,15 +119,8 @@ class MedusaHead(DepthHeads):
             output = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
             self.add_module(str(i), nn.Sequential(*blocks, output))
 
-    @property
-    def output_layers(self) -> list[nn.Linear]:
-        return [last_linear(self.get_submodule(str(i))) for i in range(self.max_depth)]
-
-    def hidden(self, i: int, states: Tensor) -> Tensor:
-        *blocks, _ = self.get_submodule(str(i)).children()
-        for block in blocks:
-            states = block(states)
-        return states
+    def line(self, i: int) -> list[nn.Module]:
+        return list(self.get_submodule(str(i)).children())
 
     def forward(self, features: Tensor, counts: Tensor) -> list[Tensor]:
         """For each head its states before the output layer, [M_i, H]; for training.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.head import Config, Embed, TargetFacts
@@ -30,12 +31,11 @@ class PEagleHead(Eagle3Head, BlockHead):
     known_as: ClassVar[str] = "a P-EAGLE head"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         self.max_depth = int(config["levels"])
-        self.block, self.layer_count = self.max_depth - 1, len(self.attentions)
         if self.max_depth < 1:
             raise ValueError(f"it drafts {self.max_depth} levels, must be at least 1")
-        self.check_mask_token()
+        super().__init__(config)
+        self.block = self.max_depth - 1
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.feature_size))
 
     @classmethod
@@ -45,24 +45,18 @@ class PEagleHead(Eagle3Head, BlockHead):
 
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
-    ) -> tuple[Tensor | None, Tensor]:
-        tokens, features, places, seen = pairs
-        # 1. The rows of the block: the mask token and the learnt feature; no row sees a later one.
-        b, n = tokens.shape
-        size = 0 if roots is None else self.block
-        masks = tokens.new_full((b, size), self.mask_token)
-        learnt = self.mask_hidden.to(features.dtype).expand(b, size, -1)
-        rows = n + size
-        seen = seen.clone()
-        seen[..., -rows:] &= torch.ones(rows, rows, dtype=torch.bool, device=seen.device).tril()
+    ) -> tuple[Tensor, Tensor]:
+        # 1. The rows of the block: the mask token and the learnt feature.
+        n, size = pairs.tokens.shape[1], 0 if roots is None else self.block
+        tokens = pad(pairs.tokens, (0, size), value=self.mask_token)
+        learnt = self.mask_hidden.to(pairs.features.dtype).expand(len(tokens), size, -1)
+        features = self.fuse(torch.cat([pairs.features, learnt], dim=1))
 
-        # 2. One step of EAGLE-3 over pairs and block.
-        fused = self.fuse(torch.cat([features, learnt], dim=1))
-        states = self.step(
-            torch.cat([tokens, masks], dim=1), fused, places[:, -rows:], seen[:, None], caches
-        )
+        # 2. One step of EAGLE-3 over pairs and block; no row sees a later one.
+        rows, columns = pairs.seen.shape[1:]
+        seen = pairs.seen.tril(columns - rows)[:, None]
+        states = self.step(tokens, features, pairs.places[:, -rows:], seen, caches)
         return states[:, :n], states[:, n:]
 
-    def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
-        assert last is not None
+    def drafted(self, last: Tensor, block: Tensor) -> Tensor:
         return torch.cat([last[:, None], block], dim=1)

@@ -116,12 +116,13 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
-def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name):
+def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name, monkeypatch):
     """Of a text that was observed in pieces after another one, and of one beside it in a batch."""
     make, plain, changes = HEADS[name]
     head, model = make(**changes), target("llama")
     other = torch.tensor([4, 44, 2])
-    proposer = BlockProposer(head, model, chunk=3)
+    monkeypatch.setattr(model, "rows_beside", lambda columns: 3)
+    proposer = BlockProposer(head, model)
     earlier = torch.tensor([7, 3, 9, 1, 1, 1])
     follow(proposer, model.features(earlier[None, :-1], head.aux_layers)[0], earlier[1:])
     proposer.begin(earlier[-1:])

@@ -179,12 +179,13 @@ def test_tree_drafting_equals_each_path_alone(kind):
 
 
 @torch.no_grad()
-def test_a_prefix_in_pieces_equals_the_prefix_at_once():
+def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     """A prompt in chunks of 8, then pairs and single states, against one causal pass of the prefix layer."""
     model = target("llama")
     head, root = heads_for(model, "hydra++"), torch.tensor([9])
     features = torch.randn(60, 32)
-    proposer, end = HydraProposer(head, model, chunk=8), 0
+    monkeypatch.setattr(model, "rows_beside", lambda columns: 8)
+    proposer, end = HydraProposer(head, model), 0
     for size in (45, 2, 1, 12):
         follow(proposer, features[end : end + size], torch.zeros(size, dtype=torch.int64))
         end += size

@@ -9,7 +9,7 @@ from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped
 from treespec.heads.folder import check_files as check_head_files
 from treespec.heads.folder import head_folder, inside
-from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
+from treespec.heads.mtp_layouts import Layout, mtp_layer
 from treespec.heads.registry import kind_in
 from treespec.model.folder import check_files
 
@@ -59,16 +59,15 @@ def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
     layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
     if layers is not None and folder.is_dir():
-        layers_in(str(folder), tensor_files(str(folder)), layers)
+        mtp_names(str(folder), tensor_files(str(folder)), layers)
 
 
-def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
-    """The MTP layers in a target's files. name: the target's. layers: of the target itself.
-
-    Raises InputError as `mtp_layers` does.
-    """
+def mtp_names(
+    name: str, files: Mapping[str, Path], layers: int
+) -> tuple[Layout, Mapping[str, str]]:
+    """As `mtp_layer`, of a target's files. name: the target's. Raises InputError."""
     try:
-        return mtp_layers(files.keys(), layers)
+        return mtp_layer(files.keys(), layers)
     except ValueError as error:
         raise InputError(f"--drafter mtp: {name}: {error}") from error
 

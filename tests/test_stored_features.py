@@ -1,18 +1,15 @@
-"""Stored features let the target go: its two ends train the same head; 8 bits a value take a byte."""
+"""Stored features let the target go: its two ends train the same head."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from equality import close, seeded
 from models import CONFIGS, random_model
-from safetensors.torch import load_file
 from training import beside, same_weights, trained, weights
 
 from treespec.model.target import Target
 from treespec.model.weights import load_ends
-from treespec.train.data.features import packed, unpacked
 from treespec.train.run import train
 
 
@@ -51,27 +48,3 @@ def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(conf
     assert same_weights(weights(again), weights(config))
     for name, value in weights(live).items():
         close(value, weights(config)[name], 1e-5)
-
-
-def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, capsys):
-    config = replace(config, head="eagle3")
-    exact = weights(trained(beside(config, "exact")))
-    eight = trained(config, features=config.features + "-8", feature_dtype="int8")
-    said = capsys.readouterr().out
-    assert "GiB, 512 bytes per token" in said  # three layers and the last state in float32
-    assert "GiB, 132 bytes per token" in said  # in 8 bits, with two scales
-    (shard,) = Path(eight.features).rglob("*.safetensors")
-    assert {value.dtype for value in load_file(shard).values()} == {torch.int8}
-    for name, value in weights(eight).items():
-        assert torch.allclose(value.float(), exact[name].float(), atol=5e-3), name
-
-
-def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():
-    """Also of zeros, of rows that differ a thousandfold, and of a last row that is short."""
-    features = torch.randn(20, 100, generator=seeded(0))
-    features[:, 64:] *= 1000
-    features[3] = 0
-    back = unpacked(packed(features), torch.float32)
-    for part, given in zip(features.split(64, -1), back.split(64, -1), strict=True):
-        step = part.abs().amax(-1, keepdim=True) / 127
-        assert ((part - given).abs() <= 0.6 * step).all()  # half a step, and what float16 rounds of it

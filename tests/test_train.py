@@ -45,11 +45,11 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     [
         {},
         {"accumulate": 2},
-        {"head": "eagle3", "draft_vocab": 40, "freeze_output": True},
+        {"head": "eagle3", "draft_vocab": 40},
         {"head": "hydra++", "draft_heads": 2},
         {"first_weights": "fitted"},
     ],
-    ids=["eagle", "accumulated", "frozen", "dropout", "fitted"],
+    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)
@@ -67,7 +67,7 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     assert not list((tmp_path / "features").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("head, more", [("eagle3", []), ("eagle", ["--shard-target", "--calibrate", "--features"])])
+@pytest.mark.parametrize("head, more", [("eagle3", []), ("eagle", ["--calibrate", "--features"])])
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, head, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
     one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)
@@ -85,8 +85,6 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
         assert torch.allclose(value, ours[name], atol=1e-5), name
     if more:
         assert (two / "calibration.json").exists()
-        held, whole = re.search(r"target: ([\d.]+) of ([\d.]+) MiB in each process", done.stdout).groups()
-        assert float(held) < 0.8 * float(whole)
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
-"""What a run that goes on keeps: an intact checkpoint, the order of conversations, and the options that matter."""
+"""What a run that goes on keeps: its checkpoint, the order of conversations, and the options that matter."""
 
-import json
-import re
+import shutil
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 
 import pytest
 import torch
-from refusals import complains
 from training import (
     beside,
     checkpoint_of,
@@ -22,13 +20,11 @@ from training import (
 )
 
 from treespec.api.load import load
-from treespec.files.atomic import read_json, read_tensors, write_json, write_tensors
+from treespec.files.atomic import read_json, write_json
 from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
 from treespec.train.checkpoints import all_in
-from treespec.train.data.batches import forwards
-from treespec.train.loop import steps as gradient
-from treespec.train.loop.steps import forwards_each
+from treespec.train.data.batches import epoch_batches, forwards
 from treespec.train.run import train
 
 
@@ -36,73 +32,39 @@ def steps_in(config):
     return [step for step, _ in all_in(folder_of(config))]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json"])
-def test_of_two_checkpoints_a_damaged_one_is_named_and_the_one_before_is_used(config, capsys, name):
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(config, name):
     whole = trained(beside(config, "whole"))
     assert steps_in(whole) == [6, 4]
     killed(config, 5)
     assert steps_in(config) == [4, 2]
-    file = checkpoint_of(config, 4) / name
-    flipped(file, 0.7)
-    capsys.readouterr()
-    trained(config)
-    said = [line for line in capsys.readouterr().out.splitlines() if "going on from step 2" in line]
-    assert [str(file) in line for line in said] == [True]
-    assert same_weights(weights(config), weights(whole))
-    flipped(checkpoint_of(config, 6) / "optimizer.safetensors", 0.7)
-    flipped(file, 0.7)
-    complaint = rf"checkpoint-000006.*checkpoint-000004.*; delete {folder_of(config)}"
-    assert re.search(complaint, refused(config, max_steps=8))
+    checkpoint = checkpoint_of(config, 4)
+    flipped(checkpoint / name, 0.7)
+    assert f"{checkpoint / name} is damaged" in (said := refused(config))
+    assert f"delete {checkpoint}, and the same command goes on" in said
+    shutil.rmtree(checkpoint)
+    assert same_weights(weights(trained(config)), weights(whole))
 
 
-def test_checkpoints_of_a_time_that_was_gone_back_on_go(config):
-    killed(config, 5)
-    flipped(checkpoint_of(config, 4) / "model.safetensors", 0.7)
-    killed(replace(config, checkpoint_every=3), 3)
-    assert steps_in(config) == [3, 2]
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_each_batch_from_any_step_on(processes):
+    lengths = [5] * 41
+
+    def batches_of(epoch):
+        return epoch_batches(lengths, 2 * processes, 3, epoch)
+
+    run = [batch for epoch in range(3) for batch in batches_of(epoch)]
+    each = [list(islice(forwards(6, batches_of, process, processes), 9)) for process in range(processes)]
+    for number, parts in enumerate(zip(*each, strict=True), 6):
+        assert {part.batch for part in parts} == {number}
+        assert sorted(i for part in parts for i in part.conversations) == sorted(run[number])
 
 
-@pytest.mark.parametrize("began", [1, 2, 3, 4])
-def test_all_numbers_of_processes_make_the_same_forwards(began):
-    """Six batches a step, from the second step on."""
-    lengths, count = [5] * 41, 6 * began
-    step = list(islice(forwards(6, lengths, 2 * began, 3, began), 2 * count))
-    assert [forward.batch for forward in step[::began]] == list(range(6, 18))
-    batch = sorted(number for forward in step[:began] for number in forward.conversations)
-    assert len(set(batch)) == 2 * began
-    for processes in range(1, count + 1):
-        if count % processes:
-            with complains(rf"began with {began} processes .* not {processes}"):
-                forwards_each(count, began, processes)
-            continue
-        each = [list(islice(step, process, None, processes)) for process in range(processes)]
-        share = forwards_each(count, began, processes)
-        for number in range(2):
-            own = [mine[number * share : (number + 1) * share] for mine in each]
-            assert sorted(chain.from_iterable(own)) == sorted(step[number * count : (number + 1) * count])
-
-
-def test_a_run_of_two_processes_goes_on_with_one_to_the_same_weights(config, monkeypatch):
-    """Two processes of 2 conversations each had the order and the mean gradient of one with 4: float32, 1e-5."""
-    begun = replace(config, batch_size=4, noise=0.0)
-    whole = trained(beside(begun, "whole"))
-    killed(begun)
-    file, record = checkpoint_of(begun) / "optimizer.safetensors", folder_of(begun) / "config.json"
-    tensors, about = read_tensors(file, "")
-    write_tensors(file, tensors, {"place": json.dumps(json.loads(about["place"]) | {"processes": 2})})
-    write_json(record, read_json(record, "") | {"batch_size": 2})
-
-    sizes, original = [], gradient.loss_of
-
-    def noted(run, forward, *rest):
-        sizes.append(len(forward.conversations))
-        return original(run, forward, *rest)
-
-    monkeypatch.setattr(gradient, "loss_of", noted)
-    trained(begun, batch_size=2)
-    assert sizes == [2] * 8
-    for name, value in weights(whole).items():
-        assert torch.allclose(value, weights(begun)[name], atol=1e-5), name
+def test_a_run_of_other_processes_is_refused(config):
+    killed(config)
+    record = folder_of(config) / "config.json"
+    write_json(record, read_json(record, "") | {"processes": 2})
+    assert "holds a run with processes = 2, not 1" in refused(config)
 
 
 MAY_CHANGE = {
@@ -112,7 +74,6 @@ MAY_CHANGE = {
     "validate_on": 2,
     "checkpoint_every": 1,
     "decode_on": 1,
-    "patience": 50,
 }
 
 

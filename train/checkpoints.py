@@ -1,4 +1,4 @@
-"""The checkpoints of a run in OUT/training: the last two, of which the later intact one is used.
+"""The checkpoints of a run in OUT/training: the last two, of which the later one is used.
 
 A checkpoint is a head's directory with AdamW's moments beside the weights, and how far the run is:
 
@@ -12,7 +12,7 @@ rate) follows from the step.
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,14 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from treespec.draft.vocabulary import FILE as VOCABULARY
-from treespec.errors import InputError
-from treespec.files.atomic import read_json, read_tensors, write_tensors, writing
+from treespec.files.atomic import read_tensors, write_tensors, writing
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 
-WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-REMEDY = "this checkpoint is not used"
 KEPT = 2
 
 
@@ -36,20 +33,16 @@ KEPT = 2
 class Place:
     """How far a run is, which changes as it goes.
 
-    seconds: spent on training. processes: with which it began. best, best_step: the best acceptance
-    length of a validation, and its step. stale: validations since.
+    seconds: spent on training. best: the best acceptance length of a validation.
     """
 
     step: int = 0
     seconds: float = 0.0
-    processes: int | None = None
     best: float = 0.0
-    best_step: int = 0
-    stale: int = 0
 
 
 def all_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all checkpoints in OUT/training, the latest first, readable or not."""
+    """(step, path) of all checkpoints in OUT/training, the latest first."""
     paths = folder.glob("checkpoint-*")
     return sorted(((int(path.name.partition("-")[2]), path) for path in paths), reverse=True)
 
@@ -79,12 +72,10 @@ def replacing(path: Path, head: Head, out: Path) -> Iterator[Path]:
 
 
 def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Write the checkpoint of a step; keep it and the one before.
+    """Write the checkpoint of a step; keep it and the one before. folder: OUT/training.
 
-    Later ones are of a run that was gone back on: they go too. folder: OUT/training. Raises
-    InputError where there is no room.
+    Raises InputError where there is no room.
     """
-    # 1. The new one.
     moments = {
         f"{number}.{moment}": value
         for number, state in optimizer.state_dict()["state"].items()
@@ -93,43 +84,22 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
     path = folder / f"checkpoint-{place.step:06d}"
     with replacing(path, head, folder.parent) as temporary:
         write_tensors(temporary / OPTIMIZER, moments, {"place": json.dumps(asdict(place))})
-
-    # 2. It and the one before stay.
-    kept = [other for step, other in all_in(folder) if step <= place.step][:KEPT]
-    for _, other in all_in(folder):
-        if other not in kept:
-            shutil.rmtree(other, ignore_errors=True)
+    for _, earlier in all_in(folder)[KEPT:]:
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
-def load(
-    folder: Path, head: Head, optimizer: torch.optim.Optimizer, say: Callable[[str], None]
-) -> Place:
-    """Restore the latest intact checkpoint, and tell of damaged later ones.
+def load(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
+    """Restore weights and moments of the latest checkpoint, in place.
 
-    Without any checkpoint the run is at its beginning. Raises InputError where all are damaged.
+    Without any checkpoint the run is at its beginning. Raises InputError for a damaged one.
     """
-    problems: list[str] = []
-    for step, path in all_in(folder):
-        try:
-            place = restore(path, head, optimizer)
-        except InputError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            say(f"{problem}; going on from step {step}")
-        return place
-    if problems:
-        raise InputError(f"{'; '.join(problems)}; delete {folder} to begin again")
-    return Place()
-
-
-def restore(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
-    """Restore weights and moments in place. Raises InputError for a checkpoint that is damaged; the
-    head is then as it was.
-    """
-    read_json(path / "config.json", REMEDY)
-    moments, about = read_tensors(path / OPTIMIZER, REMEDY)
-    take_weights(path, head, REMEDY)
+    if not (found := all_in(folder)):
+        return Place()
+    path = found[0][1]
+    remedy = f"delete {path}, and the same command goes on from the checkpoint before"
+    moments, about = read_tensors(path / OPTIMIZER, remedy)
+    weights, _ = read_tensors(path / "model.safetensors", remedy)
+    take_weights(weights, head)
     states: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, value in moments.items():
         number, _, moment = name.partition(".")
@@ -140,8 +110,7 @@ def restore(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
 
 
 @torch.no_grad()
-def take_weights(folder: Path, head: Head, remedy: str) -> None:
-    """Give a head the weights of another one of its shapes. remedy: for a damaged file."""
-    weights, _ = read_tensors(folder / WEIGHTS, remedy)
+def take_weights(weights: dict[str, Tensor], head: Head) -> None:
+    """Give a head the weights of another one of its shapes."""
     for name, parameter in trained(head).items():
         parameter.copy_(weights[name])

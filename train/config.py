@@ -101,11 +101,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "go on from the weights of this trained head, a directory or a hub id", None
     )
     features: str | None = option("store the target's features once in this directory", None)
-    feature_dtype: str = option(
-        "dtype of stored features: auto, the target's own; int8 takes a byte a value, with a scale for every 64",
-        "auto",
-        choices=("auto", "int8"),
-    )
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MANY
     )
@@ -162,9 +157,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
         below=1,
     )
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
-    freeze_output: bool = option(
-        "eagle3: keep its output layer as it begins, the target's own rows; less memory", False
-    )
     held_out: float = option(
         "share of the conversations held out for validation", 0.02, above=0, below=1
     )
@@ -175,13 +167,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
     decode_on: int = option(
         "held-out prompts to decode at a validation, for the acceptance length in use; 0: none",
         8,
-        least=0,
-        most=MANY,
-    )
-    patience: int = option(
-        "end after this number of validations without a better acceptance length, and save the "
-        "best head; 0: never",
-        0,
         least=0,
         most=MANY,
     )
@@ -212,10 +197,6 @@ class TrainConfig(TargetOptions, Eagle3Options):
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )
-    shard_target: bool = option(
-        "split the target's layers over all processes (FSDP2), for one that fits no single GPU",
-        False,
-    )
     tracker: str | None = option(f"{either(TRACKERS)}", None, choices=TRACKERS)
 
     def __post_init__(self) -> None:
@@ -233,18 +214,17 @@ class TrainConfig(TargetOptions, Eagle3Options):
                 "--norm-before-fc and --fc-norm exclude each other: give one of them": (
                     self.norm_before_fc and self.fc_norm
                 ),
+                "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out": (
+                    self.training.restricted_first
+                    and self.from_head is not None
+                    and self.draft_vocab is not None
+                ),
                 "--from-head brings first weights: leave --first-weights out": (
                     self.from_head is not None and self.first_weights != "random"
-                ),
-                "--feature-dtype is of stored features: name their folder with --features": (
-                    self.feature_dtype != "auto" and self.features is None
                 ),
                 f"--tracker {self.tracker} needs its package: pip install {self.tracker}": (
                     self.tracker is not None
                     and not any(map(find_spec, (self.tracker, f"{self.tracker}X")))
-                ),
-                f"--patience {self.patience} needs --validate-every: it counts validations": (
-                    self.patience > 0 and not self.validate_every
                 ),
             }
         )

@@ -21,9 +21,9 @@ from treespec.train.config import TrainConfig
 from treespec.train.data.known import data_file
 from treespec.train.data.prepare import Data
 
-FORMAT = 2
+FORMAT = 3
 Record = dict[str, Any]  # the options of a run; of target and data digests of their content
-ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
+ENDS = {"epochs", "max_steps", "minutes"}  # when a run ends
 MAY_CHANGE = ENDS | {
     *("validate_every", "validate_on", "decode_on", "checkpoint_every"),
     *("tracker", "calibrate", "out"),
@@ -68,7 +68,7 @@ class Validation:
         return named
 
 
-def record_of(config: TrainConfig) -> Record:
+def record_of(config: TrainConfig, processes: int) -> Record:
     """The options of a run as its recipe settles them, with digests of its target and data.
 
     Raises InputError where one of them is not there.
@@ -77,6 +77,7 @@ def record_of(config: TrainConfig) -> Record:
     settled = {name: recipe.get(name, value) for name, value in asdict(config).items()}
     contents = {
         "format": FORMAT,
+        "processes": processes,
         "features": config.features is not None,
         "target": target_identity(config.target, config.placement),
         "data": digest(data_file(config.data)),

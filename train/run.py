@@ -14,10 +14,10 @@ from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
-from treespec.train.checkpoints import Place, take_weights
+from treespec.train.checkpoints import Place
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import prepare, read
-from treespec.train.loop.run import BEST, Run, check_weights, compare, validation
+from treespec.train.loop.run import Run, check_weights, validation
 from treespec.train.loop.steps import fit
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
 from treespec.train.record import Validation, finished, record_of, write_card
@@ -35,11 +35,11 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     folder = Path(config.out) / "training"
     config = replace(config, mixed_precision=precision_of(config))
     accelerator = make_accelerator(config)
-    record = record_of(config)
+    record = record_of(config, accelerator.num_processes)
     if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
-    examples = read(config, record, accelerator)
+    examples = read(config, accelerator)
 
     # 2. The main process holds the folder until the head is there.
     with locked(folder) if accelerator.is_main_process else nullcontext():
@@ -79,37 +79,21 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
 def finish(run: Run, place: Place) -> Validation:
     """Validate the head, and save it with its calibration and its card. place: where the run ended."""
-    # 1. The last head, or the best one.
-    config, accelerator, data = run.config, run.accelerator, run.data
+    config, accelerator, data, out = run.config, run.accelerator, run.data, Path(run.config.out)
     served, result = run.served(), validation(run)
-    if place.best_step:
-        compare(run, place, result)
-    if config.patience and place.best_step not in (0, place.step):
-        accelerator.wait_for_everyone()
-        best = run.folder / BEST
-        take_weights(
-            best, run.head, f"delete {best} and leave out --patience to save the last head"
-        )
-        accelerator.print(f"the best head is that of step {place.best_step}: it is saved")
-        served, result = run.served(), validation(run)
     accelerator.log(result.figures(), step=place.step)
-
-    # 2. It is saved.
     if accelerator.is_main_process:
-        save_head(run.head, config.out, run.target.dtype, leave_out=served.optional)
-    if run.vocabulary is not None:
-        restrict(served, run.target, run.vocabulary)
-    calibrates = accelerator.is_main_process or config.shard_target  # all gather its weights
-    if config.calibrate and data.held_out and calibrates:
-        try:
-            calibration = calibrate(served, run.target, list(run.held_out()), seed=config.seed)
-            if accelerator.is_main_process:
-                save_calibration(calibration, Path(config.out))
-        except InputError as error:
-            accelerator.print(
-                f"no calibration, --tree sampled will need treespec calibrate: {error}"
-            )
-    if accelerator.is_main_process:
+        save_head(run.head, out, run.target.dtype, leave_out=served.optional)
+        if run.vocabulary is not None:
+            restrict(served, run.target, run.vocabulary)
+        if config.calibrate and data.held_out:
+            try:
+                rows = list(run.held_out())
+                save_calibration(calibrate(served, run.target, rows, seed=config.seed), out)
+            except InputError as error:
+                accelerator.print(
+                    f"no calibration, --tree sampled will need treespec calibrate: {error}"
+                )
         write_json(run.folder / "config.json", run.record)
         write_card(config, data, place, result)
         write_json(run.folder / "result.json", asdict(result))

@@ -28,13 +28,11 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.folder import head_folder
 from treespec.heads.head import Head
-from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.checkpoints import latest_step, trained
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.prepare import Data
 
-OUTPUT = "lm_head.weight"  # of a head that may draft fewer tokens than the target has
 SHARE = 0.1  # of the random weights
 POSITIONS = 100_000  # that a fit sees; it has 2 H + 1 unknowns for each of its outputs
 RIDGE = 1e-4  # added to the diagonal, relative to its mean: features may depend on each other
@@ -45,12 +43,12 @@ def untrained(config: TrainConfig, target: Target) -> Head:
 
     What it shares with a target elsewhere is copied and not moved.
     """
-    options, fields = TRAINING[config.head].options, config.parts()
-    if "bias" in options:
+    fields, device = config.parts(), target.output_device
+    if "bias" in config.training.options:
         fields["bias"] = config.bias
-    if "draft_heads" in options:
+    if "draft_heads" in config.training.options:
         fields["heads"] = config.draft_heads
-    head, device = new_head(config.head, target, **fields), target.output_device
+    head = new_head(config.head, target, **fields)
     head.config = with_tokens(head.config, target)
     for module in cast(nn.Module, head).modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -62,87 +60,64 @@ def untrained(config: TrainConfig, target: Target) -> Head:
 def begin(
     config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
 ) -> Tensor | None:
-    """Set in place what the head begins with. Returns what `draft_vocabulary` does."""
-    before = None if config.from_head is None else comparable(config.from_head, head)
-    if config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
-        fit_feature(cast(EagleHead, head), data, config.seed)
-    vocabulary = draft_vocabulary(config, target, head, before, data, accelerator)
-    if before is not None:
-        take_trained(before, head, f"--from-head {config.from_head}")
-    if config.freeze_output:
-        cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
-    for module in list(cast(nn.Module, head).modules()):
-        if config.recipe.dropout and isinstance(module, nn.Sequential):
-            for position, part in enumerate(module):
-                if isinstance(part, nn.Identity):  # a gap of Hydra++, before a layer
-                    module[position] = nn.Dropout(config.recipe.dropout)
-    return vocabulary
-
-
-def draft_vocabulary(
-    config: TrainConfig,
-    target: Target,
-    head: Head,
-    before: Head | None,
-    data: Data,
-    accelerator: Accelerator,
-) -> Tensor | None:
-    """Choose the tokens that the head is to draft, and say how much of the data they are.
+    """Set in place what the head begins with, and choose the tokens that it is to draft.
 
     A head with an output layer of its own is restricted to them here. Another one is trained on all
     tokens: they are saved next to it and returned, to restrict it in the end.
-    before: the trained head of --from-head, whose tokens it drafts unless --draft-vocab is given.
     """
-    # 1. Those of the trained head, or the most frequent ones.
+    # 1. The tokens: those of the trained head, or the most frequent ones.
     own_output, tokens = config.training.restricted_first, None
+    before = None if config.from_head is None else comparable(config.from_head, head)
     if before is not None and config.draft_vocab is None:
         folder = head_folder(str(config.from_head))
         tokens = before.vocabulary if own_output else load_vocabulary(folder, target.vocab_size)
     elif number := vocabulary_size(config, target):
         tokens, _ = most_frequent([data.answers], number, target)
-    if tokens is None:
-        return None
+    if tokens is not None:
+        coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
+        target.output_rows(tokens[:1])  # raises what `restrict` would in the end
+        accelerator.print(
+            f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
+        )
+        if own_output:
+            restrict(head, target, tokens)
+            tokens = None
+        elif accelerator.is_main_process:
+            save_vocabulary(tokens, coverage, config.out)
 
-    # 2. They restrict the head now or in the end.
-    coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
-    target.output_rows(tokens[:1])  # raises what `restrict` would in the end
-    accelerator.print(
-        f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
-    )
-    if own_output:
-        restrict(head, target, tokens)
-        return None
-    if accelerator.is_main_process:
-        save_vocabulary(tokens, coverage, config.out)
+    # 2. First weights.
+    if before is not None:
+        take_trained(before, head, f"--from-head {config.from_head}")
+    elif config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
+        fit_feature(cast(EagleHead, head), data, config.seed)
+
+    # 3. Dropout, in the gaps that Hydra++ has before its layers.
+    for module in list(cast(nn.Module, head).modules()):
+        if config.recipe.dropout and isinstance(module, nn.Sequential):
+            for position, part in enumerate(module):
+                if isinstance(part, nn.Identity):
+                    module[position] = nn.Dropout(config.recipe.dropout)
     return tokens
 
 
-def vocabulary_size(config: TrainConfig, target: Target) -> int | None:
-    """The number of tokens that `draft_vocabulary` chooses; None: the head drafts all."""
+def vocabulary_size(config: TrainConfig, target: Target) -> int:
+    """The number of tokens that a head begins to draft; 0: all."""
     if config.draft_vocab is not None:
-        return config.draft_vocab or None
-    if not config.training.restricted_first or target.vocab_size <= DRAFT_VOCAB:
-        return None
-    try:
-        target.output_rows(torch.zeros(1, dtype=torch.int64))
-    except InputError:  # its output embedding cannot be cut
-        return None
-    return DRAFT_VOCAB
+        return config.draft_vocab
+    large = config.training.restricted_first and target.vocab_size > DRAFT_VOCAB
+    return DRAFT_VOCAB if large else 0
 
 
 @torch.no_grad()
 def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     """Set the first weights in place, fitted to conversations drawn by `seed`."""
     # 1. Normal equations: products in float32, their sums in float64.
-    width, biased = head.hidden_size, head.fc.bias is not None
-    inputs, device = 2 * width + biased, head.fc.weight.device
-    squares = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
-    products = torch.zeros(inputs, width, dtype=torch.float64, device=device)
-    order, positions = list(range(len(data.train))), 0
-    random.Random(seed).shuffle(order)
-    for number in order:
+    width, device, positions = head.hidden_size, head.fc.weight.device, 0
+    biased = head.fc.bias is not None
+    squares = torch.zeros(2 * width + biased, 2 * width + biased, device=device).double()
+    products = torch.zeros(2 * width + biased, width, device=device).double()
+    for number in random.Random(seed).sample(range(len(data.train)), len(data.train)):
         x, y = sides(head, data, number)
-        x = torch.cat([x, x.new_ones(len(x), 1)], dim=1) if biased else x
         squares += x.T @ x
         products += x.T @ y
         positions += len(x)
@@ -160,11 +135,15 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
 
 
 def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
-    """What `fc` sees [T - 2, 2 H] along a conversation, and the features [T - 2, H] that follow."""
+    """What `fc` sees [T - 2, 2 H] along a conversation, and the features [T - 2, H] that follow.
+
+    A bias sees a 1 at the end.
+    """
     features = data.features([number])[0].float()
     tokens = data.train[number].input_ids[1:-1].to(features.device)
-    embeddings = head.embedded(tokens, torch.float32)
-    return torch.cat([embeddings, features[:-2]], dim=1), features[1:-1]
+    seen = [head.embedded(tokens, torch.float32), features[:-2]]
+    seen += [features.new_ones(len(tokens), 1)] * (head.fc.bias is not None)
+    return torch.cat(seen, dim=1), features[1:-1]
 
 
 def comparable(folder: str, head: Head) -> Head:
@@ -183,23 +162,10 @@ def comparable(folder: str, head: Head) -> Head:
 def take_trained(before: Head, head: Head, named: str) -> None:
     """Copy the weights of a trained head. named: as an error calls it.
 
-    The two may draft other tokens: rows of the output layer are taken token by token, and a token
-    that the trained head does not draft keeps the target's row. A bias that it lacks is 0.
     Raises InputError for a head of other shapes.
     """
     weights = dict(before.named_parameters())
     for name, parameter in trained(head).items():
-        known = weights.get(name)
-        if name == OUTPUT and known is not None and known.shape[1:] == parameter.shape[1:]:
-            ours, theirs = (
-                torch.arange(one.vocab_size) if one.vocabulary is None else one.vocabulary.cpu()
-                for one in (head, before)
-            )
-            both = torch.isin(ours, theirs).nonzero().squeeze(1)
-            parameter[both] = known.to(parameter)[torch.searchsorted(theirs, ours[both])]
-        elif known is None and name.endswith(".bias"):
-            parameter.zero_()
-        elif known is None or known.shape != parameter.shape:
+        if name not in weights or weights[name].shape != parameter.shape:
             raise InputError(f"{named} has another {name} than a head for this target")
-        else:
-            parameter.copy_(known)
+        parameter.copy_(weights[name])

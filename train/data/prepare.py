@@ -1,7 +1,7 @@
 """What a run trains on: encoded conversations, split, with their features."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -10,26 +10,24 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.model.inspect import context_length
 from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config
-from treespec.text.encoding import Example, split
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import Example, encode_conversations, split
+from treespec.text.strings import one_line
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import padded
 from treespec.train.data.features import store
 from treespec.train.data.known import data_file
-from treespec.train.data.tokens import tokenised
 
 
 @dataclass(frozen=True)
 class Data:
-    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded.
-
-    stored: whether the features are read from files.
-    """
+    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded."""
 
     train: list[Example]
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
-    stored: bool
 
     @property
     def answers(self) -> Tensor:
@@ -37,19 +35,27 @@ class Data:
         return torch.cat([example.input_ids[example.loss_mask] for example in self.train])
 
 
-def read(
-    config: TrainConfig, contents: Mapping[str, object], accelerator: Accelerator
-) -> list[Example]:
-    """The conversations of the data as tokens; prints what is wrong with the others.
+def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
+    """The conversations of the data as tokens, by their digests; prints what is wrong with the others.
 
-    contents: has digests as "target" and "data".
+    Raises InputError for data or a tokenizer that cannot be used.
     """
+    # 1. The tokens.
+    tokenizer = load_tokenizer(config.target, config.placement)
+    if tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     model = load_config(config.target, config.placement)
-    context, _ = context_length(model.get_text_config())
-    data = str(data_file(config.data, accelerator.print))
-    config = replace(config, data=data, max_length=min(config.max_length, context))
-    with accelerator.local_main_process_first():  # the others find its tokens in the cache
-        return tokenised(config, contents, accelerator.print)
+    length = min(config.max_length, context_length(model.get_text_config())[0])
+    conversations, found = read_conversations(data_file(config.data, accelerator.print))
+    examples, encoded = encode_conversations(tokenizer, conversations, config.template, length)
+
+    # 2. What was left out.
+    accelerator.print(f"{config.data}: {found}")
+    if encoded.left_out or encoded.cut or encoded.thoughtless:
+        accelerator.print(f"encoded: {encoded}")
+    for problem in (*found.problems, *encoded.problems):
+        accelerator.print(f"  {one_line(problem)}")
+    return sorted(examples, key=lambda example: example.key)
 
 
 def prepare(
@@ -60,7 +66,8 @@ def prepare(
     accelerator: Accelerator,
 ) -> Data:
     """Split the conversations; with --features store them. aux_layers: the head's."""
-    largest = max((int(example.input_ids.max()) for example in examples), default=0)
+    # 1. The split.
+    largest = max(int(example.input_ids.max()) for example in examples)
     if largest >= target.vocab_size:
         raise InputError(
             f"{config.data} has token {largest} of the tokenizer, and the target has "
@@ -77,12 +84,14 @@ def prepare(
             "all conversations are the same: none is held out, so the head is neither validated nor "
             "calibrated"
         )
+
+    # 2. The features.
     rows = [example.input_ids for example in train]
+    if config.features is not None:
+        row, device = store(config, target, rows, aux_layers, accelerator).row, accelerator.device
+        return Data(train, held_out, lambda numbers: padded([*map(row, numbers)]).to(device))
 
     def computed(numbers: list[int]) -> Tensor:
         return target.features(padded([rows[i] for i in numbers]), aux_layers, last=True)
 
-    if config.features is None:
-        return Data(train, held_out, computed, stored=False)
-    stored, device = store(config, target, rows, aux_layers, accelerator), accelerator.device
-    return Data(train, held_out, lambda numbers: stored.batch(numbers).to(device), stored=True)
+    return Data(train, held_out, computed)

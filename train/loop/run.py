@@ -1,6 +1,7 @@
 """A run that has begun, and how well its head agrees with the target, predicted and decoded.
 
-The best head of a run is the directory OUT/training/best, for any command that takes a head.
+The best head of a run's validations is the directory OUT/training/best, for any command that takes a
+head.
 """
 
 import copy
@@ -12,7 +13,6 @@ from typing import cast
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from treespec.api.spec import Spec
@@ -28,7 +28,6 @@ from treespec.train.loop.meter import Meter
 from treespec.train.machine import whole
 from treespec.train.record import Record, Validation
 
-BEST = "best"
 DRAFT_STEPS = 5  # of a validation
 DECODE_TOKENS = 64  # most tokens of an answer that is decoded
 
@@ -72,8 +71,7 @@ class Run:
         for name, parameter in head.named_parameters():
             if name not in head.optional:
                 parameter.data = parameter.data.to(self.target.dtype)
-        cast(nn.Module, head).eval()
-        return head
+        return cast(Head, head.eval())
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Tokens [T], loss mask [T] and features [T, F] of conversations to validate on."""
@@ -81,15 +79,6 @@ class Run:
             tokens = example.input_ids.to(self.target.output_device)
             features = self.target.features(tokens[None], self.head.aux_layers, last=True)[0]
             yield tokens, example.loss_mask.to(tokens.device), features
-
-    def agreed(self, value: float) -> float:
-        """The main process's value, in all processes.
-
-        What they decide by values of their own, such as a clock's, would differ: they would come to
-        other weights, or wait for each other for ever.
-        """
-        own = torch.tensor(value, dtype=torch.float32, device=self.accelerator.device)
-        return float(broadcast(own))
 
 
 def check_weights(head: Head, what: str, folder: Path) -> None:
@@ -101,11 +90,10 @@ def check_weights(head: Head, what: str, folder: Path) -> None:
 def diverged(what: str, folder: Path) -> InputError:
     """The error of a run that cannot go on. It says which checkpoint is left in OUT/training."""
     step = latest_step(folder)
-    kept = "no checkpoint was written"
-    if step is not None:
-        kept = f"the checkpoint of step {step} is kept in {folder}"
+    kept = f"the checkpoint of step {step} is kept in {folder}"
     return InputError(
-        f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's --dtype"
+        f"{what}; {'no checkpoint was written' if step is None else kept}. Lower --learning-rate, or "
+        "look at the loss's options and the target's --dtype"
     )
 
 
@@ -119,23 +107,22 @@ def validate(
     finds the target's most likely token. `Kind.rollout` says what a draft step is along a sequence.
     """
     steps = draft_steps(head, steps)
-    agreeing, runs, positions = torch.zeros(steps), 0.0, 0
+    agreed = [torch.zeros(0, steps)]
     for tokens, mask, features in rows:
         inputs, last = target.parted(features, head.aux_layers)
         wanted = target.output_logits(last).argmax(-1)  # [T]
-        drafted = rollout(head, target, tokens, inputs, steps)
         found = [
             logits.argmax(-1) == wanted[step : step + len(logits)]
-            for step, logits in enumerate(drafted, start=1)
+            for step, logits in enumerate(rollout(head, target, tokens, inputs, steps), start=1)
         ]
         if found:
-            agree = torch.stack(found, dim=1)  # [R, steps]
-            agree = agree[mask[2 : 2 + len(agree)]]
-            agreeing += agree.float().sum(0).cpu()
-            runs += float(agree.int().cumprod(-1).sum())
-            positions += len(agree)
-    count = max(positions, 1)
-    return Validation((agreeing / count).tolist(), 1 + runs / count, positions)
+            agree = torch.stack(found, dim=1).float()  # [R, steps]
+            agreed.append(agree[mask[2 : 2 + len(agree)]].cpu())
+    agree = torch.cat(agreed)
+    positions = len(agree)
+    shares = agree.sum(0) / max(positions, 1)
+    runs = float(agree.cumprod(-1).sum()) / max(positions, 1)
+    return Validation(shares.tolist(), 1 + runs, positions)
 
 
 @torch.no_grad()
@@ -158,39 +145,28 @@ def validation(run: Run) -> Validation:
     config, head = run.config, run.served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
         result = validate(head, target, replace(run, target=target).held_out(), DRAFT_STEPS)
-        room = target.context_length // 2  # the other half is left for the answer
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())
-            if 0 < answer < room:
+            if 0 < answer < target.context_length // 2:  # the other half is left for the answer
                 prompts.append(example.input_ids[:answer].tolist())
-        if not prompts:
-            return result
-        decoded = decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
-        return replace(result, decoded_length=decoded)
+        if prompts:
+            decoded = decoded_length(head, target, prompts, DRAFT_STEPS, DECODE_TOKENS)
+            result = replace(result, decoded_length=decoded)
+        return result
 
 
 def look(run: Run, place: Place, meter: Meter) -> None:
-    """Validate within a run, report it, and keep the head where it is the best so far."""
+    """Validate within a run, report it, and keep the head in OUT/training/best if it is that.
+
+    Heads are compared by the acceptance length that was decoded, or else predicted.
+    """
     result = validation(run)
     meter.write({"step": place.step, **asdict(result)})
     run.accelerator.print(f"step {place.step}: {result}")
     run.accelerator.log(result.figures(), step=place.step)
-    compare(run, place, result)
-
-
-def compare(run: Run, place: Place, result: Validation) -> None:
-    """Keep the head of this step in OUT/training/best where it is the best so far.
-
-    Heads are compared by the acceptance length that was decoded, or else predicted.
-    """
-    if not result.positions:
-        return
-    value = run.agreed(result.decoded_length or result.acceptance_length)
-    if value <= place.best:
-        place.stale += 1
-        return
-    place.best, place.best_step, place.stale = value, place.step, 0
-    if run.accelerator.is_main_process:
-        with replacing(run.folder / BEST, run.head, Path(run.config.out)):
+    length = result.decoded_length or result.acceptance_length
+    if run.accelerator.is_main_process and result.positions and length > place.best:
+        place.best = length
+        with replacing(run.folder / "best", run.head, Path(run.config.out)):
             pass

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor
 
-from treespec.errors import InputError
 from treespec.files.atomic import write_json
 from treespec.heads.registry import Recipe
 from treespec.train import checkpoints
@@ -76,93 +76,77 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
 
     Returns where the run ended. Raises InputError for a run that diverges.
     """
-    # 1. Where the run is, and how its steps are shared.
-    config, accelerator, recipe, data = run.config, run.accelerator, run.config.recipe, run.data
-    place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer, accelerator.print)
-    groups = place.processes = place.processes or accelerator.num_processes
-    per_step, together = config.forwards(groups), config.batch_size * groups
-    each = forwards_each(per_step * groups, groups, accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = each
-    lengths = [len(example.input_ids) for example in data.train]
-    per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
-    clock = Clock(config.max_steps or max(1, recipe.epochs * per_epoch // per_step), config.minutes)
+    # 1. Where the run is, and how long it goes.
+    config, accelerator, recipe = run.config, run.accelerator, run.config.recipe
+    place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer)
+    processes, first, saved, in_a_row = accelerator.num_processes, place.step, place.step, 0
+    each = accelerator.gradient_accumulation_steps = config.forwards(processes)
+    lengths = [len(example.input_ids) for example in run.data.train]
+
+    def batches_of(epoch: int) -> list[list[int]]:
+        return epoch_batches(lengths, config.batch_size * processes, config.seed, epoch)
+
+    steps = config.max_steps or max(1, recipe.epochs * len(batches_of(0)) // each)
+    clock, started = Clock(steps, config.minutes), time.perf_counter() - place.seconds
 
     # 2. The forwards of this process, with the target's features.
-    everyones = forwards(place.step * per_step, lengths, together, config.seed, groups)
-    mine = islice(everyones, accelerator.process_index, None, accelerator.num_processes)
+    mine = forwards(place.step * each, batches_of, accelerator.process_index, processes)
 
     def features(forward: Forward) -> Tensor:
-        return data.features(forward.conversations)
+        return run.data.features(forward.conversations)
 
-    ready = read_ahead(mine, features) if data.stored else ((item, features(item)) for item in mine)
-    started, first, saved = time.perf_counter() - place.seconds, place.step, place.step
-    skipped, in_a_row, rate = 0, 0, 0.0
+    live = ((forward, features(forward)) for forward in mine)
+    ready = live if config.features is None else read_ahead(mine, features)
+
+    def elapsed() -> float:
+        """Seconds by the main process's clock: by their own, processes would decide otherwise."""
+        own = torch.tensor(time.perf_counter() - started, device=accelerator.device)
+        return float(broadcast(own))
 
     def save() -> int:
         """Write the checkpoint of this step, if its weights are finite."""
-        place.seconds = time.perf_counter() - started
         if accelerator.is_main_process:
             check_weights(run.head, f"the head after step {place.step}", run.folder)
             write_json(run.folder / "config.json", run.record)
             checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
         return place.step
 
-    with Meter(accelerator, run.folder / "metrics.jsonl", first, place.seconds) as meter:
-        while True:
-            elapsed = run.agreed(time.perf_counter() - started)
-            behind = clock.behind(place.step, elapsed)
-            if behind >= 1 or 0 < config.patience <= place.stale:
-                break
+    meter, rate = Meter(accelerator, run.folder / "metrics.jsonl", place), 0.0
+    place.seconds = elapsed()
+    while (behind := clock.behind(place.step, place.seconds)) < 1:
+        # 3. A step; one whose gradient is not finite is skipped.
+        rate = learning_rate(recipe, clock, place.step, place.seconds)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        losses, good = optimizer_step(run, islice(ready, each), draft_steps_at(recipe, behind))
+        place.step += 1
+        place.seconds = elapsed()
+        in_a_row = 0 if good else in_a_row + 1
+        if good:
+            meter.count(losses)
+        else:
+            meter.write({"step": place.step, "skipped": in_a_row})
+        if in_a_row == IN_A_ROW:
+            since = f"since step {place.step - IN_A_ROW + 1}"
+            raise diverged(f"the loss or its gradient is not finite {since}", run.folder)
+        behind = clock.behind(place.step, place.seconds)
+        if meter.due(place.step, place.seconds):
+            meter.line(place.step, place.seconds, behind, rate)
 
-            # 3. A step; one whose gradient is not finite is skipped.
-            rate = learning_rate(recipe, clock, place.step, elapsed)
-            for group in run.optimizer.param_groups:
-                group["lr"] = rate
-            losses, good = optimizer_step(run, islice(ready, each), draft_steps_at(recipe, behind))
-            place.step += 1
-            in_a_row = 0 if good else in_a_row + 1
-            if good:
-                meter.count(losses)
-            else:
-                skipped += 1
-                meter.write({"step": place.step, "skipped": skipped})
-            if in_a_row == IN_A_ROW:
-                raise diverged(
-                    f"the loss or its gradient is not finite since step {place.step - IN_A_ROW + 1}",
-                    run.folder,
-                )
-            behind = clock.behind(place.step, elapsed)
-            if meter.due(place.step, elapsed):
-                meter.line(place.step, elapsed, behind, rate)
+        # 4. Validate and save, where it is time. The end of the run is validated later.
+        if behind < 1 and config.validate_every and place.step % config.validate_every == 0:
+            look(run, place, meter)
+        if good and place.step % config.checkpoint_every == 0:
+            saved = save()
+        after_step(place.step)
 
-            # 4. Validate and save, where it is time. The end of the run is validated later.
-            if behind < 1 and config.validate_every and place.step % config.validate_every == 0:
-                look(run, place, meter)
-            if good and place.step % config.checkpoint_every == 0:
-                saved = save()
-            after_step(place.step)
-
-        # 5. What was skipped, and the last checkpoint.
-        meter.line(place.step, elapsed, behind, rate)
-        if skipped and skipped == place.step - first:
-            raise diverged("the loss or its gradient was not finite at any step", run.folder)
-        if skipped:
-            accelerator.print(
-                f"skipped steps: {skipped} of {place.step - first}, their gradient was not finite"
-            )
-        if not in_a_row and place.step > saved:
-            save()
+    # 5. The last checkpoint.
+    meter.line(place.step, place.seconds, 1.0, rate)
+    if 0 < in_a_row == place.step - first:
+        raise diverged("the loss or its gradient was not finite at any step", run.folder)
+    if not in_a_row and place.step > saved:
+        save()
     return place
-
-
-def forwards_each(total: int, groups: int, processes: int) -> int:
-    """Forwards of each process in a step of `total`. Raises InputError if they do not divide."""
-    if total % processes:
-        raise InputError(
-            f"the run began with {groups} processes and makes {total} forwards a step: go on with a "
-            f"number of processes that divides it, not {processes}"
-        )
-    return total // processes
 
 
 def optimizer_step(
@@ -175,21 +159,20 @@ def optimizer_step(
     """
     accelerator, optimizer, good = run.accelerator, run.optimizer, True
     losses: list[Loss] = []
-    total = torch.zeros((), device=accelerator.device)
     for forward, features in mine:
         with accelerator.accumulate(run.model):
             # 1. The loss, of which no graph is kept.
             loss = loss_of(run, forward, features, steps)
             accelerator.backward(loss.total)
             losses.append(loss._replace(total=loss.total.detach()))
-            total += losses[-1].total.to(total.device)
 
             # 2. A step of all processes or of none, as their weights must stay the same; a scaler
             #    skips a bad one itself, and lowers its scale.
             if accelerator.sync_gradients:
+                known = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
                 norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
-                known = total if norm is None else total + norm.to(total.device)
-                good = bool(accelerator.reduce(known, reduction="sum").isfinite().all())
+                known = known if norm is None else known + norm.to(known.device)
+                good = bool(accelerator.reduce(known, reduction="sum").isfinite())
             if good or accelerator.scaler is not None:
                 optimizer.step()
             optimizer.zero_grad()
@@ -199,7 +182,8 @@ def optimizer_step(
 def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
     """The loss of one forward. Its noise and dropout follow from the seed and its place."""
     config, device = run.config, features.device
-    seed = (config.seed * 1_000_003 + forward.batch) * 1009 + forward.group
+    place = forward.batch * 1009 + run.accelerator.process_index
+    seed = config.seed * 1_000_003 * 1009 + place
     if config.recipe.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
     rows = [run.data.train[i] for i in forward.conversations]

@@ -26,9 +26,6 @@ class Report:
     problems: list[str] = field(default_factory=list)  # the first few, with file and line
     thoughtless: int = 0
 
-    def __post_init__(self) -> None:
-        self.left_out = Counter(self.left_out)  # JSON holds a dict
-
     def leave_out(self, where: str, error: UnusableConversation) -> None:
         self.left_out[error.reason] += 1
         if len(self.problems) < SHOWN:
@@ -41,12 +38,6 @@ class Report:
         told = f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
         dropped = f"; the template drops the thoughts of {self.thoughtless} further answers, which"
         return f"{told}{dropped} do not count" if self.thoughtless else told
-
-    def add(self, other: "Report") -> None:
-        """Count what a later part of the data adds."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        del self.problems[SHOWN:]
 
 
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'

@@ -60,14 +60,6 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
-def refuse_unencoded(report: Report) -> None:
-    """Raises InputError where encoding left no conversation."""
-    if not report.used:
-        raise InputError(
-            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
-        )
-
-
 def encode_conversations(
     tokenizer: "PreTrainedTokenizerBase",
     conversations: Iterable[Conversation],
@@ -80,18 +72,6 @@ def encode_conversations(
     and counted. Raises InputError where nothing is left, for a missing template, and for a tokenizer
     without offsets.
     """
-    examples, report = encode_some(tokenizer, conversations, template, max_length)
-    refuse_unencoded(report)
-    return examples, report
-
-
-def encode_some(
-    tokenizer: "PreTrainedTokenizerBase",
-    conversations: Iterable[Conversation],
-    template: Template,
-    max_length: int,
-) -> tuple[list[Example], Report]:
-    """`encode_conversations` of a part of the data, of which nothing may be left."""
     if not tokenizer.is_fast:
         raise InputError(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
@@ -121,6 +101,10 @@ def encode_some(
         report.cut += len(whole.input_ids) > max_length
         report.thoughtless += whole.thoughtless
     report.used = len(examples)
+    if not examples:
+        raise InputError(
+            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
+        )
     return examples, report
 
 

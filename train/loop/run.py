@@ -8,7 +8,6 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -71,7 +70,7 @@ class Run:
         for name, parameter in head.named_parameters():
             if name not in head.optional:
                 parameter.data = parameter.data.to(self.target.dtype)
-        return cast(Head, head.eval())
+        return head.eval()
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Tokens [T], loss mask [T] and features [T, F] of conversations to validate on."""

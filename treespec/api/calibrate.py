@@ -1,10 +1,11 @@
 """Fit a head's calibration on text: predicted against actual acceptance."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, softplus
+from torch.nn.functional import one_hot, pad, softplus
 
 from treespec.api.spec import Spec
 from treespec.decoding.sequence import Recorded
@@ -14,14 +15,12 @@ from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.requests.options import Keywords
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.static import eagle
 from treespec.verify.distributions import rejections, without
 from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
-Outcomes = tuple[Tensor, ...]  # of `tried`, and a weight [n]
 
 TEMPERATURES = (0.3, 0.6, 1.0)
 PROMPTS = 12  # completions that rates are counted over
@@ -40,86 +39,78 @@ def calibrate(
     depth: draft steps. positions: the most positions for each draft step and temperature. Raises
     InputError if the text is too short.
     """
-    # 1. Sampled outcomes, and the two models fitted to them.
+    # 1. Sampled outcomes, and the two models fitted to them; the first model again at temperature 0.
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
-    depth = draft_steps(head, depth)
-
-    def sampled(*temperatures: float) -> list[Tensor]:
-        limits, samples = (depth, positions), list[Outcomes]()
-        for temperature in temperatures:
-            samples += outcomes(head, target, rows, limits, temperature, generator)
-        if not sum(len(sample[0]) for sample in samples):
+    limits, weights = (draft_steps(head, depth), positions), []
+    for temperatures in (TEMPERATURES, (0.0,)):
+        by_step = [outcomes(head, target, rows, limits, t, generator) for t in temperatures]
+        samples = [torch.cat(parts) for parts in zip(*chain(*by_step), strict=True)]
+        if not samples or not len(samples[0]):
             raise InputError(
                 "the text is too short to calibrate a head on: give longer conversations"
             )
-        return [torch.cat(parts) for parts in zip(*samples, strict=True)]
+        top, hit, draw, accepted, room, weight = samples
+        weights.append(logistic(top, hit, weight[:, None]))
+        if any(temperatures):
+            weights.append(logistic(draw, accepted / room, weight[:, None, None] * room))
 
-    top, top_hit, draw, draw_hit, room, weight = sampled(*TEMPERATURES)
-    tops = of_tops(top, top_hit, weight)
-    share = weight[:, None, None] * room
-    draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), share.flatten())
-
-    # 2. The first model again, at temperature 0.
-    top, top_hit, *_, weight = sampled(0.0)
-    greedy = of_tops(top, top_hit, weight)
-
-    # 3. Rates counted while the target writes, after what precedes the first counted token: at
+    # 2. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
-    proposer, prompts = proposer_of(head, target), []
-    for tokens, counts, _ in rows[:PROMPTS]:
-        first = max(int(counts.int().argmax()), 1)
-        prompts.append(tokens[: min(first, target.context_length // 2)].tolist())
+    proposer, half = proposer_of(head, target), target.context_length // 2
+    prompts = [
+        tokens[: min(max(int(counts.int().argmax()), 1), half)].tolist()
+        for tokens, counts, _ in rows[:PROMPTS]
+    ]
     rates = {f"{t:g}": own_rates(target, proposer, prompts, t) for t in (COLDEST, *TEMPERATURES)}
-    weights = [tuple(fitted.tolist()) for fitted in (tops, draws, greedy)]
-    return Calibration(weights[0], weights[1], weights[2], rates)
+    tops, draws, greedy = (tuple(fitted.tolist()) for fitted in weights)
+    return Calibration(tops, draws, greedy, rates)
 
 
 @torch.no_grad()
 def outcomes(
     head: Head,
     target: Target,
-    rows: Iterable[Row],
+    rows: Sequence[Row],
     limits: tuple[int, int],
     temperature: float,
     generator: torch.Generator,
-) -> list[Outcomes]:
+) -> Iterator[tuple[Tensor, ...]]:
     """Training data of the two models, from positions at all draft steps.
 
-    For each step: features and outcomes as of `tried`, and a weight [n]. The weight approximates how
-    often a tree reaches the text's token at that depth: the product of min(1, q/p) over the levels
+    Yields for each step features and outcomes as of `tried`, and a weight [n]. The weight approximates
+    how often a tree reaches the text's token at that depth: the product of min(1, q/p) over the levels
     above. limits: draft steps, and positions for each. At temperature 0 the target's choice is
     certain, and q is taken at temperature 1, as for the ranking of a tree's nodes.
     """
     depth, positions = limits
     params = SamplingParams(temperature or 1.0)
-    samples: list[Outcomes] = []
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
-        given, last = target.parted(known, head.aux_layers)
+        features, last = target.parted(known, head.aux_layers)
         law = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
-        for step, logits in enumerate(rollout(head, target, tokens, given, depth)):
+        for step, logits in enumerate(rollout(head, target, tokens, features, depth), 1):
             q = probs(logits, params)
-            p = law[step + 1 : step + 1 + len(q)]
-            following = tokens[step + 2 : step + 2 + len(q), None]
-            chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
-            of_chosen = p[chosen]
-            if not temperature:
-                of_chosen = one_hot(of_chosen.argmax(-1), p.shape[1]).to(p)
-            samples.append((*tried(of_chosen, q[chosen], step, generator), weight[chosen].cpu()))
+            p, following = law[step : step + len(q)], tokens[step + 1 : step + 1 + len(q), None]
+            chosen = counts[step + 1 : step + 1 + len(q)].nonzero().squeeze(1)[:: depth + 1]
+            wanted = p[chosen] if temperature else one_hot(p[chosen].argmax(-1), p.shape[1]).to(p)
+            yield *tried(wanted, q[chosen], step - 1, generator), weight[chosen].cpu()
             ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
             weight = weight * ratio.squeeze(1).clamp(max=1)
         positions -= len(chosen)
-    return samples
 
 
-def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Features and outcomes of one tree node for each row of p and q [n, V], on the host."""
+def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> list[Tensor]:
+    """What a node of the distributions p and q [n, V] shows the models, and what becomes of it.
+
+    On the host: features of the J top tokens [n, J, 4] and whether, or how likely, each is output
+    [n, J]; for draws after 0 to J tops features [n, J + 1, M, 7], the probability that each is
+    accepted [n, J + 1, M], and the probability that is left for it [n, J + 1, M].
+    """
     top, draw = map(torch.from_numpy, features_of(outline(q), depth))
     best = q.topk(min(TOPS, q.shape[-1])).indices
-    hit = torch.zeros(top.shape[:2], device=q.device)
-    hit[:, : best.shape[1]] = p.gather(1, best)
+    hit = pad(p.gather(1, best), (0, TOPS - best.shape[1]))
     accepted, room = [], []
     for j in range(TOPS + 1):
         rest = without(q, best[:, :j])
@@ -127,22 +118,17 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
         mass = rejections(p, laws_in_turn(rest, tokens), tokens)[0]
         accepted.append(mass)
         room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
-    return top, hit.cpu(), draw, torch.stack(accepted, dim=1).cpu(), torch.stack(room, dim=1).cpu()
-
-
-def of_tops(top: Tensor, hit: Tensor, weight: Tensor) -> Tensor:
-    """[4] weights of the model of top tokens. top: [n, J, 4]. hit: [n, J]. weight: [n]."""
-    share = weight[:, None].expand_as(hit)
-    return logistic(top.flatten(0, 1), hit.flatten(), share.flatten())
+    return [top, hit.cpu(), draw, torch.stack(accepted, 1).cpu(), torch.stack(room, 1).cpu()]
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
     """[f] weights of a logistic regression, by Newton's method.
 
-    x: [n, f]. y: [n] shares. weight: [n]. A step that raises the loss is halved: on few rows full
-    steps may diverge.
+    x: [..., f]. y: [...] shares. weight: broadcast to y. A step that raises the loss is halved: on
+    few rows full steps may diverge.
     """
-    x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
+    x, weight = x.double().flatten(0, -2), weight.double().expand_as(y).flatten()
+    y, weight = y.double().flatten(), weight / weight.sum()
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     solution = x.new_zeros(x.shape[1])
 
@@ -150,9 +136,9 @@ def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
         return weight @ (softplus(x @ at) - y * (x @ at)) + at @ ridge @ at / 2
 
     for _ in range(steps):
-        chance = torch.sigmoid(x @ solution)
-        gradient = x.T @ (weight * (chance - y)) + ridge @ solution
-        hessian = (x.T * (weight * chance * (1 - chance))) @ x + ridge
+        share = torch.sigmoid(x @ solution)
+        gradient = x.T @ (weight * (share - y)) + ridge @ solution
+        hessian = (x.T * (weight * share * (1 - share))) @ x + ridge
         step = torch.linalg.solve(hessian, gradient)
         while loss(solution - step) > loss(solution):
             step = step / 2
@@ -166,7 +152,6 @@ def own_rates(
     prompts: Sequence[Sequence[int]],
     temperature: float,
     tokens: int = 48,
-    seed: int = 0,
 ) -> tuple[float, ...]:
     """[K] Pr(the k-th draw without replacement is accepted), counted over completions of prompts.
 
@@ -177,26 +162,27 @@ def own_rates(
     judged, accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
 
     def count(seen: Recorded) -> None:
-        drafts, verdict = seen.tree.drafts, seen.verdict
-        if drafts is None:
-            return
-        draws_at = dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))  # [K]
-        for node, token in zip([0, *verdict.path], verdict.tokens, strict=True):
-            if (draws := draws_at.get(node)) is not None:
-                hit = (draws == token).double()
-                judged.add_((draws >= 0) * (1 - hit.cumsum(0) + hit))
+        drafts = seen.tree.drafts
+        draws_at = (
+            dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))
+            if drafts
+            else {}
+        )
+        for node, token in zip([0, *seen.verdict.path], seen.verdict.tokens, strict=True):
+            if node in draws_at:
+                hit = (draws_at[node] == token).double()
+                judged.add_((draws_at[node] >= 0) * (1 - hit.cumsum(0) + hit))
                 accepted.add_(hit)
 
     # 1. Decode and count.
     spec = Spec(target, proposer, tree, "rrs-wo")
-    options: Keywords = {"temperature": max(temperature, COLDEST), "max_new_tokens": tokens}
-    for i, prompt in enumerate(prompts):
-        request = spec.request(list(prompt), seed=seed + i, **options)
+    for seed, prompt in enumerate(prompts):
+        request = spec.request(
+            list(prompt), seed=seed, temperature=max(temperature, COLDEST), max_new_tokens=tokens
+        )
         request.listener = count
-        for _ in spec.decoder.run([request]):
-            pass
+        list(spec.decoder.run([request]))
 
     # 2. From rates given that earlier draws were refused, to unconditional ones.
     rates = (accepted / judged)[judged > 0]
-    refused = (1 - rates).cumprod(0)
-    return tuple((rates * torch.cat([refused.new_ones(1), refused[:-1]])).tolist())
+    return tuple((rates * pad((1 - rates).cumprod(0), (1, -1), value=1)).tolist())

@@ -236,5 +236,5 @@ def test_seeds_are_one_for_each_prompt(spec):
     ):
         with complains(complaint):
             texts(seed)
-    with complains(r"seed is \[7\]"):
-        spec.generate(TEXT, seed=[7])
+    with complains("2 seeds for 1 prompts"):
+        spec.generate(TEXT, seed=[7, 8])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Unpack, cast, final, overload
+from typing import Any, Unpack, final, overload
 
 from treespec.decoding.batch import ALONE
 from treespec.decoding.decode import Decoder
@@ -22,7 +22,7 @@ from treespec.requests.events import Cycle
 from treespec.requests.options import BatchKeywords, Keywords, Seed, Seeds, requested
 from treespec.requests.output import Output, Stream, output_of
 from treespec.requests.prepare import requests_for, seeds_of
-from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
+from treespec.text.prompts import Prompt, Prompts, Single, encode, prompts_of
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
@@ -63,24 +63,25 @@ class Spec:
         self.measured = 0  # the largest batch that `measure` knows the cost of
 
     def __repr__(self) -> str:
-        shown = [self.name, *self.drafting_names]
-        shown += [str(self.target.dtype).removeprefix("torch."), str(self.target.device)]
-        return f"Spec({', '.join(shown)})"
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return (
+            f"Spec({', '.join([self.name, *self.drafting_names, dtype, str(self.target.device)])})"
+        )
 
     @property
     def name(self) -> str:
         """The target's directory without its path, or its hub id, or its architecture."""
         model = self.target.model
-        known = str(getattr(model, "name_or_path", "") or "")
-        return (Path(known).name if Path(known).is_dir() else known) or type(model).__name__
+        known = str(getattr(model, "name_or_path", "") or type(model).__name__)
+        return Path(known).name if Path(known).is_dir() else known
 
     @property
     def drafting_names(self) -> list[str]:
         """The names of drafter, tree and verifier, or `no drafter`."""
         if self.source is None:
             return ["no drafter"]
-        tree = str(self.policy) if self.policy else ""
-        return [name for name in (self.source.name, tree, f"verifier {self.verifier.name}") if name]
+        tree = [str(self.policy)] if self.policy else []
+        return [self.source.name, *tree, f"verifier {self.verifier.name}"]
 
     @property
     def proposer(self) -> Proposer | None:
@@ -136,10 +137,10 @@ class Spec:
 
         seed: of the first; each other one has the next.
         """
-        count, wanted = whole("n", n, least=1), requested(options, "seed")
+        wanted = requested(options, "seed")
         ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
-        return requests_for(self.target, self.template, ids, wanted, seed, count)
+        return requests_for(self.target, self.template, ids, wanted, seed, n)
 
     def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
@@ -163,16 +164,8 @@ class Spec:
     ) -> Output: ...
     @overload
     def generate(
-        self, prompt: Arrays, *, n: None = None, **options: Unpack[BatchKeywords]
-    ) -> Output | list[Output]: ...
-    @overload
-    def generate(
-        self, prompt: Prompts, *, n: int, **options: Unpack[BatchKeywords]
-    ) -> list[list[Output]]: ...
-    @overload
-    def generate(
-        self, prompt: Single, *, n: int, **options: Unpack[BatchKeywords]
-    ) -> list[Output]: ...
+        self, prompt: Any, *, n: int | None = None, **options: Unpack[BatchKeywords]
+    ) -> Any: ...
     def generate(
         self,
         prompt: Prompt | Prompts,
@@ -181,7 +174,7 @@ class Spec:
         batch: int | None = None,
         seed: Seeds = None,
         **options: Unpack[Keywords],
-    ) -> Output | list[Output] | list[list[Output]]:
+    ) -> Any:
         """The answer; for a list of prompts a list. One forward of the target serves a batch of them.
 
         prompt: see `treespec.text.prompts`. n: give a list of n answers to each prompt, which is
@@ -194,34 +187,34 @@ class Spec:
         # 1. Options, before any prompt is blamed for them.
         requested(options, "n", "batch", "seed")
         several = prompts_of(prompt)
-        prompts = [cast(Prompt, prompt)] if several is None else several
+        prompts: list[Any] = [prompt] if several is None else several
         each, count = whole("n", 1 if n is None else n, least=1), len(prompts)
         most = count * each
         at_once = whole("batch", most if batch is None else batch, least=min(1, most))
         if count > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
-        seeds = [cast(Seed, seed)] if several is None else seeds_of(seed, count, each)
 
         # 2. The requests.
-        texts: list[Request] = []
-        for number, (one, own_seed) in enumerate(zip(prompts, seeds, strict=True), 1):
+        groups: list[list[Request]] = []
+        for one, own_seed in zip(prompts, seeds_of(seed, count, each), strict=True):
             try:
-                texts += self.requests(one, each, seed=own_seed, **options)
+                groups.append(self.requests(one, each, seed=own_seed, **options))
             except InputError as error:
                 if count == 1:
                     raise
-                raise InputError(f"prompt {number} of {count}: {error}") from None
+                raise InputError(f"prompt {len(groups) + 1} of {count}: {error}") from None
 
         # 3. Decode them together. Other threads wait meanwhile.
         self.measure(at_once)
-        pieces: dict[Request, list[Piece]] = {text: [] for text in texts}
+        pieces: dict[Request, list[Piece]] = {text: [] for group in groups for text in group}
         with self.decoder.lock:
-            for text, piece in self.decoder.run(texts, at_once) if texts else ():
+            for text, piece in self.decoder.run(list(pieces), at_once):
                 pieces[text].append(piece)
-        outputs = [output_of(pieces[text], text.stats) for text in texts]
-        groups: list[Any] = [outputs[first : first + each] for first in range(0, most, each)]
-        answers = outputs if n is None else groups
-        return answers if several is not None else answers[0]
+        answers: list[Any] = [
+            [output_of(pieces[text], text.stats) for text in group] for group in groups
+        ]
+        answers = [own for (own,) in answers] if n is None else answers
+        return answers[0] if several is None else answers
 
 
 def trace(

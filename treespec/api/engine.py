@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread, current_thread
-from types import TracebackType
 from typing import Unpack, final
 
 import psutil
@@ -54,15 +53,15 @@ class Engine:
         # 1. Limits.
         self.spec = spec.new()
         self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
-        self.decoder = self.spec.decoder
+        self.decoder, self.stretch = self.spec.decoder, 128
         with alone_with(self.decoder.models):
             self.spec.measure(self.batch)
-            known = columns is not None
-            self.columns = (
-                whole("columns", columns, 1) if known else free_columns(spec.target, self.batch)
-            )
+            if columns is None:
+                self.columns = free_columns(spec.target, self.batch)
+            else:
+                self.columns = whole("columns", columns, least=1)
         rows = self.decoder.rows
-        rows.keep, rows.columns, self.stretch = self.batch, self.columns, 128
+        rows.keep, rows.columns = self.batch, self.columns
 
         # 2. Requests, and the thread that answers them.
         self._changed = Condition()  # guards the fields below
@@ -72,16 +71,13 @@ class Engine:
         self._closed = False
         self._thread = Thread(target=self._work, name="treespec-engine", daemon=True)
         self._thread.start()
-        atexit.register(
-            self.close, False
-        )  # a thread that computes must not outlive the interpreter
+        # A thread that computes must not outlive the interpreter.
+        atexit.register(self.close, False)
 
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(finish=kind is None)
 
     @property
@@ -126,8 +122,7 @@ class Engine:
         as for `submit`.
         """
         # 1. The requests, on the caller's thread.
-        self._refuse(whole("n", n, least=1))
-        texts = self.spec.requests(prompt, n, seed=seed, **options)
+        texts = self.spec.requests(prompt, whole("n", n, least=1), seed=seed, **options)
         if self.columns is not None and texts[0].columns > self.columns:
             raise InputError(
                 f"the prompt and max_new_tokens take {texts[0].columns} positions, the memory for "
@@ -135,10 +130,16 @@ class Engine:
             )
 
         # 2. Their places in the queue.
-        pairs = zip(texts, on_pieces or [None] * n, strict=True)
-        answers = {text: Completion(text, on_piece) for text, on_piece in pairs}
+        answers = dict(zip(texts, map(Completion, texts, on_pieces or [None] * n), strict=True))
         with self._changed:
-            self._refuse(n)
+            pending, most = len(self._answers), self.batch + self.queue
+            if self._closed:
+                raise InputError("the engine is closed: begin another")
+            if pending + n > most:
+                raise Busy(
+                    f"{pending} requests run and wait, at most {most} may: try again later, or "
+                    "begin the engine with a longer queue"
+                )
             self._waiting += texts
             self._answers |= answers
             self._changed.notify_all()
@@ -160,17 +161,6 @@ class Engine:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _refuse(self, new: int) -> None:
-        if self._closed:
-            raise InputError("the engine is closed: begin another")
-        with self._changed:
-            pending = len(self._answers)
-        if pending + new > self.batch + self.queue:
-            raise Busy(
-                f"{pending} requests run and wait, at most {self.batch + self.queue} may: try "
-                "again later, or begin the engine with a longer queue"
-            )
-
     def _work(self) -> None:
         """The thread. Whatever ends it, no caller waits for ever."""
         try:
@@ -188,13 +178,11 @@ class Engine:
     def _answer_all(self) -> None:
         """A cycle of all running requests after another, until the engine is closed."""
         while True:
-            # 1. Requests leave the queue: cancelled ones, and those that there is room for.
+            # 1. Requests that there is room for leave the queue.
             with self._changed:
                 self._changed.wait_for(lambda: self._answers or self._closed)
                 if not self._answers:
                     return
-                left = [text for text in self._waiting if text.ended]
-                self._waiting = deque(text for text in self._waiting if not text.ended)
                 entering = admitted(self._waiting, self._running, self.batch, self.columns)
                 self._running += entering
 
@@ -202,12 +190,12 @@ class Engine:
             for text, piece in self._step(entering):
                 self._answers[text].take(piece)
 
-            # 3. Requests that have ended.
-            ended = [text for text in self._running if text.ended]
-            self._running = [text for text in self._running if not text.ended]
-            for text in left + ended:
-                with self._changed:
-                    answer = self._answers.pop(text)
+            # 3. Requests that have ended, in the queue too.
+            with self._changed:
+                ended = [self._answers.pop(text) for text in [*self._answers] if text.ended]
+                self._waiting = deque(text for text in self._waiting if not text.ended)
+                self._running = [text for text in self._running if not text.ended]
+            for answer in ended:
                 answer.end()
             rows = self.decoder.rows
             if not self._running and (rows.texts or rows.entering):
@@ -228,9 +216,8 @@ class Engine:
         # A stretch of a prompt that goes on takes the time of about two cycles.
         prefill, cycle = self.decoder.seconds
         if pieces and rows.entering:
-            longer = 2 * self.stretch if prefill < 1.5 * cycle else self.stretch
-            wanted = self.stretch // 2 if prefill > 3 * cycle else longer
-            self.stretch = min(max(wanted, LEAST), STRETCH)
+            factor = 0.5 if prefill > 3 * cycle else 2 if prefill < 1.5 * cycle else 1
+            self.stretch = min(max(int(self.stretch * factor), LEAST), STRETCH)
         return pieces
 
 
@@ -247,26 +234,19 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     at a time; their recurrent states, if the target has any, are taken from the free memory first.
     The caller holds the model.
     """
-    # 1. Bytes of a column, from a cache with one token.
+    # 1. Bytes of a column, from a cache with one token. Recurrent layers alone have none: a text's
+    #    state has one size, whatever its length.
     cache = target.new_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
-    storages = [states for layer in cache.tree_layers for states in layer.storage]
-    size = sum(states[0, :, 0].numel() * states.element_size() for states in storages)
-    if not size:
-        return None  # recurrent layers alone: a text's state has one size, whatever its length
+    storages = [states[0, :, 0] for layer in cache.tree_layers for states in layer.storage]
+    size = sum(states.numel() * states.element_size() for states in storages)
 
-    # 2. Bytes of the texts' recurrent states.
-    beside = texts * cache.state_bytes
-
-    # 3. Free bytes, where the output layer lies.
+    # 2. Free bytes, where the output layer lies, less the texts' recurrent states.
     device = target.output_device
-    if device.type == "cpu":
-        free = free_memory()
-    elif device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
+    known = {"cpu": free_memory, "cuda": lambda: torch.cuda.mem_get_info(device)[0]}
+    if not size or device.type not in known:
         return None
-    return max(free - beside, 0) // (SHARE * size)
+    return max(known[device.type]() - texts * cache.state_bytes, 0) // (SHARE * size)
 
 
 def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:

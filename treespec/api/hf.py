@@ -42,30 +42,19 @@ from treespec.text.ending import Ending
 log = logging.getLogger(__name__)
 
 CANNOT = "treespec.api.hf.Trees cannot do {}: leave it out, or leave out custom_generate"
-# Options of `generate` by what they ask for. A value that is set, and is not this one, is refused.
-REFUSED: dict[str, object] = {
-    "num_beams": 1,
-    "penalty_alpha": 0,
-    "dola_layers": None,
-    "prompt_lookup_num_tokens": None,
-    "assistant_early_exit": None,
-    "guidance_scale": 1,
-    "encoder_repetition_penalty": 1,
-    "encoder_no_repeat_ngram_size": 0,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-}
+# Options of `generate` that ask for another decoding method, or for what trees do not keep.
+REFUSED = (
+    *("num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens"),
+    *("assistant_early_exit", "guidance_scale", "encoder_repetition_penalty"),
+    *("encoder_no_repeat_ngram_size", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states"),
+)
+AT_ONE = ("num_beams", "guidance_scale", "encoder_repetition_penalty")  # they ask for nothing at 1
 # What `generate` hands to every decoding method beside the options.
-UNDERSTOOD = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-}
+UNDERSTOOD = (
+    *("attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("logits_to_keep", "cache_position"),
+)
 # The last steps of a distribution, in the order that `SamplingParams` has too, and their attributes.
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -121,15 +110,18 @@ class Trees:
         spec, streamer = self.spec, self.streamer
 
         # 2. Where answers end: at tokens, at a length, or where another criterion says so.
-        ends, most, others = set[int](), input_ids.shape[1], StoppingCriteriaList()
-        for criterion in stopping_criteria:
-            if isinstance(criterion, EosTokenCriteria):
-                ends.update(criterion.eos_token_id.flatten().tolist())
-            elif isinstance(criterion, MaxLengthCriteria):
-                most = criterion.max_length
-            else:
-                others.append(criterion)
-        most -= input_ids.shape[1]
+        ends = frozenset(
+            token
+            for criterion in stopping_criteria
+            if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.flatten().tolist()
+        )
+        most = (stopping_criteria.max_length or 0) - input_ids.shape[1]
+        others = StoppingCriteriaList(
+            criterion
+            for criterion in stopping_criteria
+            if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
+        )
 
         # 3. A request for each row.
         params, processors = sampling_of(logits_processor, bool(generation_config.do_sample))
@@ -143,7 +135,7 @@ class Trees:
             room = room_of(spec.target, prompt)
             if room < most:
                 log.warning("generate wants %d tokens, the context holds %d more", most, room)
-            ending = Ending(None, frozenset(ends), (), min(room, most))
+            ending = Ending(None, ends, (), min(room, most))
             generator = torch.Generator(spec.target.output_device).manual_seed(seed)
             rows[Request(prompt, ending, generator, Stats(), distribution)] = ids
 
@@ -213,8 +205,11 @@ def refuse(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, A
     """Raises InputError for what trees cannot do. A fresh cache among the inputs is `generate`'s own."""
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder: trees need a decoder")
-    options = {name: getattr(config, name, None) for name in REFUSED}
-    wanted = [name for name, value in options.items() if value not in (None, False, REFUSED[name])]
+    wanted = [
+        name
+        for name in REFUSED
+        if getattr(config, name, None) not in (None, False, int(name in AT_ONE))
+    ]
     wanted += [n for n, value in inputs.items() if n not in UNDERSTOOD and value is not None]
     cache = inputs.get("past_key_values")
     wanted += ["past_key_values"] if cache is not None and cache.get_seq_length() else []

@@ -19,7 +19,8 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.draft.calibration import Calibration
 from treespec.draft.models.model import ModelProposer
-from treespec.eval.certify.places import places
+from treespec.eval.certify.draws import DRAWS, POWER, REPEATS
+from treespec.eval.certify.places import BY_P, BY_RATIO, CYCLES, FIRST, RANK, TOKENS, places
 from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.eval.certify.statistics import least_gap
@@ -77,7 +78,7 @@ def test_a_wrong_greedy_answer_is_found(headed, monkeypatch):
 def test_what_the_models_own_config_adds_is_left_out_and_said(headed, monkeypatch):
     """A repetition penalty and suppressed tokens change generate's answer, but not the certificate."""
     first = headed.generate(PROMPTS[0], max_new_tokens=1).token_ids
-    own = GenerationConfig(repetition_penalty=3.0, suppress_tokens=first, no_repeat_ngram_size=1, num_beams=2)
+    own = GenerationConfig(repetition_penalty=3.0, suppress_tokens=first, no_repeat_ngram_size=2, num_beams=2)
     monkeypatch.setattr(headed.target.model, "generation_config", own)
     model, prompt = headed.target.model, torch.tensor([PROMPTS[0]])
     assert model.generate(prompt, max_new_tokens=1, pad_token_id=0)[0, -1].item() not in first
@@ -113,12 +114,14 @@ def test_the_places_are_those_of_the_text(headed):
     for prompt, output in ((PROMPTS[0], [3, 8, 1]), ([5], [3, 8, 1]), ([5], [7])):
         [found] = places(headed, [Sample(0, prompt, output, params)])
         laws = (headed.target.model(torch.tensor([prompt + output])).logits[0].double() / 0.7).softmax(-1)
-        assert [len(row) for row in (found.by_ratio, found.by_p, found.by_number, found.rank)] == [len(output)] * 4
+        assert [len(found[name]) for name in (BY_RATIO, BY_P, RANK)] == [len(output)] * 3
+        by_number = torch.cat([found[TOKENS][:1, 0], found[TOKENS][:, 1]])
         for i, token in enumerate(output):
             law = laws[len(prompt) - 1 + i]
             below = law[law < law[token]].sum()
-            assert below - 1e-5 <= found.by_p[i] <= below + law[token] + 1e-5
-            assert law[:token].sum() - 1e-5 <= found.by_number[i] <= law[: token + 1].sum() + 1e-5
+            assert below - 1e-5 <= found[BY_P][i] <= below + law[token] + 1e-5
+        for token, law, number in zip(output, laws[len(prompt) - 1 :], by_number, strict=False):
+            assert law[:token].sum() - 1e-5 <= number <= law[: token + 1].sum() + 1e-5
 
 
 def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
@@ -143,7 +146,7 @@ def test_a_drafter_that_is_a_model_is_asked_with_its_own_law():
     spec = tiny("3x1", "rrs")
     assert spec.head is None
     found = Examination(spec, PROMPTS, SHORT).verdict()
-    assert "first tokens of cycles follow it, by p over the reported q" in [test["test"] for test in found["tests"]]
+    assert FIRST in [test["test"] for test in found["tests"]]
 
 
 SHAPED = replace(CONFIG, tokens=120, length=12, repetition_penalty=1.3, frequency_penalty=0.4)
@@ -168,12 +171,6 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
 
 
 TESTS = 10  # of samples, at most
-DRAWS = "draws follow their reported distribution"
-POWERS = "draws are not from a power of it"
-REPEATS = "draws do not repeat them more often, or less"
-CYCLES = "cycles are independent of the cycle before"
-TOKENS = "tokens follow the target's distribution, by p/q"
-FIRST = "first tokens of cycles follow it, by p over the reported q"
 
 
 def p_values(spec, tokens, seed=0):
@@ -199,13 +196,13 @@ def before_truncation(scheme, q, k, generator):
 @pytest.mark.parametrize(
     "tree, verifier, tokens, plant, question",
     [
-        ("64x1", "rrs", 400, faults.draws_from_a_hotter_law, POWERS),
+        ("64x1", "rrs", 400, faults.draws_from_a_hotter_law, POWER),
         ("4x2", "optimal", 96, faults.phantoms_dropped, REPEATS),
         ("chain:1", "single", 1600, faults.coins_reused, FIRST),
         ("chain:3", "single", 200, faults.seeded_anew, CYCLES),
         ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=wrong_residual), FIRST),
         ("8x1", "rrs-wo", 100, lambda spec: faults.change(spec, drawing=before_truncation), DRAWS),
-        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), TOKENS),
+        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), BY_RATIO),
     ],
     ids=["hotter draws", "phantoms", "coins reused", "seeded again", "residual", "before top-p", "temperature"],
 )
@@ -227,7 +224,7 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
         spec = tiny("chain:1", "single")
         faults.change(spec, planning=plan)
         texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
-        return torch.cat([place.by_p for place in places(spec, texts)]).numpy()
+        return torch.cat([place[BY_P] for place in places(spec, texts)]).numpy()
 
     size = least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
     assert size < 1
@@ -237,4 +234,4 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
 
 def test_a_chain_that_drops_the_doubted_token_is_found(monkeypatch):
     faults.doubted_token_dropped(monkeypatch)
-    assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 96)[POWERS] < CONFIG.error / TESTS
+    assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 96)[POWER] < CONFIG.error / TESTS

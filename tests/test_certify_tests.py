@@ -47,7 +47,7 @@ def test_exact_texts_fail_as_often_as_stated():
         by_p, by_number, ranks = texts(generator, 24)
         failures[0] += uniform(by_p.flatten()) < ERROR
         failures[1] += independent(torch.cat([successive(row) for row in by_number])) < ERROR
-        failures[2] += exchangeable(list(ranks[:12]), list(ranks[12:]), ERROR)[0] < ERROR
+        failures[2] += exchangeable(ranks.split(12), ERROR)[0] < ERROR
     low, high = binom.ppf([1e-4, 1 - 1e-4], ROUNDS, ERROR)
     assert ((failures >= low) & (failures <= high)).all(), failures
 

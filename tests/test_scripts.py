@@ -15,9 +15,8 @@ from http_serving import serving, tiny_spec
 SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
 RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
-    ("measure", "long-context target head 32 --max-new-tokens 4", r"\| 32 \| \+\d+ MiB \|"),
+    ("measure", "long-context target head 32", r"\| 32 \| \+\d+ MiB \|"),
     ("measure", "paired one.jsonl other.jsonl", r"\+100% \(\+100% to \+100%\)"),
-    ("measure", "recurrent --kinds lfm2 --rounds 1 --context 4", r"\| lfm2 \| [\d.]+ \| [\d.]+ \([\d.]+\) \|"),
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]

@@ -4,17 +4,20 @@ The scheme says which draws are random (`Scheme.chance`); their distributions ar
 once more, apart from its code.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from treespec.eval.certify.statistics import ODDS, POWERS, on_odds, on_powers
+from treespec.eval.certify.statistics import on_odds, on_powers
 from treespec.trees.tree import Drafts
 from treespec.verify.scheme import Chance
 
+DRAWS = "draws follow their reported distribution"
+POWER = "draws are not from a power of it"
+REPEATS = "draws do not repeat them more often, or less"
 NONE = torch.empty(0, dtype=torch.float64)
-NO_POWERS, NO_ODDS = NONE.view(0, len(POWERS)), NONE.view(0, len(ODDS))
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,15 @@ class Cycle:
     """One cycle of one sequence. Places are numbers in [0, 1], uniform if draws have their distribution.
 
     tokens: the n committed tokens.
-    draws: [m] the place of each draw of the tree, tokens ordered by q.
+    numbers: by question: of `DRAWS` [m] the place of each draw of the tree, tokens ordered by q; of
+    `POWER` [m, POWERS] and of `REPEATS` [r, ODDS] bets.
     first: [I] the place of the first draw at each inner node, tokens ordered by number.
-    hotter: [m, POWERS] bets that the draws come from a power of their distribution.
-    rarer: [r, ODDS] bets that draws repeat an earlier one of their node more often, or less.
     root_q: [V] q at the root; None where the root has no draws.
     """
 
     tokens: list[int]
-    draws: Tensor = NONE
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
     first: Tensor = NONE
-    hotter: Tensor = NO_POWERS
-    rarer: Tensor = NO_ODDS
     root_q: Tensor | None = None
 
 
@@ -45,12 +45,12 @@ def shown(
         return Cycle(tokens)
     q, draws, is_first = drawn(chance, drafts)
     number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
-    by_number = placed(q[is_first], number[is_first], draws[is_first], coins)
-    rarer = on_odds(*repeats_among(drafts, coins)).cpu() if chance == "independent" else NO_ODDS
+    first = placed(q[is_first], number[is_first], draws[is_first], coins)
+    numbers = {DRAWS: placed(q, q, draws, coins), POWER: on_powers(q, draws).cpu()}
+    if chance == "independent" and drafts.q.dim() == 2:
+        numbers[REPEATS] = on_odds(*repeats_among(drafts, coins)).cpu()
     at_root = drafts.q[drafts.nodes == 0].flatten(0, -2)
-    root_q = at_root[0] if len(at_root) else None
-    places = placed(q, q, draws, coins)
-    return Cycle(tokens, places, by_number, on_powers(q, draws).cpu(), rarer, root_q)
+    return Cycle(tokens, numbers, first, at_root[0] if len(at_root) else None)
 
 
 def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,10 +62,9 @@ def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
     # 1. Which draws are random, and which tokens are sure.
     tokens, sure = drafts.draws.tokens, sure_tokens(drafts)
     present = tokens >= 0
-    random = present & ~sure if chance else torch.zeros_like(present)
+    random = present & ~sure & bool(chance)
     if chance == "the last":
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        random &= columns == present.sum(1, keepdim=True) - 1
+        random &= present.cumsum(1) == present.sum(1, keepdim=True)
         sure = present & ~random
     elif chance == "the first":
         random[:, 1:] = False
@@ -81,14 +80,12 @@ def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
 
 
 def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Whether independent draws repeat one another, for all but the first draw of each node.
+    """Whether independent draws of one distribution repeat one another, but for each node's first.
 
     Returns for r draws: whether each repeats an earlier one of its node, and the probability of that.
     The order of a node's draws may depend on its tokens, so they are taken in a random one.
     """
-    # 1. The draws of one distribution, in an order that their tokens do not decide.
-    if drafts.q.dim() == 3:
-        return NONE.bool(), NONE
+    # 1. The draws, in an order that their tokens do not decide.
     sure = sure_tokens(drafts)
     q = without(drafts.q, drafts.draws.tokens, sure)
     tokens = drafts.draws.tokens.masked_fill(sure, -1)

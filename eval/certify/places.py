@@ -6,7 +6,6 @@ that the draft used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import rollout
 from treespec.eval.certify import statistics
-from treespec.eval.certify.draws import Cycle, placed
+from treespec.eval.certify.draws import DRAWS, POWER, REPEATS, placed
 from treespec.eval.certify.samples import Sample
 from treespec.shaping.sampling import SamplingParams, probs
 
@@ -27,29 +26,23 @@ GAP: Statistic = (statistics.uniform, statistics.least_gap)
 PAIRS: Statistic = (statistics.independent, statistics.least_correlation)
 BET: Statistic = (statistics.lost, lambda n, error: None)
 
-
-@dataclass(frozen=True)
-class Places:
-    """The places of a sequence's tokens, numbers in [0, 1] (`placed`).
-
-    by_ratio, by_p, by_number: [n] places in p, tokens ordered by p/q, by p, by number.
-    rank: [n] places in q, tokens ordered by q.
-    first: [c] by_number of the first token of each cycle.
-    first_by_ratio: places of these tokens in p, ordered by p over the root's q; only of cycles
-    whose root has draws.
-    """
-
-    by_ratio: Tensor
-    by_p: Tensor
-    by_number: Tensor
-    rank: Tensor
-    first: Tensor
-    first_by_ratio: Tensor
+BY_RATIO = "tokens follow the target's distribution, by p/q"
+BY_P = "tokens follow the target's distribution, by p"
+FIRST = "first tokens of cycles follow it, by p over the reported q"
+TOKENS = "tokens are independent of the token before"
+CYCLES = "cycles are independent of the cycle before"
+PATHS = "draws are independent of the draws before"
+QUESTIONS = {
+    **dict.fromkeys((BY_RATIO, BY_P, FIRST, DRAWS), GAP),
+    **dict.fromkeys((POWER, REPEATS), BET),
+    **dict.fromkeys((TOKENS, CYCLES, PATHS), PAIRS),
+}
+RANK = "samples look like model.generate's, by the draft's rank"
 
 
 @torch.no_grad()
-def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[Places]:
-    """The places of sequences. changes: options of `Spec.generate` that change the logits."""
+def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[dict[str, Tensor]]:
+    """The numbers of each sequence. changes: options of `Spec.generate` that change the logits."""
     coins, target = torch.Generator().manual_seed(len(samples)), spec.target
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * target.vocab_size))
@@ -69,42 +62,51 @@ def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[Pl
                 logits = spec.request(sample.prompt, **changes).distribution.shape(paths, logits)
             p = probs(logits, sample.params)
             inputs = rows[row, :length], features[row, :length]
-            yield places_in(p, q_of(spec, *inputs, first, sample.params), sample, coins)
+            yield numbers_of(p, q_of(spec, *inputs, first, sample.params), sample, coins)
 
 
-def places_in(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> Places:
-    """The places of one sequence. p, q: [n, V] of its tokens."""
+def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> dict[str, Tensor]:
+    """The numbers of one sequence by question; `RANK`: [n] places in q, tokens ordered by q.
 
-    def ratio(p: Tensor, q: Tensor) -> Tensor:
-        return p / q.clamp(min=torch.finfo(q.dtype).tiny)
-
-    tokens = torch.tensor(sample.output, device=p.device)
-    by_number = placed(p, torch.arange(p.shape[1], device=p.device).expand_as(p), tokens, coins)
-    begins = starts(sample)
-    drafted = {at: cycle.root_q for at, cycle in begins if cycle.root_q is not None}
-    at, first_by_ratio = [*drafted], by_number[:0]
-    if drafted:
-        order = ratio(p[at], torch.stack([*drafted.values()]))
-        first_by_ratio = placed(p[at], order, tokens[at], coins)
-    return Places(
-        placed(p, ratio(p, q), tokens, coins),
-        placed(p, p, tokens, coins),
-        by_number,
-        placed(q, q, tokens, coins),
-        by_number[[at for at, _ in begins]],
-        first_by_ratio,
-    )
-
-
-def starts(sample: Sample) -> list[tuple[int, Cycle]]:
-    """Where in the output each cycle begins.
-
-    Two cycles of three and two tokens, of which the output keeps the first four, begin at 0 and 3:
+    Cycles of three and two tokens, of which the output keeps the first four, begin at 0 and 3:
 
         cycles    a b c | d e         output    a b c d
+
+    p, q: [n, V] of its tokens.
     """
-    lengths = [len(cycle.tokens) for cycle in sample.cycles]
-    return list(zip(accumulate([0, *lengths]), sample.cycles, strict=False))
+    # 1. Places of the tokens in p, ordered by p/q, by p and by number.
+    tokens, cycles = torch.tensor(sample.output, device=p.device), sample.cycles
+    ratio, by_token = p / q.clamp(min=torch.finfo(q.dtype).tiny), torch.arange(p.shape[1])
+    by_number = placed(p, by_token.to(p.device).expand_as(p), tokens, coins)
+    begins = list(accumulate((len(cycle.tokens) for cycle in cycles[:-1]), initial=0))
+    found = {
+        BY_RATIO: placed(p, ratio, tokens, coins),
+        BY_P: placed(p, p, tokens, coins),
+        RANK: placed(q, q, tokens, coins),
+        TOKENS: successive(by_number),
+    }
+    if not cycles:
+        return found
+
+    # 2. Of the first tokens of cycles, ordered by number, and by p over the root's q.
+    found[CYCLES] = successive(by_number[begins])
+    drafted = {
+        at: cycle.root_q
+        for at, cycle in zip(begins, cycles, strict=True)
+        if cycle.root_q is not None
+    }
+    if drafted:
+        at, roots = [*drafted], torch.stack([*drafted.values()])
+        order = p[at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
+        found[FIRST] = placed(p[at], order, tokens[at], coins)
+
+    # 3. Of draws; those of first draws at successive nodes, and at the same node of successive trees.
+    for name in (DRAWS, POWER, REPEATS):
+        if own := [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]:
+            found[name] = torch.cat(own)
+    firsts = [cycle.first for cycle in cycles]
+    pairs = [*map(successive, firsts), *(paired(*trees) for trees in pairwise(firsts))]
+    return found | {PATHS: torch.cat(pairs)}
 
 
 def q_of(
@@ -145,50 +147,12 @@ def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
     return counts / counts.sum(-1, keepdim=True)
 
 
-def questions(
-    mine: Sequence[Places], ours: Sequence[Sample]
-) -> list[tuple[str, Tensor, Statistic]]:
-    """The name of each question, its numbers and its statistic.
-
-    A question without numbers has no meaning for the scheme, and is left out. mine: places of the
-    sequences' tokens. ours: the sequences.
-    """
-    cycles = [cycle for sample in ours for cycle in sample.cycles]
-    successive_draws = [pair for sample in ours for pair in draw_pairs(sample.cycles)]
-    asked: list[tuple[str, Statistic, list[Tensor]]] = [
-        ("tokens follow the target's distribution, by p/q", GAP, [x.by_ratio for x in mine]),
-        ("tokens follow the target's distribution, by p", GAP, [x.by_p for x in mine]),
-        (
-            "first tokens of cycles follow it, by p over the reported q",
-            GAP,
-            [x.first_by_ratio for x in mine],
-        ),
-        ("draws follow their reported distribution", GAP, [cycle.draws for cycle in cycles]),
-        ("draws are not from a power of it", BET, [cycle.hotter for cycle in cycles]),
-        ("draws do not repeat them more often, or less", BET, [cycle.rarer for cycle in cycles]),
-        (
-            "tokens are independent of the token before",
-            PAIRS,
-            [successive(x.by_number) for x in mine],
-        ),
-        ("cycles are independent of the cycle before", PAIRS, [successive(x.first) for x in mine]),
-        ("draws are independent of the draws before", PAIRS, successive_draws),
-    ]
-    joined = [(name, torch.cat(rows), by) for name, by, rows in asked if rows]
-    return [question for question in joined if len(question[1])]
-
-
 def successive(numbers: Tensor) -> Tensor:
     """[n - 1, 2] the pairs of successive numbers [n]."""
-    return torch.stack([numbers[:-1], numbers[1:]], dim=1)
+    return paired(numbers[:-1], numbers[1:])
 
 
-def draw_pairs(cycles: Sequence[Cycle]) -> Iterator[Tensor]:
-    """[m, 2] pairs of places of first draws.
-
-    At successive nodes of a tree, and at the same node of successive trees of a sequence.
-    """
-    yield from (successive(cycle.first) for cycle in cycles)
-    for before, now in pairwise(cycle.first for cycle in cycles):
-        both = min(len(before), len(now))
-        yield torch.stack([before[:both], now[:both]], dim=1)
+def paired(before: Tensor, now: Tensor) -> Tensor:
+    """[n, 2] pairs of the numbers that both have."""
+    both = min(len(before), len(now))
+    return torch.stack([before[:both], now[:both]], dim=1)

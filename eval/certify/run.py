@@ -15,8 +15,8 @@ The questions share the error. docs/verification.md says what they find.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, final
 
 import torch
 
@@ -24,7 +24,7 @@ from treespec.api.load import load_options
 from treespec.api.spec import Spec
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.certify import statistics
-from treespec.eval.certify.places import places, questions
+from treespec.eval.certify.places import QUESTIONS, RANK, places
 from treespec.eval.certify.samples import (
     Sample,
     greedy_output,
@@ -62,24 +62,25 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     return certificate
 
 
-@dataclass(frozen=True)
+@final
 class Examination:
-    """The tests of one `spec` on some prompts."""
+    """The tests of one `spec` on some prompts.
 
-    spec: Spec
-    prompts: Sequence[list[int]]
-    config: CertifyConfig
-    report: Report = silent
+    changes: options of `Spec.generate` that change the logits. remember: whether a suffix cache
+    drafts from the examined outputs too; one in a folder stays as it is.
+    """
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Options of `Spec.generate` that change the logits."""
-        return chosen(self.config, LogitOptions)
-
-    @property
-    def remember(self) -> bool:
-        """Whether a suffix cache drafts from the examined outputs too. One in a folder stays as it is."""
-        return not (self.config.drafter and DrafterSpec.parse(self.config.drafter).cache_folder)
+    def __init__(
+        self,
+        spec: Spec,
+        prompts: Sequence[list[int]],
+        config: CertifyConfig,
+        report: Report = silent,
+    ) -> None:
+        self.spec, self.prompts, self.config, self.report = spec, prompts, config, report
+        self.changes = chosen(config, LogitOptions)
+        drafter = config.drafter and DrafterSpec.parse(config.drafter)
+        self.remember = not (drafter and drafter.cache_folder)
 
     def verdict(self) -> dict[str, Any]:
         outputs, length = [], self.config.length
@@ -96,24 +97,24 @@ class Examination:
         prefix; in a batch the prompts alternate.
         """
         # 1. The cells, of which each has as many copies of each prompt.
-        config, samples, prompts = self.config, list[Sample](), list(self.prompts)
+        config, samples, prompts = self.config, list[Sample](), self.prompts
         whole = SamplingParams(config.temperature)
         truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
-        params, batches = list(dict.fromkeys([whole, truncated])), sorted({1, config.batch})
-        cells = [(i, batch) for i in range(len(params)) for batch in batches]
+        distributions, batches = dict.fromkeys([whole, truncated]), {1, config.batch}
+        cells = [(i, p, batch) for i, p in enumerate(distributions) for batch in sorted(batches)]
         copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
         total = len(cells) * len(prompts) * copies
         generator = torch.Generator().manual_seed(config.seed)
         options = {"max_new_tokens": config.length, "remember": self.remember, **self.changes}
 
         # 2. A stretch of 8 sequences or more at a time.
-        for i, batch in cells:
+        for i, params, batch in cells:
             copied = [*enumerate(prompts, i * len(prompts))] * copies
             copied = sorted(copied) if batch == 1 else copied
             stretch = max(8, 2 * batch)
             for start in range(0, len(copied), stretch):
                 some = copied[start : start + stretch]
-                samples += own_samples(self.spec, some, params[i], batch, generator, **options)
+                samples += own_samples(self.spec, some, params, batch, generator, **options)
                 self.report(Step(len(samples), total, f"sampled by {self.spec.verifier.name}"))
         return sorted(samples, key=lambda sample: sample.group)
 
@@ -147,17 +148,19 @@ class Examination:
 
         # 2. The questions about our samples and the comparison with plain ones share the error.
         mine = list(places(self.spec, ours, **self.changes))
-        asked = questions(mine, ours)
-        error = self.config.error / (len(asked) + 1)
-        found = [
-            (name, len(rows), p_value(rows), least(len(rows), error))
-            for name, rows, (p_value, least) in asked
-        ]
+        numbers = {
+            name: torch.cat(own)
+            for name in QUESTIONS
+            if sum(map(len, own := [found[name] for found in mine if name in found]))
+        }
+        error, found = self.config.error / (len(numbers) + 1), []
+        for name, rows in numbers.items():
+            p_value, least = QUESTIONS[name]
+            found.append((name, len(rows), p_value(rows), least(len(rows), error)))
         if plain:
-            theirs = [one.rank for one in places(self.spec, plain, **self.changes)]
-            name = "samples look like model.generate's, by the draft's rank"
-            compared = statistics.exchangeable([one.rank for one in mine], theirs, error)
-            found.append((name, len(ours), *compared))
+            sides = mine, places(self.spec, plain, **self.changes)
+            ranks = ([numbers[RANK] for numbers in side] for side in sides)
+            found.append((RANK, len(ours), *statistics.exchangeable(ranks, error)))
         tests = [
             {
                 "test": name,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -27,7 +27,7 @@ OWN = {
     *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("num_return_sequences", "disable_compile", "_from_model_config"),
 }
-NEUTRAL: tuple[object, ...] = (None, False, 0, [], {})  # values that change no token
+NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no token
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
     prompt: list[int]
     output: list[int]
     params: SamplingParams
-    cycles: Sequence[Cycle] = ()
+    cycles: list[Cycle] = field(default_factory=list)
 
 
 def own_samples(
@@ -58,17 +58,16 @@ def own_samples(
     prompts: (group, prompt) of each. generator: of seeds and coins. options: further ones of
     `Spec.request`.
     """
-    samples, requests, chance = [], [], spec.verifier.scheme.chance
+    samples, requests, chance = list[Sample](), [], spec.verifier.scheme.chance
 
     def listen(cycles: list[Cycle], seen: Recorded) -> None:
         tokens = [token for piece in seen.answer for token in piece.token_ids]
         cycles.append(shown(tokens, seen.tree.drafts, chance, generator))
 
     for group, prompt in prompts:
-        cycles = list[Cycle]()
+        samples.append(Sample(group, prompt, [], params))
         requests.append(spec.request(prompt, seed=generator, **asdict(params), **options))
-        requests[-1].listener = partial(listen, cycles)
-        samples.append(Sample(group, prompt, [], params, cycles))
+        requests[-1].listener = partial(listen, samples[-1].cycles)
     spec.measure(batch)
     for request, piece in spec.decoder.run(requests, batch):
         samples[requests.index(request)].output.extend(piece.token_ids)
@@ -78,12 +77,7 @@ def own_samples(
 def own_settings(model: PreTrainedModel) -> dict[str, object]:
     """The settings of the model's generation config that change completions and treespec ignores."""
     fields = (model.generation_config or GenerationConfig()).to_diff_dict()
-    plain = {"num_beams": 1, "repetition_penalty": 1.0}
-    return {
-        name: x
-        for name, x in fields.items()
-        if name not in OWN and x not in NEUTRAL and x != plain.get(name)
-    }
+    return {name: x for name, x in fields.items() if name not in OWN and x not in NEUTRAL}
 
 
 @final
@@ -122,10 +116,9 @@ def plain_outputs(
         fields |= {"do_sample": True, "temperature": params.temperature}
         fields |= {"top_k": params.top_k, "top_p": params.top_p}
     changed = [Changed(request.distribution, prompt)] if request.distribution.shapers else []
-    outputs: list[list[int]] = []
+    more, outputs = {"logits_processor": LogitsProcessorList(changed)}, list[list[int]]()
     while len(outputs) < number:  # several at a time, cut where ours would end
         fields["num_return_sequences"] = min(AT_ONCE, number - len(outputs))
-        more = {"logits_processor": LogitsProcessorList(changed)}
         for row in plain_tokens(spec.target.model, prompt, fields, **more):
             ending = spec.request(prompt, max_new_tokens=tokens, **changes).ending
             outputs.append(ending.take(row)[0])

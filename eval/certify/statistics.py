@@ -16,7 +16,7 @@ If a text has the target's distribution, four things are known:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from scipy.optimize import brentq
@@ -91,20 +91,17 @@ def on_powers(p: Tensor, tokens: Tensor) -> Tensor:
     return (powers[1:] - 1) * own + totals[:, :1] - totals[:, 1:]
 
 
-def exchangeable(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], error: float
-) -> tuple[float, float]:
+def exchangeable(sides: Iterable[Sequence[Tensor]], error: float) -> tuple[float, float]:
     """p-value of two samples of texts being alike, and the gap found with probability POWER.
 
-    ours, theirs: numbers [n] in [0, 1] of each text; the i-th texts of both have one prompt and one
+    sides: numbers [n] in [0, 1] of each text; the i-th texts of both have one prompt and one
     distribution. The statistic is the largest gap between the cumulated histograms of both samples.
     Permutations exchange the two texts of random pairs; the least p-value is a quarter of the error.
     """
-    both = [
-        torch.stack([torch.histc(text.double(), CELLS, 0, 1) for text in side])
-        for side in (ours, theirs)
-    ]
-    differences = (both[0] - both[1]).cumsum(1) / both[0].sum()  # [n, CELLS]
+    ours, theirs = (
+        torch.stack([torch.histc(text.double(), CELLS, 0, 1) for text in side]) for side in sides
+    )
+    differences = (ours - theirs).cumsum(1) / ours.sum()  # [n, CELLS]
     generator, rounds = torch.Generator().manual_seed(0), math.ceil(4 / error)
     gaps = []
     for start in range(0, rounds, 1000):

@@ -135,7 +135,7 @@ WRONG = [
     (TRAIN, "--head eagle3 --from-head HOME/eagle --draft-vocab 9", "leave --draft-vocab out"),
     (TRAIN, "--features HOME/deep.json/x", "is a file"),
     (TRAIN, "--out HOME/target", "holds a model that was not trained there"),
-    (("regenerate",), "--from-template 3", "give only one of --data and --from-template"),
+    (("regenerate",), "--from-template 3", "give one of --data and --from-template"),
     (("regenerate",), "--filter englsh", "did you mean english?"),
     (("regenerate",), "--part 3/2", "--part is '3/2'"),
     (("regenerate",), "--endpoint localhost", "must be a URL"),

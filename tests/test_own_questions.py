@@ -1,4 +1,4 @@
-"""Questions that the target writes: as many as asked for, all different and whole, the same in every run."""
+"""Questions that the target writes: all different and whole, the same in every run."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from regenerating import by_row, config_for, killed_after, lines_of, save_words_
 from treespec import load
 from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn
-from treespec.train.regenerate.run import QUESTIONS, regenerate
+from treespec.train.regenerate.run import LEFT_OUT, regenerate
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] + '</s>\\n' }}{% endfor %}"
@@ -25,48 +25,43 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    config = config_for(model, None, tmp_path_factory.mktemp("own") / "whole", from_template=8, question_tokens=16)
+    config = config_for(model, None, tmp_path_factory.mktemp("own") / "whole", from_template=12, question_tokens=16)
     regenerate(config)
     return config
 
 
-def test_there_are_as_many_different_questions_as_asked_for(whole):
-    lines = lines_of(whole, QUESTIONS)
-    questions = [line["question"] for line in lines if "question" in line]
-    assert [line["number"] for line in lines] == list(range(len(lines)))
-    assert len({normal(question) for question in questions}) == len(questions) == 8
-    assert sorted(line["messages"][0]["content"] for line in by_row(whole).values()) == sorted(questions)
-    assert {line["problem"] for line in lines if "problem" in line} <= {
-        "no end", "empty", "broken characters", "repeats itself", "repeated",
-    }  # fmt: skip
+PROBLEMS = {f"question: {name}" for name in ("no end", "empty", "broken characters", "repeats itself", "repeated")}
+
+
+def test_each_question_is_answered_or_left_out_and_no_two_are_the_same(whole):
+    rows, left_out = by_row(whole), lines_of(whole, LEFT_OUT)
+    assert len(rows) >= 4
+    assert {*rows, *(line["row"] for line in left_out)} == {f"template-{number}" for number in range(12)}
+    assert len({normal(line["messages"][0]["content"]) for line in rows.values()}) == len(rows)
+    assert {line["problem"] for line in left_out} <= PROBLEMS
 
 
 def test_a_question_is_the_targets_own_continuation_of_its_template(whole, model):
     spec = load(model, dtype="float32")
-    prompt = "<s>user: "
-    for line in lines_of(whole, QUESTIONS):
-        if "question" not in line:
-            continue
-        seed = drawn(whole.seed, f"template-{line['number']}", "question")
-        ids = spec.target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        alone = spec.generate(ids, seed=seed, temperature=1.0, max_new_tokens=16, stop="<s>")
-        assert line["question"] == alone.text.strip()
+    prompt = spec.target.tokenizer("<s>user: ", add_special_tokens=False)["input_ids"]
+    for row, line in by_row(whole).items():
+        options = {"seed": drawn(whole.seed, row, "question"), "max_new_tokens": 16}
+        alone = spec.generate(prompt, temperature=1.0, stop="<s>", **options)
+        assert line["messages"][0]["content"] == alone.text.strip()
 
 
 def test_questions_depend_on_neither_batch_nor_kill(whole, tmp_path):
-    config = replace(whole, out=f"{tmp_path}/out", batch=3)
+    config = replace(whole, out=f"{tmp_path}/out", batch=3, from_template=6)
     killed_after(config, 2)
-    with (tmp_path / "out" / QUESTIONS).open("a") as file:
-        file.write('{"number": 9')
-    regenerate(config)
+    regenerate(replace(config, from_template=12))
     assert by_row(config) == by_row(whole)
-    assert lines_of(config, QUESTIONS) == lines_of(whole, QUESTIONS)
 
 
-def test_a_target_that_repeats_itself_is_given_up(model, tmp_path):
-    config = config_for(model, None, tmp_path, from_template=3, temperature=1e-4, question_tokens=12, batch=16)
-    with complains(r"of 60 questions that the target wrote, .* are broken or repeated"):
-        regenerate(config)
+def test_a_target_that_repeats_itself_is_asked_a_question_once(model, tmp_path):
+    config = config_for(model, None, tmp_path, from_template=9, temperature=1e-4, question_tokens=12, batch=4)
+    result = regenerate(config)
+    assert result.conversations <= 1
+    assert result.left_out.total() == 9 - result.conversations
 
 
 @pytest.mark.parametrize(

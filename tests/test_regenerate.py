@@ -176,7 +176,7 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({}, "give --data or --from-template"),
+        ({}, "give one of --data and --from-template"),
         ({"from_template": 3, "endpoint": "http://localhost"}, "cannot continue a user's turn"),
         ({"from_template": 3, "temperature": 0.0}, "would repeat a single one"),
     ],

@@ -18,8 +18,8 @@ Messages = list[dict[str, str]]
 
 TRIES = 6
 PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
-BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that go by
 REFUSED = {400, 413, 422}  # statuses that mean this conversation
+FOR_GOOD = {401, 403, 404}  # statuses that mean every request; the others go by
 CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
 
 
@@ -38,18 +38,23 @@ class LeftOut(Exception):
 Ask = Callable[[Messages, int, bool], Answer]  # (messages, seed, whether at temperature 0)
 
 
+def check_lengths(config: RegenerateConfig, question: int, messages: int) -> None:
+    """Raises LeftOut for a question or a conversation of too many tokens."""
+    if question > config.question_tokens:
+        raise LeftOut("a question is too long")
+    if messages + config.max_new_tokens > config.max_length:
+        raise LeftOut("a conversation is too long")
+
+
 def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
     """Asks the target of an engine."""
     tokenizer = engine.spec.target.tokenizer
 
     def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
         question = tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)
-        if len(question["input_ids"]) > config.question_tokens:
-            raise LeftOut("a question is too long")
         try:
             prompt = engine.spec.encode(messages)
-            if len(prompt) + config.max_new_tokens > config.max_length:
-                raise LeftOut("a conversation is too long")
+            check_lengths(config, len(question["input_ids"]), len(prompt))
             completion = engine.submit(prompt, seed=seed, **config.sampling(greedy))
         except InputError as error:
             raise LeftOut(f"cannot be asked: {error}") from error
@@ -65,11 +70,8 @@ def of_server(config: RegenerateConfig) -> Ask:
     url = str(config.endpoint).rstrip("/")
 
     def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
-        if len(messages[-1]["content"]) > CHARACTERS * config.question_tokens:
-            raise LeftOut("a question is too long")
-        length = sum(len(message["content"]) for message in messages)
-        if length > CHARACTERS * (config.max_length - config.max_new_tokens):
-            raise LeftOut("a conversation is too long")
+        lengths = [len(message["content"]) // CHARACTERS for message in messages]
+        check_lengths(config, lengths[-1], sum(lengths))
         body = {"model": config.target, "messages": messages, "seed": seed % 2**31}
         body |= config.sampling(greedy)
         body["max_tokens"] = body.pop("max_new_tokens")
@@ -89,15 +91,14 @@ def replied(url: str, body: dict[str, Any]) -> Reply:
     """
     why = ""
     for attempt in range(TRIES):
-        if attempt:
-            time.sleep(PAUSE * 2 ** (attempt - 1))
+        time.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
         try:
             return completed(url, body)
         except (OSError, HTTPException) as error:
             why, code = said_by(error), getattr(error, "code", None)
             if code in REFUSED:
                 raise LeftOut(f"refused: {why}") from error
-            if code is not None and code not in BUSY:
+            if code in FOR_GOOD:
                 raise InputError(f"{url}: {why}") from error
         except ValueError as error:
             raise InputError(f"{url} answers with no chat completion: {error}") from error

@@ -78,8 +78,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         needless = next(answering, None)
         refuse(
             {
-                "give --data or --from-template": self.data is None and not own,
-                "give only one of --data and --from-template": self.data is not None and own,
+                "give one of --data and --from-template": (self.data is None) != own,
                 "a head learns the target's own distribution: leave out --allow-lossy": (
                     self.allow_lossy
                 ),
@@ -91,9 +90,6 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
                 ),
                 "--from-template samples questions: --temperature 0 would repeat a single one": (
                     own and self.temperature == 0
-                ),
-                "--part is for --data: give each process of --from-template another --seed": (
-                    own and self.part != "1/1"
                 ),
                 f"--endpoint answers by itself: leave out --{needless}": endpoint and needless,
             }

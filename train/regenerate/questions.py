@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 from treespec.text.entries import Conversation
@@ -45,18 +45,13 @@ class Row:
     """What is asked of the target, turn by turn.
 
     key: a digest of system message and questions. source: the id of its conversation in the data.
+    questions: none where the target writes one itself.
     """
 
     key: str
     source: str
     system: str | None
     questions: tuple[str, ...]
-
-
-def row_of(source: str, system: str | None, questions: Iterable[str]) -> Row:
-    asked = tuple(questions)
-    key = hashlib.blake2b(json.dumps([system, asked]).encode(), digest_size=8).hexdigest()
-    return Row(key, source, system, asked)
 
 
 def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> list[Row]:
@@ -68,18 +63,22 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
     for conversation in conversations:
         messages = conversation.messages
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        row = row_of(conversation.source, system, asked[:turns])
-        kept = tuple(takewhile(lambda question: passes(question, filter), row.questions))
+        asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
+        kept = tuple(takewhile(lambda question: passes(question, filter), asked))
+        key = digest([system, asked]).hex()
         if kept:
-            rows.setdefault(row.key, replace(row, questions=kept))
+            rows.setdefault(key, Row(key, conversation.source, system, kept))
     return list(rows.values())
+
+
+def digest(value: object) -> bytes:
+    """8 bytes that tell a JSON value apart."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
 
 
 def drawn(seed: int, key: str, what: str | int) -> int:
     """A number in [0, 2^63) that is the same on every machine. what: a turn's number gives its seed."""
-    content = json.dumps([seed, key, what]).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(digest([seed, key, what]), "big") >> 1
 
 
 def passes(text: str, filter: str) -> bool:

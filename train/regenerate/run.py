@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,16 @@ from treespec.train.data.known import data_file
 from treespec.train.record import Record, refuse_changed
 from treespec.train.regenerate.ask import Answer, Ask, LeftOut, Messages, of_server, of_target
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.magpie import own_rows
+from treespec.train.regenerate.magpie import writer
 from treespec.train.regenerate.questions import Row, drawn, rows_of
 
-OUT, LEFT_OUT, QUESTIONS = "conversations.jsonl", "left-out.jsonl", "questions.jsonl"
-FORMAT = 1  # of config.json
+OUT, LEFT_OUT = "conversations.jsonl", "left-out.jsonl"
+FORMAT = 2  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's distribution, so a head may be added on the way.
 FREE = {
-    *("out", "limit", "part", "batch", "head", "drafter", "tree", "verifier", "device_map"),
-    *("allow_lossy", "trust_remote_code", "endpoint"),
+    *("out", "limit", "from_template", "part", "batch", "head", "drafter", "tree", "verifier"),
+    *("device_map", "allow_lossy", "trust_remote_code", "endpoint"),
 }
 
 Report = Callable[[int, int, str], None]  # conversations done, all of them, and how fast
@@ -59,9 +60,9 @@ def regenerate(
 ) -> Result:
     """Answer the rows that have no answer yet.
 
-    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json; with --from-template
-    OUT/questions.jsonl. say: receives what is known of the data. Raises InputError for input that cannot be used,
-    and where OUT holds rows of other options or models.
+    Writes OUT/conversations.jsonl, OUT/left-out.jsonl with reasons and OUT/config.json. say: receives
+    what is known of the data. Raises InputError for input that cannot be used, and where OUT holds
+    rows of other options or models.
     """
     # 1. What a run before has left, if it is of the same options.
     out, data = Path(config.out), None if config.data is None else data_file(config.data, say)
@@ -76,30 +77,27 @@ def regenerate(
             refuse_changed(out, before, record, FREE)
         write_json(out / "config.json", record)
 
-        # 2. The rows that are left, and who answers them.
-        engine = None
-        if data is None:
-            engine = stack.enter_context(engine_of(config))
-            rows = own_rows(engine, config, stack.enter_context(opened(out / QUESTIONS)))
-        else:
-            rows = rows_in(config, data, say)
+        # 2. The rows that are left, and who asks and answers them.
+        rows = rows_in(config, data, say)
         ended = {line["row"] for line in (*kept.done, *left_out.done)}
         waiting = [row for row in rows if row.key not in ended]
         report(len(rows) - len(waiting), len(rows), "")
         if waiting and config.endpoint:
-            ask = of_server(config)
+            work = partial(answered, config, of_server(config), None)
         elif waiting:
-            ask = of_target(engine or stack.enter_context(engine_of(config)), config)
+            room = {"batch": config.batch, "queue": config.batch}
+            engine = stack.enter_context(Engine(load_options(config), **room))
+            write = writer(engine, config, kept.done) if data is None else None
+            work = partial(answered, config, of_target(engine, config), write)
 
         # 3. A thread for each row that is answered at a time; each is kept as it ends.
         tokens, started = 0, time.perf_counter()
         pool = stack.enter_context(ThreadPool(config.batch))
-        lines = pool.imap_unordered(lambda row: answered(config, row, ask), waiting)
-        for left, line in zip(reversed(range(len(waiting))), lines, strict=True):
+        for done, line in enumerate(pool.imap_unordered(work, waiting) if waiting else (), 1):
             (kept if "messages" in line else left_out).append(line)
             tokens += sum(line.get("tokens", ()))
-            seconds = time.perf_counter() - started
-            rest = timedelta(seconds=round(seconds / (len(waiting) - left) * left))
+            seconds, left = time.perf_counter() - started, len(waiting) - done
+            rest = timedelta(seconds=round(seconds / done * left))
             report(len(rows) - left, len(rows), f", {tokens / seconds:,.1f} tokens/s, {rest} left")
 
         # 4. What is there now.
@@ -108,52 +106,50 @@ def regenerate(
         return Result(out / OUT, len(kept.done), total, reasons)
 
 
-def engine_of(config: RegenerateConfig) -> Engine:
-    """The target, loaded, with room for what `config.batch` threads ask."""
-    return Engine(load_options(config), batch=config.batch, queue=config.batch)
-
-
-def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) -> list[Row]:
+def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], None]) -> list[Row]:
     """The rows that are asked, shuffled by the seed: the first of them are a sample of all.
 
     Raises InputError where there is none.
     """
-    conversations, report = read_conversations(data, answered=False)
-    say(f"{data}: {report}")
-    rows = rows_of(conversations, config.turns, config.filter)
-    say(f"{len(rows):,} different conversations pass --filter {config.filter}")
-    if not rows:
-        raise InputError(
-            f"--filter {config.filter} leaves no question of {data}: take another filter"
-        )
+    if data is None:
+        names = (f"template-{number}" for number in range(config.from_template or 0))
+        rows = [Row(name, name, None, ()) for name in names]
+    else:
+        conversations, report = read_conversations(data, answered=False)
+        say(f"{data}: {report}")
+        rows = rows_of(conversations, config.turns, config.filter)
+        say(f"{len(rows):,} different conversations pass --filter {config.filter}")
+        if not rows:
+            raise InputError(
+                f"--filter {config.filter} leaves no question of {data}: take another filter"
+            )
     number, parts = config.parts
     mine = [row for row in rows if drawn(config.seed, row.key, "part") % parts == number]
     return sorted(mine, key=lambda row: drawn(config.seed, row.key, "order"))[: config.limit]
 
 
-def answered(config: RegenerateConfig, row: Row, ask: Ask) -> dict[str, Any]:
+def answered(
+    config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: Row
+) -> dict[str, Any]:
     """The line of a row: its questions, asked one after the other, with their answers.
 
-    It has no messages where the first question has no answer. A problem says why there is none, or
-    no further one.
+    write: (key) -> the question of a row. The line has no messages where the first question has no
+    answer. A problem says why there is none, or no further one.
     """
     greedy = drawn(config.seed, row.key, "greedy") < config.greedy * 2**63
     line: dict[str, Any] = {"id": row.source, "row": row.key}
-    messages: Messages = []
-    if row.system is not None:
-        messages.append({"role": "system", "content": row.system})
+    messages: Messages = [] if row.system is None else [{"role": "system", "content": row.system}]
     answers: list[Answer] = []
-    for question in row.questions:
-        asked = [*messages, {"role": "user", "content": question}]
-        try:
+    try:
+        for question in row.questions if write is None else [write(row.key)]:
+            asked = [*messages, {"role": "user", "content": question}]
             answer = ask(asked, drawn(config.seed, row.key, len(answers)), greedy)
             if not answer.text.strip():  # no reader of the file takes it
                 raise LeftOut("an answer is empty")
-        except LeftOut as problem:
-            line["problem"] = str(problem)
-            break
-        answers.append(answer)
-        messages = [*asked, {"role": "assistant", "content": answer.text}]
+            answers.append(answer)
+            messages = [*asked, {"role": "assistant", "content": answer.text}]
+    except LeftOut as problem:
+        line["problem"] = str(problem)
     if answers:
         line["messages"] = messages
         line["temperature"] = 0.0 if greedy else config.temperature

@@ -24,7 +24,6 @@ from treespec.draft.grow.growth import (
     grow_together,
     in_drafts,
     shape_drafts,
-    ungrown,
 )
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
@@ -50,8 +49,8 @@ class TreeDrafter(ForcedDrafter):
     the proposer drafts.
 
     builders: one a text; each shapes the trees of its text and keeps what it learns there.
-    cache: a suffix cache that drafts for the same sequences, with probabilities. idle: sequences
-    whose present tree is the cache's.
+    cache: a suffix cache that drafts for the same sequences, with probabilities. offers: its trees of
+    this cycle, where they are preferred.
     """
 
     per_text: tuple[str, ...] = ("proposer", "builders")
@@ -72,7 +71,6 @@ class TreeDrafter(ForcedDrafter):
         self.policy: Policy = policy
         self.times, self.now, self.cache = times, time.perf_counter, cache
         self.builders, self.choices = [self._new_builder()], [Choice()]
-        self.idle = [False]
         if cache:
             self.per_text = (*self.per_text, "cache", "choices")
 
@@ -90,34 +88,31 @@ class TreeDrafter(ForcedDrafter):
         self.paths: list[list[Path]] = [[] for _ in distributions]
 
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
-        each = list(zip(range(len(distributions)), roots.split(1), distributions, strict=True))
-        ends = [self.end(row, root) for row, root, _ in each]
-        offers = [self._offer(row, root) for row, root, _ in each]
-        self.idle = [offer is not None for offer in offers]
+        each = roots.split(1)
+        self.offers = [self._offer(row, root) for row, root in enumerate(each)]
         rests = [
-            self.idle[row] or builder.pauses(by.params, by.company(len(each))) or by.over
-            for builder, (row, _, by) in zip(self.builders, each, strict=True)
+            offer is not None or builder.pauses(by.params, by.company(len(each))) or by.over
+            for offer, builder, by in zip(self.offers, self.builders, distributions, strict=True)
         ]
-        trees = [root_only(end) for end in ends]
+
+        # 2. Draft logits for the children of the roots.
+        begun: list[Tensor | None] = [None] * len(each)
         if not all(rests):
-            # 2. Draft logits for the children of the roots.
             started = now()
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
 
-            # 3. A tree for each sequence, in draft tokens but for the root.
-            growths: list[Growth] = []
-            for row, (end, logits) in enumerate(zip(ends, begun, strict=True)):
-                if rests[row] or logits is None:
-                    growths.append(ungrown(end))
-                else:
-                    growths.append(self._growth(row, end, logits, generators[row]))
-            trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
+        # 3. A tree for each sequence, in draft tokens but for the root.
+        growths = [
+            self._growth(row, self.end(row, root), None if rests[row] else begun[row], generator)
+            for row, (root, generator) in enumerate(zip(each, generators, strict=True))
+        ]
+        trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
-            # 4. In the target's tokens.
-            if vocabulary is not None:
-                trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
-        chosen = [offer or tree for offer, tree in zip(offers, trees, strict=True)]
+        # 4. In the target's tokens.
+        if vocabulary is not None:
+            trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
 
     def _offer(self, row: int, root: Tensor) -> TokenTree | None:
@@ -131,19 +126,24 @@ class TreeDrafter(ForcedDrafter):
         preferred = nodes > 1 and self.choices[row].prefers_cache(guess.score, nodes, model)
         return guess.tree(self.end(row, root)) if preferred else None
 
-    def _growth(self, row: int, root: Tensor, logits: Tensor, generator: torch.Generator) -> Growth:
+    def _growth(
+        self, row: int, root: Tensor, logits: Tensor | None, generator: torch.Generator
+    ) -> Growth:
         """The growth of a sequence's tree.
 
-        root: [1] int64, the last forced token if there is one. logits: [1, N] below the sequence.
+        root: [1] int64, the last forced token if there is one. logits: [1, N] below the sequence;
+        None: it has no drafts in this cycle.
         """
+        if logits is None:
+            return root_only(root)
         builder, proposer, chain = self.builders[row], self.proposer, self.chains[row]
         by, root = self.distributions[row], root.to(logits.device)
 
         # 1. The draft model steps along the forced tokens; where it cannot, there are no drafts.
         deepest, levels = proposer.max_depth, len(chain) + self.policy.max_depth
-        too_deep = len(chain) > MOST_STEPS or (deepest is not None and levels > deepest)
         if chain:
             drafted = in_drafts(chain, proposer.vocabulary, logits.device)
+            too_deep = len(chain) > MOST_STEPS or levels > (deepest or levels)
             if too_deep or drafted is None:
                 return root_only(root)
             for token in drafted.split(1):
@@ -172,8 +172,8 @@ class TreeDrafter(ForcedDrafter):
 
     def _shaped(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""
-        parts = self.proposer.vocabulary, self.proposer.vocab_size
-        return shape_drafts(self.distributions[row], self.paths[row], logits, *parts)
+        of_draft = self.proposer.vocabulary, self.proposer.vocab_size
+        return shape_drafts(self.distributions[row], self.paths[row], logits, *of_draft)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ class TreeDrafter(ForcedDrafter):
             self.cache.observe(features, tokens)
 
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
-        if not self.idle[row]:
+        if not self.offers[row]:
             builder = self.builders[row]
             if self.cache:
                 self.choices[row].settle(len(self.chains[row]) + len(path), builder.seconds)

@@ -7,7 +7,7 @@ which they leave no choice about, are a chain above the drafted tree.
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below, root_only
+from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -28,12 +28,6 @@ Grown = TypeVar("Grown")
 # A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them.
 Growing = Generator[Frontier, Tensor, Grown]
 Growth = Growing[TokenTree]
-
-
-def ungrown(root: Tensor) -> Growth:
-    """A tree of the root alone, for a sequence without drafts. root: [1] int64."""
-    yield from ()
-    return root_only(root)
 
 
 # For each sequence the draft logits [F, V] below its frontier; None is a finished tree.
@@ -46,7 +40,7 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
 
     def step(row: int, logits: Tensor | None) -> Frontier | None:
         try:
-            return next(growths[row]) if logits is None else growths[row].send(logits)
+            return growths[row].send(logits)  # type: ignore[arg-type]  # None begins
         except StopIteration as end:
             grown[row] = end.value
             return None
@@ -54,9 +48,7 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
     frontiers = [step(row, None) for row in range(len(growths))]
     while any(frontiers):
         below = extend(frontiers)
-        frontiers = [
-            step(row, below[row]) if frontier else None for row, frontier in enumerate(frontiers)
-        ]
+        frontiers = [part and step(row, below[row]) for row, part in enumerate(frontiers)]
     return [grown[row] for row in range(len(growths))]
 
 
@@ -157,18 +149,15 @@ def in_turns(logits: Tensor, k: int) -> Tensor:
 def stack(draws: list[Draws]) -> Draws:
     """The draws of several levels as one table. Absent draws pad the narrower levels."""
 
-    def joined(fields: list[Tensor | None], fill: float) -> Tensor | None:
-        present = [field for field in fields if field is not None]
-        return table(present, fill) if present else None
+    def joined(fields: list[Tensor | None], fill: float) -> Any:
+        return None if fields[0] is None else table(fields, fill)
 
-    return Draws(
-        table([level.tokens for level in draws], -1),
-        joined([level.sure for level in draws], False),
-        joined([level.uniforms for level in draws], 0),
-    )
+    sure, uniforms = [level.sure for level in draws], [level.uniforms for level in draws]
+    tokens = table([level.tokens for level in draws], -1)
+    return Draws(tokens, joined(sure, False), joined(uniforms, 0))
 
 
-def table(levels: list[Tensor], fill: float = 0.0) -> Tensor:
+def table(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
     """[I, V] or [I, K, ...]: the rows of several levels. `fill` pads the narrower levels in K.
 
     Levels [1, 3] and [2, 2]:
@@ -178,12 +167,11 @@ def table(levels: list[Tensor], fill: float = 0.0) -> Tensor:
         f g            f g .
     """
     widest = max(level.shape[1] for level in levels)
-    padded = []
-    for level in levels:
-        missing = widest - level.shape[1]
-        behind = (0, 0) * (level.dim() - 2) + (0, missing)
-        padded.append(pad(level, behind, value=fill) if missing else level)
-    return torch.cat(padded)
+    missing = [(0, 0) * (level.dim() - 2) + (0, widest - level.shape[1]) for level in levels]
+    pairs = zip(levels, missing, strict=True)
+    return torch.cat(
+        [pad(level, more, value=fill) if any(more) else level for level, more in pairs]
+    )
 
 
 def shape_drafts(

@@ -116,7 +116,7 @@ def models_of(config: EvalConfig) -> dict[str, str]:
         own: list[str] = []
         for spec in drafter.members:
             there = spec.kind.name != "suffix" and spec.place and Path(spec.place).exists()
-            if spec.kind.is_head or spec.kind.several or there:
-                own += map(identity_of, spec.models)
+            if spec.kind.is_head or spec.kind.name == "model" or there:
+                own.append(identity_of(spec.place))
         found[f"the files of drafter {number}"] = " ".join(own)
     return found

@@ -1,12 +1,11 @@
 """Language models that draft: a smaller one, several, the target without some layers or over a part of its cache."""
 
 import copy
-import math
 
 import pytest
 import torch
 import transformers as hf
-from equality import close, seeded
+from equality import close
 from growing import TEXTS, contents, joined, level_logits, same
 from models import (
     CONFIGS,
@@ -24,15 +23,12 @@ from tiny_configs import MODELS, tiny
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.cost.measure import measure
-from treespec.draft.grow.growth import in_turns
-from treespec.draft.models.model import ModelProposer, SeveralModels
+from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.other_vocabulary import tokens_differ
 from treespec.draft.models.skip import SkipProposer, skipping
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.sampling import SamplingParams
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 LONG = [*TEXTS[:2], [(7 * i) % 60 + 3 for i in range(31)]]
@@ -178,43 +174,3 @@ class TestASmallerModel:
     def test_without_tokenizers_the_vocabularies_must_be_of_one_size(self):
         assert tokens_differ(None, None, 64, 64) is None
         assert "56 and 64" in tokens_differ(None, None, 64, 56)
-
-
-class TestSeveral:
-    @pytest.fixture(scope="class")
-    def two(self):
-        return SeveralModels([ModelProposer(small(seed), target("llama")) for seed in (5, 6)])
-
-    def tree(self, two, shape, verifier, params):
-        trees = Spec(target("llama"), two, shape, verifier).decoder.drafter
-        cache, trees.proposer = joined(target("llama"), two, TEXTS[:1])
-        (tree,) = trees.draft_trees(torch.tensor([8]), [Distribution(params)], [seeded(1)], cache)
-        return tree, [model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1] for model in two.proposers]
-
-    def test_draws_take_turns(self):
-        """The example that is drawn in the module; a third draw of one model alone would be c."""
-        laws = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.3, 0.6, 0.0, 0.1]]]).log()
-        assert in_turns(laws, 4).argsort(descending=True).tolist() == [[0, 1, 2, 3]]
-        assert in_turns(laws[:, 1:], 3).argsort(descending=True).tolist()[0][:3] == [1, 0, 3]
-        assert (in_turns(laws, 2) > 0).sum() == 2
-
-    def test_the_children_are_the_union_of_each_models_likeliest(self, two):
-        tree, logits = self.tree(two, "2x1", "topk", SamplingParams())
-        best = [int(row.argmax()) for row in logits]
-        assert len(set(best)) == 2
-        assert tree.tokens[1:].tolist() == best
-
-    def test_each_draw_keeps_the_law_of_its_model(self, two):
-        tree, logits = self.tree(two, "3x1", "rrs", SamplingParams(temperature=0.8, top_k=20))
-        for draw in range(3):
-            row = logits[draw % 2] / 0.8
-            law = row.masked_fill(row < row.topk(20).values[-1], -math.inf).softmax(-1)
-            close(tree.drafts.q[0, draw], law, 1e-5)
-
-    def test_trees_and_verifiers_that_take_one_law_a_node_are_refused(self, two):
-        for tree in ("dynamic", "auto"):
-            with complains("fixed shape"):
-                Spec(target("llama"), two, tree)
-        for verifier in ("rrs-wo", "block", "traversal"):
-            with complains("--verifier rrs"):
-                Spec(target("llama"), two, "chain:2", verifier)

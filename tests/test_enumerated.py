@@ -55,10 +55,6 @@ SETUPS = [
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED[:3], *CHAINS[:2], *WIDE[3:])),
-    *(
-        ("models", verifier, tree, "top-k", 64)
-        for verifier, tree in (("rrs", "2x1"), ("is-lp", "2x1"), ("topk", "2x2"))
-    ),
     *(("model", *pair, "processor", 1) for pair in (WIDE[0], WIDE[2], CHAINS[1])),
     *(("none", "topk", None, way, 64) for way in WAYS),
 ]

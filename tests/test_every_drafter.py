@@ -33,7 +33,6 @@ DRAFTERS = {
 }
 JOINED = {
     "snapkv": "sparse:64,window=32",
-    "two models": "model:{home}/small+{home}/target",
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
 }

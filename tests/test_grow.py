@@ -8,12 +8,12 @@ import pytest
 import torch
 from enumeration import random_law
 from equality import seeded
-from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, small, target
+from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, target
 from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
-from treespec.draft.models.model import ModelProposer, SeveralModels
+from treespec.draft.models.model import ModelProposer
 from treespec.draft.pairing import check_fit
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
@@ -118,11 +118,6 @@ class TestConfidentChains:
         together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
         assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
         assert [out.stats.drafted for out in together] == [out.stats.drafted for out in alone]
-
-    def test_several_models_have_no_one_confidence(self):
-        several = SeveralModels([ModelProposer(small(seed), target("llama")) for seed in (5, 6)])
-        with complains("fixed shape"):
-            Spec(target("llama"), several, "confident", "rrs")
 
 
 class TestSampledTrees:

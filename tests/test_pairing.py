@@ -34,7 +34,7 @@ def pairs(tmp_path_factory):
         "--head HOME/eagle3 --tree chain:9",
         "--drafter sparse:64,window=32 --tree dynamic",
         "--drafter lookup:tokens=5 --verifier topk",
-        "--drafter model:a+b",
+        "--drafter model:a",
     ],
 )
 def test_what_goes_together_is_loaded(pairs, capsys, options):

@@ -21,7 +21,7 @@ from treespec.draft.model_free.datastore import ORDER, Datastore, suffix_array
 from treespec.draft.model_free.lookup import Rest, Suffix
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCaches
-from treespec.draft.models.model import ModelProposer, OtherVocabulary, SeveralModels
+from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
@@ -106,7 +106,6 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEADS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
-    "models": lambda target: SeveralModels([ModelProposer(near(seed), target) for seed in (2, 3)]),
     "other vocabulary": other_words,
     "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
     "sparse": lambda target: SparseProposer(target, 5),

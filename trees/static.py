@@ -41,7 +41,7 @@ class StaticTree(Policy):
     too large or too deep.
     """
 
-    name, one_distribution = "static", False
+    name = "static"
 
     paths: tuple[tuple[int, ...], ...]
 

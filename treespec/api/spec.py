@@ -55,7 +55,7 @@ class Spec:
         self.source = origin = None if source is None else source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
-        self.verifier = verifier_for(named, origin is not None and origin.q_per_draw, wanted)
+        self.verifier = verifier_for(named, wanted)
         self.times: CostBy = measured_costs(target, self.proposer, times)
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted

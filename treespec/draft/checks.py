@@ -39,11 +39,10 @@ def check_width(head: str, target: str) -> None:
         raise InputError(f"head {head} is for features of width {own}, the target's are {width}")
 
 
-def check_models(spec: DrafterSpec, target: str) -> None:
+def check_model(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a draft model whose files are missing or damaged."""
-    for model in spec.models:
-        check_there(model, "draft model's directory")
-        check_files(str(Path(model).expanduser()))
+    check_there(spec.place, "draft model's directory")
+    check_files(str(Path(spec.place).expanduser()))
 
 
 def check_skip_set(spec: DrafterSpec, target: str) -> None:

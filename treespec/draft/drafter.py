@@ -118,14 +118,12 @@ class Proposer(Observer):
     """Draft logits for tree nodes, a level at a time.
 
     The calls of a cycle: begin, extend for each level, observe.
-    head: the trained head that it drafts with, if any. q_per_draw: whether it combines M draft
-    models, whose draws take turns; its logits are then [F, M, N] instead of [F, N].
+    head: the trained head that it drafts with, if any.
     at_once: whether the distribution of a level depends on the sequence alone; `levels` then gives
     those of all levels.
     """
 
     head: Head | None = None
-    q_per_draw: bool = False
     at_once: bool = False
     vocab_size: int  # V of the target
 

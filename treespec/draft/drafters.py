@@ -95,12 +95,6 @@ class DrafterSpec:
         return (self.cache, replace(self, cache=None)) if self.cache else (self,)
 
     @property
-    def models(self) -> list[str]:
-        """The directories that + joins; of most drafters the only one."""
-        whole = not self.kind.several or Path(self.place).exists()
-        return [self.place] if whole else self.place.split("+")
-
-    @property
     def cache_folder(self) -> str:
         """The folder of its suffix cache; "" without one."""
         first = self.members[0]

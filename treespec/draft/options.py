@@ -27,7 +27,6 @@ class DrafterKind:
     options: a frozen dataclass.
     one_hot: whether its tokens are found, not drawn: they have no draft distribution.
     at_once: whether a head drafts all levels from the sequence alone. trained: whether `treespec train` makes it.
-    several: whether + joins several directories.
     """
 
     name: str
@@ -41,7 +40,6 @@ class DrafterKind:
     one_hot: bool = False
     at_once: bool = False
     trained: bool = False
-    several: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -199,13 +197,12 @@ ROWS = (
     ),
     DrafterKind(
         "model",
-        ("model:MODEL", "model:MODEL+MODEL"),
-        "treespec.draft.models.model:load_models",
-        "a smaller model, of any vocabulary, or several of the target's",
-        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
-        f"{CHECKS}:check_models",
+        ("model:MODEL",),
+        "treespec.draft.models.model:load_model",
+        "a smaller model, of any vocabulary",
+        "Leviathan et al., Chen et al. 2023",
+        f"{CHECKS}:check_model",
         "must",
-        several=True,
     ),
     DrafterKind(
         "mtp",

@@ -14,7 +14,7 @@ from treespec.heads.registry import kind_in, levels_in
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
-from treespec.verify.facts import SCHEMES, Facts, Known, stands_for
+from treespec.verify.facts import SCHEMES, Facts, Known
 
 if TYPE_CHECKING:
     from treespec.draft.calibration import Calibration
@@ -28,14 +28,12 @@ AT_ONCE = ", ".join(row.name for row in DRAFTERS.values() if row.at_once)
 class DraftModel:
     """What the pairing rules ask about a draft model, known before its weights are read.
 
-    several: whether these are several models that take turns.
     trained: whether it is a trained head.
     deepest: the largest number of levels that it drafts; None: any number.
     calibrated: whether the head's directory has a calibration.json.
-    at_once: whether the law of a level depends on the text alone, so that all are known at first.
+    at_once: whether the distribution of a level depends on the text alone, so that all are known at first.
     """
 
-    several: bool = False
     trained: bool = False
     deepest: int | None = None
     calibrated: bool = False
@@ -47,18 +45,7 @@ ANY = DraftModel(calibrated=True, at_once=True)  # a draft model that goes with 
 
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
-    # 1. Draft models that take turns have a distribution each.
-    if model.several and policy.one_distribution:
-        raise InputError(
-            "draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4"
-        )
-    if model.several and not (scheme.deterministic or scheme.q_per_draw):
-        raise InputError(
-            f"verifier {scheme.name} takes one draft distribution a node, several draft models have one "
-            "each: take --verifier rrs, is-lp or topk"
-        )
-
-    # 2. Where children come from.
+    # 1. Where children come from.
     if policy.at_once and not model.at_once:
         raise InputError(
             f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): "
@@ -77,7 +64,7 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
             "take one of them, or --tree eagle"
         )
 
-    # 3. Its width and depth.
+    # 2. Its width and depth.
     draws, most = policy.max_draws, scheme.max_draws
     if draws and most and draws > most:
         remedy = "chain:5" if most == 1 else f"balanced:{most}x3"
@@ -93,7 +80,7 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
             f"{form}{deepest}"
         )
 
-    # 4. A calibration.
+    # 3. A calibration.
     if policy.sure_tokens and not model.calibrated:
         make_it = "make it with treespec calibrate, or take"
         remedy = make_it if model.trained else "without a head take"
@@ -103,34 +90,32 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
 
 
 def default_tree(
-    scheme: "Scheme",
-    deepest: int | None = None,
-    calibration: "Calibration | None" = None,
-    several: bool = False,
-    paced: bool = False,
+    scheme: "Scheme", deepest: int | None, calibration: "Calibration | None", paced: bool
 ) -> Policy:
     """The tree without `--tree`: one chosen by its cost where acceptance rates are known, else the scheme's.
 
     Rates are known for deterministic children. With a head's calibration they are known for draws
     that are accepted in turn.
-    deepest: levels that can be drafted; None: any number. several: whether draft models take turns;
-    their tree has a fixed shape. paced: whether the verifier takes any tree; then `auto` guesses
-    unknown rates and learns them from the text.
+    deepest: levels that can be drafted; None: any number. paced: whether the verifier takes any
+    tree; then `auto` guesses unknown rates and learns them from the text.
     """
     calibrated = calibration is not None and bool(calibration.rates)
-    known = scheme.deterministic or (scheme.accepted_in_turn and calibrated)
-    if (known or paced) and not several:
+    if paced or scheme.deterministic or (scheme.accepted_in_turn and calibrated):
         return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
     return scheme.default_tree.cut(deepest) if deepest else scheme.default_tree
 
 
-def verifier_for(verifier: "Verifier", several: bool, tree: Policy | None) -> "Verifier":
-    """The verifier that `auto` stands for. Some trees and several draft models need another one."""
-    from treespec.verify.registry import scheme_by_name
+def by_rank(verifier: "Known | Verifier", tree: Policy | None) -> bool:
+    """Whether `auto` stands for `topk`, as it does with a tree of the most likely tokens."""
+    return verifier.paced and tree is not None and tree.reranks
+
+
+def verifier_for(verifier: "Verifier", tree: Policy | None) -> "Verifier":
+    """The verifier that `auto` stands for."""
+    from treespec.verify.topk import TopK
     from treespec.verify.walk import Walk
 
-    name = stands_for(verifier.paced, several, tree)
-    return Walk(scheme_by_name(name)) if name else verifier
+    return Walk(TopK()) if by_rank(verifier, tree) else verifier
 
 
 def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | None) -> None:
@@ -142,24 +127,20 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
     if spec.kind.one_hot:
         check_one_hot(spec.kind.name, verifier, tree)
         return
-    name = stands_for(verifier.paced, len(spec.models) > 1, tree)
-    scheme = SCHEMES[name] if name else verifier.scheme
+    scheme = SCHEMES["topk"] if by_rank(verifier, tree) else verifier.scheme
     check_fit(tree or chain(1), scheme, model_of(spec))  # a default tree fits its verifier and head
 
 
 def model_of(spec: DrafterSpec) -> DraftModel:
     """The draft model that a drafter names, as far as its files and names tell."""
     if not spec.kind.is_head:
-        return DraftModel(several=len(spec.models) > 1)
+        return DraftModel()
     folder = Path(spec.place).expanduser()
     kind = kind_in(folder) if spec.kind.name == "head" else spec.kind.name
+    here = folder.is_dir()  # else a hub id, which may hold anything
+    calibrated = not here or (folder / "calibration.json").exists()
     at_once = kind is None or DRAFTERS[kind].at_once
-    if not folder.is_dir():  # a hub id
-        return DraftModel(trained=True, calibrated=True, at_once=at_once)
-    calibrated = (folder / "calibration.json").exists()
-    return DraftModel(
-        trained=True, deepest=levels_in(folder), calibrated=calibrated, at_once=at_once
-    )
+    return DraftModel(True, levels_in(folder) if here else None, calibrated, at_once)
 
 
 def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None:

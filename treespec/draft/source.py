@@ -54,11 +54,6 @@ class Source:
         """The draft models that it computes with besides the target."""
         return self.drafting.models
 
-    @property
-    def q_per_draw(self) -> bool:
-        """Whether each draw at a node has a draft distribution of its own."""
-        return self.proposer is not None and self.proposer.q_per_draw
-
     def drafter(
         self,
         tree: Policy | None,
@@ -76,8 +71,7 @@ class Source:
             if own.one_hot:
                 check_one_hot(self.name, verifier, tree)
             return own.paced(times) if paced else own.new()
-        rules = (verifier.scheme, own.max_depth, calibration, own.q_per_draw, paced)
-        policy = tree or default_tree(*rules)
+        policy = tree or default_tree(verifier.scheme, own.max_depth, calibration, paced)
         cache = self.cache and (self.cache.paced(times) if policy.timed else self.cache.new())
         return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
 

@@ -65,7 +65,7 @@ class TreeDrafter(ForcedDrafter):
         cache: OneHotDrafter | None = None,
     ) -> None:
         trained, calibrated = proposer.head is not None, calibration is not None
-        facts = (proposer.q_per_draw, trained, proposer.max_depth, calibrated, proposer.at_once)
+        facts = (trained, proposer.max_depth, calibrated, proposer.at_once)
         check_fit(policy, scheme, DraftModel(*facts))
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy

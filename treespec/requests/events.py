@@ -170,10 +170,8 @@ def cycle_of(
     # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
     shown = SamplingParams(1.0) if params.greedy else params
     laws = probs(seen.logits, shown)  # [N, V]
-    drafted = {  # by path [V]; of several draft models the mean
-        at: probs(rows, shown).reshape(-1, rows.shape[-1]).mean(0)
-        for at, rows in seen.draft_logits.items()
-    }
+    # By path [V].
+    drafted = {at: probs(rows[None], shown)[0] for at, rows in seen.draft_logits.items()}
 
     # 3. The nodes below the root.
     drawn = {} if params.greedy else _drawn(tree)

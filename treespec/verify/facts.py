@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from treespec.errors import InputError
 from treespec.options import installed, nearest
 from treespec.trees.ranges import Range
-from treespec.trees.shape import Policy
 
 Value = int | float | tuple[float, ...]
 REFERENCE = "otm-lp"  # a scheme of `treespec acceptance` alone
@@ -30,7 +29,6 @@ class Facts:
     lossless: bool = True
     deterministic: bool = False
     max_draws: int | None = None
-    q_per_draw: bool = False
     sure_tokens: bool = False
     layered: bool = False
     options: Mapping[str, Range] = field(default_factory=dict)
@@ -43,7 +41,6 @@ SCHEMES = {
         Facts(
             "rrs",
             "treespec.verify.rrs:RRS",
-            q_per_draw=True,
             options={"draft-temperatures": TEMPERATURES},
         ),
         Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
@@ -53,7 +50,6 @@ SCHEMES = {
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
-            q_per_draw=True,
             options={
                 "s": Range(least=1, most=256, whole=True),
                 "draft-temperatures": TEMPERATURES,
@@ -189,15 +185,3 @@ def check_options(name: str, values: Mapping[str, object]) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and number not in allowed:
                 raise InputError(f"verifier {name}: {option} is {number}, must be {allowed}")
-
-
-def stands_for(paced: bool, several: bool, tree: Policy | None) -> str | None:
-    """The scheme that `auto` stands for with some trees and several draft models; None: itself.
-
-    paced: whether the verifier takes any tree.
-    """
-    if not paced:
-        return None
-    if several:
-        return "rrs"
-    return "topk" if tree and tree.reranks else None

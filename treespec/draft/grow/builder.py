@@ -17,7 +17,6 @@ from treespec.draft.grow.growth import (
     Nodes,
     draft_distributions,
     drafts_of,
-    in_turns,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees import static
@@ -70,8 +69,7 @@ class TreeBuilder:
     ) -> Growth:
         """Grow the tree of one cycle.
 
-        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children, or
-        [1, M, V] of M models (`draft_distributions`).
+        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
         """
         self.root, self.logits, self.params, self.generator = root, logits, params, generator
         tree = yield from self.shaped()
@@ -121,9 +119,8 @@ class TreeBuilder:
 
             # 2. The draws at all of these nodes.
             k = int(level.draws.max())
-            if scheme.deterministic:
-                q = in_turns(logits, k) if logits.dim() == 3 else logits
-            else:
+            q = logits
+            if not scheme.deterministic:
                 q = draft_distributions(logits, scheme, self.params, k)
             drawn = scheme.draw(q, level.draws, self.generator)  # [F, K]
 

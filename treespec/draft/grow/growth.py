@@ -110,40 +110,13 @@ def drafts_of(levels: list[Drawn]) -> Drafts | None:
 def draft_distributions(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
     """The distributions of k draws at F nodes, as probabilities.
 
-    [F, V], or [F, K, V] where each draw has a model or a temperature of its own.
-    logits: [F, V], or [F, M, V] of M models; draw i uses model i modulo M.
+    [F, V], or [F, K, V] where each draw has a temperature of its own. logits: [F, V].
     """
-    multipliers = scheme.draft_temperatures
-    if logits.dim() == 3:
-        scale = logits.new_tensor([*multipliers, *multipliers[-1:] * k][:k] or [1.0] * k)
-        in_turn = logits[:, torch.arange(k) % logits.shape[1]]
-        return probs(in_turn.float() / scale[:, None], params)
-    if not multipliers:
+    if not scheme.draft_temperatures:
         return probs(logits, params)
-    hotter = [replace(params, temperature=params.temperature * m) for m in multipliers[:k]]
-    laws = [probs(logits, one_draw) for one_draw in hotter]
-    return torch.stack(laws + laws[-1:] * (k - len(laws)), dim=1)
-
-
-def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores that rank the models' most likely tokens first, the models taking turns.
-
-    The k largest scores are k, k - 1, … Each model in its turn gives its most likely token that no
-    turn before has given. Two models over five tokens, k = 4:
-
-        most likely of model 0     d b a c e         turns     0: d  1: b  0: a  1: c
-        most likely of model 1     d b c a e         scores    a 2, b 3, c 1, d 4, e 0
-
-    logits: [F, M, V].
-    """
-    models, size = logits.shape[1:]
-    scores = torch.zeros_like(logits[:, 0])
-    # The lowest finite value ranks padding last, but before tokens that are already taken.
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)
-    for draw in range(min(k, size)):
-        left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
-        scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))
-    return scores
+    each = [*scheme.draft_temperatures, *scheme.draft_temperatures[-1:] * k][:k]
+    laws = [probs(logits, replace(params, temperature=params.temperature * m)) for m in each]
+    return torch.stack(laws, dim=1)
 
 
 def stack(draws: list[Draws]) -> Draws:
@@ -180,25 +153,21 @@ def shape_drafts(
     """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
 
     A row whose tokens are all forbidden keeps its logits: its draws must come from some distribution,
-    and the target refuses them all. paths: F, in the target's tokens. logits: [F, N], or
-    [F, M, N] of M draft models. vocabulary: [N] the target's tokens.
+    and the target refuses them all. paths: F, in the target's tokens. logits: [F, N].
+    vocabulary: [N] the target's tokens.
     """
     # 1. One row a path, over all V tokens.
-    rows, each = logits if logits.dtype == torch.float64 else logits.float(), list(paths)
-    if logits.dim() == 3:
-        each = [path for path in paths for _ in range(logits.shape[1])]
-        rows = rows.flatten(0, 1)
+    rows = logits if logits.dtype == torch.float64 else logits.float()
     whole = rows if vocabulary is None else spread(rows, vocabulary, size, -torch.inf)
 
     # 2. The same shapers as the target's, then the draft tokens alone.
-    shaped = by.shape(each, whole)
+    shaped = by.shape(paths, whole)
     if by.heard is not None:
-        by_path = shaped.view(*logits.shape[:-1], -1)
-        by.heard.update(zip(paths, by_path, strict=True))
+        by.heard.update(zip(paths, shaped, strict=True))
     if vocabulary is not None:
         shaped = shaped[:, vocabulary]
     empty = shaped.amax(-1, keepdim=True) == -torch.inf
-    return torch.where(empty, rows, shaped).view_as(logits)
+    return torch.where(empty, rows, shaped)
 
 
 def with_chain(

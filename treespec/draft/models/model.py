@@ -1,4 +1,4 @@
-"""A smaller language model as the drafter (`--drafter model:PATH`), or several of them.
+"""A smaller language model as the drafter (`--drafter model:PATH`).
 
 Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer
+from treespec.draft.drafter import PREFILL_AT, Frontier
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.other_vocabulary import (
@@ -155,82 +155,14 @@ class OtherVocabulary(ModelProposer):
         return logits.index_select(-1, self.words.draft)
 
 
-@final
-class SeveralModels(Proposer):
-    """Several draft models at once (SpecInfer, Miao et al. 2024, 2305.09781, section 3).
-
-    Their draws merge into one tree. The draws at a node take turns: the first comes from the first
-    model, the second from the second, and so on round. Every model continues below all of them. Sampled
-    draws keep the distribution they came from, and `rrs` takes one per draw; the logits are [F, M, V], of
-    M models. Without sampling, the children are the union of each model's top tokens:
-
-        model 1   a .5  b .3  c .2
-        model 2   b .6  a .3  d .1     four draws by turns: a (1), b (2), then c (1), d (2)
-    """
-
-    q_per_draw = True
-
-    def __init__(self, proposers: Sequence[ModelProposer]) -> None:
-        self.proposers, self.vocab_size = proposers, proposers[0].vocab_size
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [model for proposer in self.proposers for model in proposer.models]
-
-    @property
-    def identity(self) -> object:
-        return [proposer.identity for proposer in self.proposers]
-
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        return [*stacked([proposer.begin(roots) for proposer in self.proposers])]
-
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        return stacked([proposer.extend(frontiers) for proposer in self.proposers])
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for proposer in self.proposers:
-            proposer.observe(features, tokens)
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        for proposer in self.proposers:
-            proposer.rewind(lengths)
-
-    def new(self) -> "SeveralModels":
-        return SeveralModels([proposer.new() for proposer in self.proposers])
-
-    def join(self, others: Sequence["SeveralModels"]) -> None:
-        for number, own in enumerate(self.proposers):
-            own.join([other.proposers[number] for other in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        for proposer in self.proposers:
-            proposer.select(rows)
-
-
-def stacked(logits: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """Each model's [F, V] logits of each sequence -> [F, M, V] for each sequence."""
-    return [torch.stack(rows, dim=1) for rows in zip(*logits, strict=True)]
-
-
-def load_models(spec: DrafterSpec, target: Target) -> Proposer:
-    """Draft models by directory or hub id, in the target's dtype. Raises InputError."""
-    models = [draft_model(name, target) for name in spec.models]
-    if len(models) == 1:
-        return models[0]
-    if any(model.vocabulary is not None for model in models):
-        raise InputError(
-            f"--drafter {spec.own}: several draft models must have the target's tokens; a model of "
-            "another vocabulary drafts alone"
-        )
-    return SeveralModels(models)
-
-
-def draft_model(path: str, target: Target) -> ModelProposer:
-    """A draft model on the target's device. Raises InputError if it does not fit."""
-    place, name = target.output_device, f"--drafter model:{path}"
+def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
+    """A draft model by directory or hub id, in the target's dtype, on its device. Raises InputError."""
+    place, name = target.output_device, f"--drafter {spec.own}"
     how: dict[str, Any] = {"dtype": target.dtype, "trust_remote_code": target.trust_remote_code}
     try:
-        model = Target.load(path, device_map=None if place.type == "cpu" else {"": place}, **how)
+        model = Target.load(
+            spec.place, device_map=None if place.type == "cpu" else {"": place}, **how
+        )
     except InputError as error:
         said = str(error).replace("the target", "the draft model")
         raise InputError(f"{name}: {said}") from error
@@ -246,7 +178,7 @@ def draft_model(path: str, target: Target) -> ModelProposer:
             f"{name} cannot draft for this target: {error}; take another model"
         ) from None
     log.warning(
-        f"draft model {path} has another vocabulary: it drafts the {len(words.target)} tokens that "
+        f"draft model {spec.place} has another vocabulary: it drafts the {len(words.target)} tokens that "
         f"both have, {words.share:.0%} of the target's"
     )
     return OtherVocabulary(model, target, words)

@@ -8,8 +8,7 @@ from refusals import complains
 from test_block_heads import TEXT, dflash, p_eagle
 from test_formats import write
 
-from treespec.draft.trained.kinds import new_head
-from treespec.draft.trained.load import trained_head
+from treespec.draft.trained.kinds import new_head, trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import kind_of, levels_of

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import new_head, proposer_of, rollout
-from treespec.draft.trained.load import fit
+from treespec.draft.trained.kinds import fit, new_head, proposer_of, rollout
 from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import logits_of

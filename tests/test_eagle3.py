@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from treespec.api.load import load
-from treespec.draft.trained.load import fit
+from treespec.draft.trained.kinds import fit
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle3 import default_aux_layers

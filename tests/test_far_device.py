@@ -55,7 +55,8 @@ def measure():
     def source(name):
         if name in HEADS:
             torch.manual_seed(0)
-            return far_device.moved(new_head(name, target).eval())
+            plain = Target(random_model(CONFIGS["llama"]()))  # a moved weight is no plain matrix
+            return far_device.moved(new_head(name, plain).eval())
         return None if name == "none" else load_source(DrafterSpec.parse(name), target)
 
     # 2. The cycles of each, but the first.

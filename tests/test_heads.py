@@ -9,8 +9,7 @@ from models import random_head, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
 
-from treespec.draft.trained.kinds import new_head
-from treespec.draft.trained.load import fit
+from treespec.draft.trained.kinds import fit, new_head
 from treespec.heads.checkpoint import load_head, save_head
 
 PUBLISHED = {

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from equality import close, seeded
 from growing import contents, joined, level_logits, same
-from models import GROUPED, as_undrafted, random_eagle3, random_head, random_model, save_model, tokenizer
+from models import GROUPED, as_undrafted, random_model, save_model, tokenizer
 from other_words import sentence_piece, without_shared_tokens
 from refusals import complains
 from tokenizers import Tokenizer
@@ -21,8 +21,6 @@ from treespec.draft.models.other_vocabulary import (
     shared_vocabulary,
     start_of,
 )
-from treespec.draft.trained.kinds import new_head
-from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 
 
@@ -148,40 +146,3 @@ def test_the_command_names_the_share(tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "another vocabulary" in record.getMessage()]
     assert "tokens that both have" in line
     as_undrafted(spec, ["the user"], 8)
-
-
-class TestHeads:
-    """A head of one target, for a target whose tokenizer has the same tokens in other places, and some more."""
-
-    @pytest.fixture(scope="class")
-    def folders(self, tmp_path_factory):
-        home = tmp_path_factory.mktemp("heads")
-        save_model(home / "target")
-        other, words = model_of(sentence_piece()), sentence_piece()
-        made = {"eagle": random_head(other), "eagle3": random_eagle3(other), "medusa": new_head("medusa", other)}
-        for kind, head in made.items():
-            save_head(head, home / kind)
-            words.save_pretrained(home / kind)
-        save_head(random_head(other), home / "bare")
-        return home
-
-    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-    def test_it_drafts_and_the_text_is_the_targets(self, folders, kind):
-        spec = load(f"{folders}/target", f"{folders}/{kind}", "2x2", "rrs-wo", dtype="float32")
-        head = spec.head
-        ours, theirs = bytes_of(spec.target.tokenizer), bytes_of(sentence_piece())
-        before = load_head(folders / kind)
-        token, number = spec.target.tokenizer.get_vocab()["a"], sentence_piece().get_vocab()["a"]
-        assert torch.equal(head.embed_tokens.weight[token], before.embed_tokens.weight[number])
-        if kind == "eagle3":
-            assert {ours[n] for n in head.vocabulary.tolist()} == set(ours.values()) & set(theirs.values())
-        as_undrafted(spec, ["the user"], 12)
-        assert spec.generate("the user", max_new_tokens=12, temperature=1.0, seed=1).token_ids
-
-    @pytest.mark.parametrize(
-        "kind, complaint",
-        [("medusa", "is for a vocabulary of"), ("bare", "put the tokenizer that it was trained with into its folder")],
-    )
-    def test_others_are_refused_by_name(self, folders, kind, complaint):
-        with complains(complaint):
-            load(f"{folders}/target", f"{folders}/{kind}")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from training import beside, checkpoint_of, same_weights, trained, weights
 
 from treespec.api.load import load
-from treespec.draft.trained.load import FEW, FIELD
+from treespec.draft.trained.kinds import FEW, FIELD
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation

@@ -9,8 +9,7 @@ from refusals import complains
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from treespec.draft.trained.kinds import new_head
-from treespec.draft.trained.load import FEW, FIELD, trained_head, with_tokens
+from treespec.draft.trained.kinds import FEW, FIELD, new_head, trained_head, with_tokens
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

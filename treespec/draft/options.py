@@ -13,7 +13,7 @@ from treespec.options import MANY, TOKENS, Options, either, installed, option
 
 ORDER = 16  # tokens that a datastore's suffixes are sorted by: the longest pattern of a search
 SINKS = 4  # first tokens of a sequence that sparse drafts see
-HEAD = "treespec.draft.trained.load:load_trained"
+HEAD = "treespec.draft.trained.kinds:load_trained"
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,32 @@
-"""Trained heads of any kind: new ones for a target, and what drafts with them."""
+"""Trained heads of any kind: new ones for a target, loaded ones, and what drafts with them.
 
-from collections.abc import Iterator
+Two vocabularies of one size may number other tokens. Drafts of the head of one are nonsense for the
+other: the completion is right, and no faster than without a head. So a head's config.json has a few of
+its target's tokens, by number. A target that was tuned further may rename some of them, so a head is
+refused if most differ.
+"""
+
+from collections.abc import Iterable, Iterator
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from treespec.draft.drafter import Proposer
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.pairs import PairProposer
-from treespec.draft.vocabulary import whole
+from treespec.draft.vocabulary import load_vocabulary, restrict, whole
 from treespec.errors import InputError
-from treespec.heads.head import Head
+from treespec.heads.checkpoint import load_head
+from treespec.heads.folder import head_folder
+from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEADS
 from treespec.model.quantised import is_plain, table_of
 from treespec.model.target import Target
+
+FEW = 16  # tokens that a head names
+FIELD = "target_tokens"  # of config.json: tokens that a head was trained with, as {"9": "Ġthe"}
 
 
 def embedding_of(target: Target) -> nn.Parameter:
@@ -29,12 +42,6 @@ def on_a_device(embedding: Any, what: str) -> Any:
             "from"
         )
     return embedding
-
-
-def embedding_to_share(target: Target) -> nn.Parameter | nn.Module:
-    """The target's embedding as a head may hold it too: its weight, or the module of another."""
-    embedding = target.model.get_input_embeddings()
-    return embedding.weight if is_plain(embedding) else embedding
 
 
 def new_head(kind: str, target: Target, **fields: Any) -> Any:
@@ -87,3 +94,90 @@ def rollout(
 def draft_steps(head: Head, steps: int) -> int:
     """`steps`, or the head's `max_depth` where that is less."""
     return min(steps, head.max_depth or steps)
+
+
+def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
+    """The proposer of a head. Raises InputError for a head of another kind than the one named."""
+    head, kind = trained_head(spec.place, target), spec.kind.name
+    if kind not in ("head", head.kind):
+        raise InputError(
+            f"--drafter {spec.own} is a head of kind {head.kind}: write {head.kind}:{spec.place}"
+        )
+    return proposer_of(head, target)
+
+
+def trained_head(folder: str, target: Target) -> Head:
+    """A head of any kind with its draft vocabulary, before its target is packed.
+
+    Raises InputError.
+    """
+    path = head_folder(folder)
+    head = load_head(path, target.dtype, target.output_device)
+    fit(head, target, folder)
+    if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
+        restrict(head, target, tokens)
+    return head
+
+
+def fit(head: Head, target: Target, name: str) -> None:
+    """Check that a head belongs to a target, and share the embedding if both hold the same.
+
+    A head that came without one takes the target's on its output device. A quantised one is the
+    target's own module, where the device is the same and it scales nothing.
+    Raises InputError for the head of another target.
+    """
+    # 1. Sizes and tokens.
+    hidden_size, last = target.config.hidden_size, target.feature_width
+    try:
+        head.check_target(target.layers, target.vocab_size, hidden_size, last)
+    except ValueError as error:
+        raise InputError(f"head {name}: {error}") from None
+    check_tokens(head, target, name)
+
+    # 2. The embedding.
+    embedding: Any = target.model.get_input_embeddings()
+    plain, here = is_plain(embedding), target.device == target.output_device
+    if head.lacks_embedding:
+        if (width := embedding.embedding_dim) != head.hidden_size:
+            raise InputError(
+                f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
+                f"not {head.hidden_size}"
+            )
+        if plain or not here or target.embed_scale != 1.0:
+            weight = embedding_of(target).to(target.output_device)
+            head.share_embedding(nn.Parameter(weight, requires_grad=False))
+    head.share_embedding(embedding.weight if plain else embedding)
+
+
+def with_tokens(config: Config, target: Target) -> Config:
+    """A head's config with a few of the target's tokens, evenly spaced; without a tokenizer as it is."""
+    if target.tokenizer is None:
+        return config
+    size = min(len(target.tokenizer), target.vocab_size)
+    return config | {FIELD: tokens_at(target.tokenizer, range(0, size, max(1, size // FEW)))}
+
+
+def check_tokens(head: Head, target: Target, name: str) -> None:
+    """Raises InputError for a head that was trained with another tokenizer. name: the head's.
+
+    A head of another project, without the field, passes.
+    """
+    stored = head.config.get(FIELD)
+    if not isinstance(stored, dict) or target.tokenizer is None:
+        return
+    theirs = tokens_at(target.tokenizer, [int(number) for number in stored if number.isdecimal()])
+    differing = [number for number in stored if theirs.get(number) != stored[number]]
+    if 2 * len(differing) > len(stored):
+        first = differing[0]
+        there = f"is {theirs[first]!r}" if first in theirs else "does not exist"
+        raise InputError(
+            f"head {name} is for a target whose token {first} is {stored[first]!r}, this target's "
+            f"{there}: it was trained with another tokenizer"
+        )
+
+
+def tokens_at(tokenizer: Any, numbers: Iterable[int]) -> dict[str, str]:
+    """Tokens by number, as the vocabulary spells them; without those that it does not have."""
+    within = (number for number in numbers if number < len(tokenizer))
+    tokens = ((str(number), tokenizer.convert_ids_to_tokens(number)) for number in within)
+    return {number: token for number, token in tokens if isinstance(token, str) and token}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
-from treespec.model.masks import Chunk, causal_chunks, rows_of, together, unpadded
+from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
 
 MOST_WAITING = 96  # pairs that a sequence may collect while it rests: each cycle copies them
@@ -75,16 +75,15 @@ class PairProposer(Proposer):
         """
         self.cache.rewind(self.cache.lengths)
         features, tokens = (together(rows) for rows in zip(*self.waiting, strict=True))
-        counts, last = [len(row) for _, row in self.waiting], features.new_empty(0)
+        last: list[Tensor] = []
+        counts = [len(row) for _, row in self.waiting]
         for chunk in causal_chunks(self.cache, counts, self.target.rows_beside, tokens.device):
-            columns, taken = chunk.columns, torch.tensor(chunk.taken, device=tokens.device)
-            ends = columns.stop >= max(counts)
-            new = features[:, columns], tokens[:, columns]
-            states = self.pairs(chunk, *new, roots if ends else None)
-            at_end = rows_of(states, (taken - 1).clamp_min(0)[:, None])[:, 0]
-            last = torch.where(taken[:, None] > 0, at_end, last) if columns.start else at_end
+            ends = roots if chunk.columns.stop >= max(counts) else None
+            states = self.pairs(chunk, features[:, chunk.columns], tokens[:, chunk.columns], ends)
+            rows = zip(states, last or states[:, 0], chunk.taken, strict=True)
+            last = [new[taken - 1] if taken else old for new, old, taken in rows]
         self.waiting = [self.nothing] * len(counts)
-        return last
+        return torch.stack(last)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):

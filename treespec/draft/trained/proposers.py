@@ -51,9 +51,9 @@ class EagleProposer(DeepeningProposer):
         return self.forward(tokens, self.head.fuse(features), chunk.positions, chunk.seen)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
-        self.frontier, lengths = last[:, None], self.cache.lengths
-        self.drafted = Levels(committed(lengths, last.device))
-        self.positions = torch.tensor(lengths, device=last.device)[:, None] - 1
+        self.frontier = last[:, None]
+        self.drafted = Levels(committed(self.cache.lengths, last.device))
+        self.positions = self.drafted.seen.sum(-1) - 1
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:

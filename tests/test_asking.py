@@ -97,7 +97,7 @@ def failing(input_ids, scores):
         ({"logit_bias": {100000: 1.0}}, "token id 100000, which is outside the vocabulary"),
         ({"logit_bias": {1: float("nan")}}, "must be a finite number or -inf"),
         ({"logit_bias": [1]}, "must be a dict"),
-        ({"logits_processor": 3}, "logits_processor 1 is 3"),
+        ({"logits_processor": 3}, "logits_processor is 3"),
         ({"min_tokens": 300}, "min_tokens is 300, must be at most max_new_tokens"),
         ({"min_tokens": 250, "max_new_tokens": 250}, "the context holds 196"),
         ({"ignore_eos": 1}, "ignore_eos is 1, must be True or False"),
@@ -105,7 +105,7 @@ def failing(input_ids, scores):
         ({"on_cycle": 3}, "on_cycle is 3, must be a function"),
         ({"chat_template_kwargs": [1]}, "must be a dict"),
         ({"logit_bias": dict.fromkeys(range(290), -torch.inf)}, "forbid every token"),
-        ({"logits_processor": lambda ids, scores: scores[:, :3]}, "must return scores"),
+        ({"logits_processor": lambda ids, scores: scores[:, :3]}, "must return scores of shape"),
         ({"logits_processor": lambda ids, scores: scores * torch.nan}, "scores that are not numbers"),
     ],
 )

@@ -153,13 +153,13 @@ class Table(list):
 
 def test_a_data_set_of_the_hub_is_read_by_its_split(monkeypatch, expected):
     splits = {"train_sft": Table(FORMS["messages"]), "test": Table(FORMS["messages"][1:])}
-    library = SimpleNamespace(load_dataset=lambda repository, configuration: splits)
+    library = SimpleNamespace(load_dataset=lambda repository, configuration, split: splits[split])
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.setattr(sources, "commit_of", lambda repository: "0123")
     assert encoded("owner/name:train_sft") == expected
     assert encoded("owner/name:default:test") == expected[1:]
     assert digest("owner/name:test") != digest("owner/name:train_sft")
-    with complains("has no split 'train': give owner/name:SPLIT with one of train_sft, test"):
+    with complains(r"no data set of the hub: 'train' \(owner/name:SPLIT names another split\)"):
         encoded("owner/name")
 
 

@@ -11,7 +11,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -46,10 +45,6 @@ class Grammar:
     start: "LLMatcher"
     ends: frozenset[int]
 
-    def matcher(self) -> "LLMatcher":
-        """A matcher for one text."""
-        return self.start.deep_copy()
-
 
 def compiled(
     kind: str, source: object, tokenizer: Any, vocab_size: int, ends: frozenset[int]
@@ -61,36 +56,25 @@ def compiled(
     for a source that cannot be used, and for a target whose tokenizer cannot be matched.
     """
     text = text_of(kind, source)
-    tokens = tokens_of(kind, tokenizer, vocab_size, ends)
-    return Grammar(kind, start_of(kind, text, tokens), ends)
+    return Grammar(kind, start_of(kind, text, tokens_of(kind, tokenizer, vocab_size, ends)), ends)
 
 
 def text_of(kind: str, source: object) -> str:
     """The source as text. Raises InputError for the wrong type and for text that is no JSON."""
-    text = _schema_text(source) if kind == "json_schema" else source
-    if not isinstance(text, str):
-        raise InputError(f"{kind} is {source!r:.40}, must be a string")
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
-    return text
-
-
-def _schema_text(source: object) -> str:
-    if isinstance(source, str):
+    if kind == "json_schema":
         try:
-            source = json.loads(source)
-        except ValueError as error:
+            schema = json.loads(source) if isinstance(source, str) else source
+            schema = {} if schema is True else schema
+            source = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"json_schema is no JSON: {error}") from None
-    if source is False:
-        raise InputError("json_schema is false, which no answer satisfies: give a schema")
-    if source is True:
-        source = {}
-    if not isinstance(source, dict):
-        raise InputError(f"json_schema is {source!r:.40}, must be an object")
-    try:
-        return json.dumps(source, allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"json_schema cannot be written as JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InputError(f"json_schema is {schema!r:.40}, must be an object")
+    if not isinstance(source, str):
+        raise InputError(f"{kind} is {source!r:.40}, must be a string")
+    if re.search("[\ud800-\udfff]", source):
+        raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
+    return source
 
 
 def tokens_of(kind: str, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
@@ -141,20 +125,20 @@ def start_of(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
     from llguidance import LLMatcher, LLParserLimits
 
     # 1. The matcher. It compiles without the interpreter's lock, so other threads go on.
-    write: dict[str, Callable[[str], str]] = {
-        "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(schema, SPACING),
-        "regex": LLMatcher.grammar_from_regex,
-        "grammar": LLMatcher.grammar_from_lark,
-    }
     try:
-        grammar = write[kind](text)
+        if kind == "json_schema":
+            grammar = LLMatcher.grammar_from_json_schema(text, SPACING)
+        elif kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(text)
+        else:
+            grammar = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         raise InputError(f"{kind} is too large: {error}") from None
     start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
     # 2. What is wrong with it, if anything.
     if fault := start.get_error():
-        raise InputError(f"{kind}: {_reason(fault)}{_line_and_column(kind, fault)}")
+        raise InputError(f"{kind}: {' '.join(fault.split())}")
     first = start.deep_copy()
     first.compute_bitmask()
     if first.is_error():
@@ -167,25 +151,7 @@ def too_complex(kind: str, matcher: "LLMatcher") -> InputError:
     fault = matcher.get_error()
     if "NoExtension" in fault:
         return InputError(f"{kind} cannot be satisfied: no token may come next")
-    return InputError(f"{kind} is too complex to be followed: {_reason(fault)}")
-
-
-def _reason(fault: str) -> str:
-    """One line of llguidance's message, without places: those of its own files mislead."""
-    lines = fault.splitlines()
-    inner = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    line = inner[0] if inner else re.sub(r"^(at )?\d+\(\d+\): ", "", lines[0])
-    return line[:1].lower() + line[1:]
-
-
-def _line_and_column(kind: str, fault: str) -> str:
-    """Where the fault is, by llguidance's message. A caret marks the column of a regex's fault."""
-    carets = [line for line in fault.splitlines() if line.strip(" ^") == "" and "^" in line]
-    if kind == "regex":
-        column = carets[0].index("^") - 3 if carets else 0  # the regex is indented by 4
-        return f" at character {column}" if column > 0 else ""
-    at = re.match(r"(?:at )?(\d+)\((\d+)\)", fault)
-    return f" at line {at[1]}, column {at[2]}" if at else ""
+    return InputError(f"{kind} is too complex to be followed: {' '.join(fault.split())}")
 
 
 MOST = 1 << 17  # characters of a grammar

@@ -1,26 +1,17 @@
 """The distribution of one sequence's tokens, and how it shapes the logits of a tree."""
 
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from treespec.shaping.grammar import GrammarShaper
 from treespec.shaping.processors import Shaper
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
-
-
-class Forcing(Protocol):
-    """A shaper that may leave no choice. ends: the tokens that end an answer."""
-
-    ends: frozenset[int]
-
-    def forced(self, answer: Sequence[int]) -> list[int]:
-        """The tokens that must follow the answer."""
-        ...
 
 
 @final
@@ -40,7 +31,7 @@ class Distribution:
     ) -> None:
         """seeded: whether the caller chose the seed of the draws."""
         self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
-        self.grammar: Forcing | None = None  # the one among the shapers that forces tokens
+        self.grammar: GrammarShaper | None = None  # the one among the shapers that forces tokens
         self.answer: list[int] = []
         self.error: Exception | None = None
         self.over = False

@@ -30,7 +30,8 @@ class GrammarShaper:
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.matcher, self.ends = grammar, grammar.matcher(), grammar.ends
+        self.grammar, self.ends = grammar, grammar.ends
+        self.matcher = grammar.start.deep_copy()
         self.answer: list[int] = []  # what the matcher has consumed, and will not roll back
         self.below: list[int] = []  # what it has consumed behind the answer
         self.masks: dict[tuple[int, ...], bytes] = {}  # bits, by path below the answer
@@ -105,12 +106,10 @@ class GrammarShaper:
 
         The matcher consumes no end-of-sequence token: what stands below one is no part of a text.
         """
-        pairs = zip(self.below, path, strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if common < len(self.below):
-            self.matcher.rollback(len(self.below) - common)
-            del self.below[common:]
-        for token in path[common:]:
+        while self.below != list(path[: len(self.below)]):
+            self.matcher.rollback(1)
+            self.below.pop()
+        for token in path[len(self.below) :]:
             absent = token < 0 or token in self.ends
             if absent or not self.matcher.validate_tokens([token]):
                 return False

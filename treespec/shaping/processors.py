@@ -1,6 +1,6 @@
 """Logits processors of a request: biases, penalties, a least length, transformers' own."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -147,28 +147,20 @@ class Processed:
         return replace(self, prompt=tuple(prompt))
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        shaped, lengths = torch.empty_like(logits), torch.tensor([len(path) for path in paths])
-        for length in lengths.unique():
-            rows = (lengths == length).nonzero().flatten()
-            tokens = [[*self.prompt, *answer, *paths[row]] for row in rows.tolist()]
-            known = torch.tensor(tokens, dtype=torch.int64, device=logits.device)  # [B, T]
-            rows = rows.to(logits.device)
-            shaped[rows] = self._scores(known, logits[rows])
+        shaped, by_length = torch.empty_like(logits), defaultdict(list)
+        for row, path in enumerate(paths):
+            by_length[len(path)].append(row)
+        for rows in by_length.values():
+            known = [[*self.prompt, *answer, *paths[row]] for row in rows]
+            tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)  # [B, T]
+            scores = self.processor(tokens, logits[rows])  # it may change its logits in place
+            shape = (len(rows), logits.shape[1])
+            if not isinstance(scores, Tensor) or scores.shape != shape:
+                raise InputError(f"a logits processor must return scores of shape {shape}")
+            if scores.isnan().any():
+                raise InputError("a logits processor returned scores that are not numbers")
+            shaped[rows] = scores
         return shaped
-
-    def _scores(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """tokens: [B, T]. logits: [B, V], which the processor may change in place."""
-        wanted = logits.shape
-        scores = self.processor(tokens, logits)
-        name = getattr(self.processor, "__name__", type(self.processor).__name__)
-        if not isinstance(scores, Tensor) or scores.shape != wanted:
-            given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise InputError(
-                f"the logits processor {name} returned {given}, must return scores {list(wanted)}"
-            )
-        if scores.isnan().any():
-            raise InputError(f"the logits processor {name} returned scores that are not numbers")
-        return scores
 
 
 def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
@@ -185,13 +177,9 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
     if penalties != Penalties():
         yield penalties
     given = options.logits_processor
-    for place, one in enumerate(given if isinstance(given, Sequence) else [given], 1):
-        if isinstance(one, Shaper):
-            yield one
-        elif callable(one):
-            yield Processed(one)
-        else:
+    for one in given if isinstance(given, Sequence) else [given]:
+        if not isinstance(one, Shaper) and not callable(one):
             raise InputError(
-                f"logits_processor {place} is {one!r:.40}, must be a function of token ids and "
-                "scores"
+                f"logits_processor is {one!r:.40}, must be a function of token ids and scores"
             )
+        yield one if isinstance(one, Shaper) else Processed(one)

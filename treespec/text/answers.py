@@ -1,9 +1,9 @@
 """Where the answers of a conversation stand in its text."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError
@@ -78,13 +78,9 @@ def spans_in(text: str, marks: Marks) -> list[Span]:
     """
     if not marks.header.strip() or not marks.end:
         raise InputError("the chat template does not mark answers: give messages instead of text")
-    spans = []
-    place = text.find(marks.header)
-    while place >= 0:
-        start = place + len(marks.header)
-        ended = text.find(marks.end, start)
-        spans.append((start, len(text) if ended < 0 else ended + len(marks.end)))
-        place = text.find(marks.header, spans[-1][1])
+    header, end = re.escape(marks.header), re.escape(marks.end)
+    answer = re.compile(rf"{header}(.*?(?:{end}|\Z))", re.DOTALL)
+    spans = [found.span(1) for found in answer.finditer(text)]
     if not spans:
         raise UnusableConversation("no answer in the text", f"it lacks {marks.header!r}")
     return spans
@@ -103,31 +99,28 @@ def answers(
     """
     # 1. The words of each message. Templates trim them, and leave out thoughts of earlier turns.
     words = [message["content"].rpartition("</think>")[2].strip() for message in messages]
-    turns = zip(messages, words, strict=True)
-    said = [word for message, word in turns if message["role"] == "assistant"]
+    is_answer = [message["role"] == "assistant" for message in messages]
 
     # 2. The template's own marks.
     if template is None:
         check(tokenizer)
         text, spans = _marked(tokenizer, messages, tools)
+        said = compress(words, is_answer)
         if spans and all(any(holds(text, span, answer) for span in spans) for answer in said):
             return text, spans
 
     # 3. Without them: one message after the other.
-    whole, marks = (
-        render(tokenizer, messages, template, False, tools),
-        marks_of(tokenizer, template),
-    )
-    spans, place = [], 0
-    for i, (message, word) in enumerate(zip(messages, words, strict=True)):
-        if message["role"] != "assistant":  # its words may be a header's
+    whole = render(tokenizer, messages, template, False, tools)
+    marks, place, spans = marks_of(tokenizer, template), 0, []
+    for i, word in enumerate(words):
+        if not is_answer[i]:  # its words may be a header's
             place = max(place, whole.find(word, place) + len(word))
             continue
         start = whole.find(marks.header, place) + len(marks.header)
         if messages[i - 1]["role"] == "tool":  # what stands before such an answer may be no header
             prompt = render(tokenizer, messages[:i], template, True, tools)
             start = len(prompt) if whole.startswith(prompt) else start
-        place = _answer_end(whole, marks, start, word, bool(message.get("tool_calls")))
+        place = _answer_end(whole, marks, start, word, bool(messages[i].get("tool_calls")))
         spans.append((start, place))
         if start < len(marks.header) or not holds(whole, spans[-1], word):
             return whole, []
@@ -139,28 +132,26 @@ def _answer_end(text: str, marks: Marks, start: int, words: str, calls: bool) ->
 
     calls: whether tool calls follow its words. Returns `start` where neither comes before the next answer.
     """
+    # 1. Where the words end, up to the next answer. Some templates change the spaces between.
     turn = text.find(marks.header, start) if marks.header else -1
     limit = len(text) if turn < 0 else turn
+    places, at = [], text.find(words, start, limit)
+    while at >= 0:
+        places.append(at + len(words))
+        at = text.find(words, at + 1, limit)
+    if not places:
+        spaced = re.compile(r"\s+".join(map(re.escape, words.split())))
+        places = [found.end() for found in spaced.finditer(text, start, limit)]
+    if not places:
+        return start
+
+    # 2. The mark after them; the last answer may lack it.
     special = re.compile(rf"\s*({marks.special})")
-    places = list(_ends_of(words, text, start, limit))
-    for place in places if not calls else ():
+    for place in () if calls else places:
         if ended := special.match(text, place, limit):
             return ended.end(1)
-    end = text.find(marks.end, places[0], limit + len(marks.end)) if places else -1
-    if places and end < 0 and turn < 0:  # the last answer may lack it
-        return limit
-    return start if end < 0 else end + len(marks.end)
-
-
-def _ends_of(words: str, text: str, start: int, limit: int) -> Iterator[int]:
-    """Where the words end in text[start:limit], wherever they stand."""
-    at = text.find(words, start, limit)
-    if at < 0:  # some templates change the spaces between
-        spaced = re.compile(r"\s+".join(map(re.escape, words.split())))
-        yield from (found.end() for found in spaced.finditer(text, start, limit))
-    while at >= 0:
-        yield at + len(words)
-        at = text.find(words, at + 1, limit)
+    end = text.find(marks.end, places[0], limit + len(marks.end))
+    return end + len(marks.end) if end >= 0 else limit if turn < 0 else start
 
 
 def holds(text: str, span: Span, words: str) -> bool:
@@ -170,7 +161,7 @@ def holds(text: str, span: Span, words: str) -> bool:
 
 def _marked(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: Tools
-) -> tuple[str, list[tuple[int, int]]]:
+) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = tokenizer.get_chat_template()
@@ -178,10 +169,8 @@ def _marked(
         return "", []
     with refusals():
         # apply_chat_template gives token masks alone. They run on where offsets omit a space.
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True}
-        options |= tokenizer.special_tokens_map
-        rendered: Any = render_jinja_template(
-            [list(messages)], tools=list(tools) if tools else None, chat_template=source, **options
-        )
+        options: dict[str, Any] = {"chat_template": source, "return_assistant_tokens_mask": True}
+        options |= tokenizer.special_tokens_map | {"tools": list(tools) if tools else None}
+        rendered: Any = render_jinja_template([list(messages)], **options)
     (text,), (spans,) = rendered
     return well_formed(text, "the text of the messages"), spans

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.text.answers import Span, answers, holds, marks_of, spans_in
@@ -83,12 +82,7 @@ def encode_conversations(
         try:
             if talk.tokens is None:
                 check(tokenizer, template)
-                whole = _rendered(tokenizer, talk, template, special)
-                if whole.input_ids[: len(before)].tolist() != before:
-                    ids = torch.cat([torch.tensor(before), whole.input_ids])
-                    whole = replace(
-                        whole, input_ids=ids, loss_mask=pad(whole.loss_mask, (len(before), 0))
-                    )
+                whole = _rendered(tokenizer, talk, template, special, before)
             else:
                 whole = _tokens(talk.tokens, len(tokenizer))
             ids, mask = whole.input_ids[:max_length], whole.loss_mask[:max_length]
@@ -109,9 +103,16 @@ def encode_conversations(
 
 
 def _rendered(
-    tokenizer: "PreTrainedTokenizerBase", talk: Conversation, template: Template, special: list[int]
+    tokenizer: "PreTrainedTokenizerBase",
+    talk: Conversation,
+    template: Template,
+    special: list[int],
+    before: list[int],
 ) -> Example:
-    """A conversation through its template. special: ids. Raises UnusableConversation."""
+    """A conversation through its template. Raises UnusableConversation.
+
+    special: ids of special tokens. before: those that a text begins with.
+    """
     # 1. Its text, the span of each answer, and of those that count.
     try:
         if talk.text is not None:
@@ -137,6 +138,8 @@ def _rendered(
         clear = len(spans) == len(talk.cut)  # which answer each flag is for
         cut = compress(spans, talk.cut) if clear else spans
         mask &= ~(_inside(places, cut, is_special) & is_special)
+    if ids[: len(before)] != before:
+        ids, mask = before + ids, np.pad(mask, (len(before), 0))
     dropped = len(spans) - len(learnt)
     return Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped)
 
@@ -182,6 +185,5 @@ def _inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> 
     starts = np.where(starts < ends, starts, np.minimum(starts, np.concatenate([[0], ends[:-1]])))
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        within = (starts >= start) & (starts < end)
-        mask |= within | ((starts < start) & (ends > start) & ~special)
+        mask |= (starts < end) & ((starts >= start) | ((ends > start) & ~special))
     return mask

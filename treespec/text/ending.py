@@ -4,40 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
-from treespec.text.strings import INCOMPLETE
+from treespec.text.strings import INCOMPLETE, beginning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@final
-class Stop:
-    """How much of one stop string ends the text (Knuth, Morris, Pratt 1977).
-
-    A character costs constant time on average, and the string's length costs nothing.
-    matched: characters of the string, but not all of them, that end the text.
-    borders: for each first part of the string, up to the longest one matched so far, the length of
-    the longest shorter part that ends it, too.
-    """
-
-    def __init__(self, string: str) -> None:
-        self.string, self.matched, self.borders = string, 0, [0]
-
-    def take(self, character: str) -> bool:
-        """Append a character to the text; returns whether it completes the string."""
-        self.matched = self._longer(self.matched, character)
-        if self.matched > len(self.borders):
-            self.borders.append(self._longer(self.borders[-1], character))
-        complete = self.matched == len(self.string)
-        if complete:
-            self.matched = self.borders[-1]
-        return complete
-
-    def _longer(self, matched: int, character: str) -> int:
-        """`matched` after another character."""
-        while matched and self.string[matched] != character:
-            matched = self.borders[matched - 1]
-        return matched + (self.string[matched] == character)
+LONGEST = 1000  # characters of a stop string: each token is compared with its beginnings
 
 
 @final
@@ -51,7 +24,7 @@ class Ending:
     special tokens, however the tokens are grouped. One exception: byte-fallback tokens
     (SentencePiece) that never become a character may lose some of their replacement characters.
 
-    Raises InputError for an empty stop string, and for stop strings without a tokenizer.
+    Raises InputError for an empty or a long stop string, and for stop strings without a tokenizer.
     """
 
     def __init__(
@@ -66,13 +39,16 @@ class Ending:
             raise InputError(
                 "the target has no tokenizer: stop strings cannot be found in its tokens"
             )
-        if "" in stop:
-            raise InputError("stop has an empty string: leave it out")
+        for string in stop:
+            if not 0 < len(string) <= LONGEST:
+                raise InputError(
+                    f"stop has a string of {len(string)} characters, must have 1 to {LONGEST}"
+                )
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)
         self.tokenizer, self.left = tokenizer, max_new_tokens
-        self.stops = [Stop(string) for string in stop]
+        self.stops = stop
         self.early = least - 1  # tokens before the first that may complete a stop string
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
         self.border = 0  # tokens of the window up to the last complete character
@@ -121,18 +97,13 @@ class Ending:
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""
-        # 1. Where the first stop string begins that this text completes.
-        starts = []
-        for stop in self.stops:
-            ends = [place for place, one in enumerate(text, len(self.held) + 1) if stop.take(one)]
-            starts += [ends[0] - len(stop.string)] if ends else []
-        text = self.held + text
-        if starts and self.early < 0:
-            self.finished = self.stopped = True
-            self.held = ""
-            return text[: min(starts)]
-
-        # 2. What no stop string begins with.
-        certain = len(text) - max((stop.matched for stop in self.stops), default=0)
+        before, text = len(self.held), self.held + text
+        if self.early < 0:
+            places = [text.find(stop, max(0, before + 1 - len(stop))) for stop in self.stops]
+            if starts := [start for start in places if start >= 0]:
+                self.finished = self.stopped = True
+                self.held = ""
+                return text[: min(starts)]
+        certain = len(text) - max((beginning(text, stop) for stop in self.stops), default=0)
         self.held = text[certain:]
         return text[:certain]

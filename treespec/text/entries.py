@@ -11,8 +11,9 @@ Four forms, here the same conversation:
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import compress, cycle
 from typing import Any
 
 from treespec.errors import InputError
@@ -22,7 +23,7 @@ TURNS = ("conversations", "messages", "conversation", "data")  # fields that hol
 TEXT = "text"
 TOKENS = "input_ids"
 MASKS = ("loss_mask", "assistant_masks", "labels")  # which tokens of `input_ids` count
-FORMS = dict.fromkeys((*TURNS, TEXT, TOKENS))  # in the order in which they are looked for
+FORMS = (*TURNS, TEXT, TOKENS)
 IDS = ("id", "conversation_id", "prompt_id", "question_id")
 WITH_ROWS = (*MASKS, *IDS, "attention_mask", "tools", "ended")  # further fields that are read
 
@@ -87,19 +88,19 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     """
     # 1. The object, and the id that it gives itself, else its number in the file.
     try:
-        value = json.loads(raw) if isinstance(raw, bytes) else raw
+        row: Any = json.loads(raw) if isinstance(raw, bytes) else raw
     except (ValueError, RecursionError) as error:
         raise UnusableConversation("not valid JSON", error) from error
-    row: dict[str, Any] = value if isinstance(value, dict) else {}
+    row = row if isinstance(row, dict) else {}
     ids = (str(row[name]) for name in IDS if isinstance(row.get(name), str | int))
     source = next(ids, re.split("[: ]", where)[-1])
 
     # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
     lists = (_listed(row.get(name)) for name in TURNS)
-    turns = next((found for found in lists if isinstance(found, list)), None)
-    masked = any(isinstance(row.get(name), list) for name in MASKS)
-    if answered and TOKENS in row and (masked or turns is None):
-        return Conversation([], where, source, tokens=tokens_of(row))
+    turns = next((turns for turns in lists if isinstance(turns, list)), None)
+    mask = next((name for name in MASKS if isinstance(row.get(name), list)), None)
+    if answered and TOKENS in row and (mask or turns is None):
+        return Conversation([], where, source, tokens=_tokens_of(row, mask))
     if answered and turns is None and isinstance(row.get(TEXT), str):
         return Conversation([], where, source, text=row[TEXT])
 
@@ -107,34 +108,29 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     messages = messages_of(turns, answered)
     if not answered and any(message["role"] == "tool" for message in messages):
         raise UnusableConversation("a tool answers in it")
-    ended, tools = row.get("ended"), _listed(row.get("tools")) or []
+    tools = _listed(row.get("tools")) or []
     if not isinstance(tools, list):
         raise UnusableConversation("its `tools` are no list")
+    ended = row.get("ended")
     cut = [how == "max_new_tokens" for how in ended] if isinstance(ended, list) else []
     return Conversation(messages, where, source, tuple(cut), tools)
 
 
-def tokens_of(entry: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """(token ids, which of them count) of a row of tokens, without padding.
+def _tokens_of(row: dict[str, Any], mask: str | None) -> tuple[list[int], list[bool]]:
+    """(token ids, which of them count) of a row of tokens, without padding. mask: the field that tells it.
 
     Raises UnusableConversation for a row that does not tell which tokens count.
     """
-    # 1. The fields.
-    ids, seen = entry[TOKENS], entry.get("attention_mask")
-    name = next((name for name in MASKS if isinstance(entry.get(name), list)), None)
-    if name is None:
+    if mask is None:
         raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
-    marks = entry[name]
+    ids, marks, seen = row[TOKENS], row[mask], row.get("attention_mask")
     seen = seen if isinstance(seen, list) else [1] * len(marks)
-
-    # 2. What they hold.
     if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
         raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
     if not len(ids) == len(marks) == len(seen):
-        raise UnusableConversation(f"`{TOKENS}`, `{name}` and the attention mask differ in length")
-    counts = [mark != IGNORED if name == "labels" else bool(mark) for mark in marks]
-    kept = [i for i, is_seen in enumerate(seen) if is_seen]
-    return [ids[i] for i in kept], [counts[i] for i in kept]
+        raise UnusableConversation(f"`{TOKENS}`, `{mask}` and the attention mask differ in length")
+    counts = [mark != IGNORED if mask == "labels" else bool(mark) for mark in marks]
+    return list(compress(ids, seen)), list(compress(counts, seen))
 
 
 def messages_of(turns: object, answered: bool) -> list[Message]:
@@ -154,18 +150,15 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     system: list[Message] = []
     messages: list[Message] = []
     for i, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise UnusableConversation("a turn is not an object", f"turn {i}")
-        message = _message(turn, i)
-        role, content = message["role"], message["content"]
+        message = _message(turn, f"turn {i}")
+        role, said = message["role"], message["content"].strip()
         if role == "system" and i == 1:
-            system = [message] if content.strip() else []
+            system = [message] if said else []
         elif messages or role != "assistant":
             if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
-                raise UnusableConversation(
-                    "user and assistant do not alternate", f"turn {i} is {role!r}"
-                )
-            if not (content.strip() or message.get("tool_calls") or role == "tool"):
+                problem = "user and assistant do not alternate"
+                raise UnusableConversation(problem, f"turn {i} is {role!r}")
+            if not (said or message.get("tool_calls") or role == "tool"):
                 raise UnusableConversation("a turn is empty", f"turn {i}")
             messages.append(message)
 
@@ -187,27 +180,27 @@ def thought_of(message: Message) -> str:
     return before.rpartition("<think>")[2].strip() if end else ""
 
 
-def _message(turn: dict[str, Any], i: int) -> Message:
-    """Turn number `i` as a message. Raises UnusableConversation."""
-
-    def either(*names: str) -> Any:
-        return next((turn[name] for name in names if turn.get(name) is not None), None)
-
+def _message(turn: Any, where: str) -> Message:
+    """A turn as a message. Raises UnusableConversation."""
     # 1. Its role.
-    name = either("role", "from")
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
+    if not isinstance(turn, dict):
+        raise UnusableConversation("a turn is not an object", where)
+    name = turn.get("role") or turn.get("from")
+    if (role := ROLES.get(str(name).lower())) is None:
+        raise UnusableConversation("a turn has an unknown role", f"{where}, {name!r}")
 
     # 2. Its text, and its thoughts. An answer that only calls tools has no text.
-    content, calls = either("content", "value"), _listed(turn.get("tool_calls"))
+    calls = _listed(turn.get("tool_calls")) or []
+    content = (
+        turn["value"] if turn.get("content") is None and "value" in turn else turn.get("content")
+    )
     try:
         content = "" if content is None and calls else text_of(content)
-        for text in (content, *(turn.get(name) for name in THOUGHTS)):
+        for text in (content, *map(turn.get, THOUGHTS)):
             well_formed(text if isinstance(text, str) else "", "which")
     except ValueError as error:
         problem = "the content of a turn is not text"
-        raise UnusableConversation(problem, f"turn {i} {error}") from None
+        raise UnusableConversation(problem, f"{where} {error}") from None
 
     # 3. What else a template may show.
     message: Message = {"role": role, "content": content}
@@ -221,8 +214,7 @@ def _call(call: Any) -> Any:
     """A tool call with arguments as fields: templates write them out, a text would be quoted."""
     try:
         function = call["function"]
-        arguments = json.loads(function["arguments"])
-        return call | {"function": function | {"arguments": arguments}}
+        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
 
@@ -230,8 +222,6 @@ def _call(call: Any) -> Any:
 def _listed(value: object) -> object:
     """The list that a JSON text holds, as tables without nested columns store it."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
     return value

@@ -52,18 +52,15 @@ def text_of(content: object) -> str:
     """
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+    if not isinstance(content, list | tuple) or not content:
         raise ValueError("must be a string or a list of text parts")
-    return "\n".join(map(_text_of_part, content))
-
-
-def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if not isinstance(part, dict) or kind != "text":
-        raise ValueError(f"has a part of type {kind!r:.40}: text alone is taken")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("has a part of type 'text' without a text")
-    return str(part["text"])
+    lines = []
+    for part in content:
+        fields = part if isinstance(part, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            raise ValueError(f"has a part that is no text: {part!r:.60}")
+        lines.append(fields["text"])
+    return "\n".join(lines)
 
 
 def well_formed(text: str, where: str) -> str:
@@ -80,6 +77,12 @@ def well_formed(text: str, where: str) -> str:
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of tokens or characters at the start that both share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def beginning(text: str, whole: str) -> int:
+    """The number of characters at the end of the text that `whole`, which is longer, begins with."""
+    sizes = range(min(len(whole) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(whole[:size])), 0)
 
 
 def fitting(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:

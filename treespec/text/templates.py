@@ -54,34 +54,24 @@ def render(
     chat_template_kwargs: Variables = None,
 ) -> str:
     """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
-    if template is not None and (tools or chat_template_kwargs):
-        unused = "tools" if tools else "chat_template_kwargs"
-        raise InputError(f"the fschat template {template} has no place for {unused}")
     if template is not None:
-        return well_formed(
-            _rendered(template, messages, add_generation_prompt), "the text of the messages"
-        )
-    check(tokenizer)
-    with refusals():
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **_variables(chat_template_kwargs),
-        )
-    return well_formed(str(text), "the text of the messages")
-
-
-def _variables(named: Variables) -> dict[str, Any]:
-    """Raises InputError for a name that transformers keeps to itself, such as chat_template."""
-    from transformers import PreTrainedTokenizerBase
-
-    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    for name in named or ():
-        if name in own and name != "documents":
-            raise InputError(f"chat_template_kwargs: {name} is no variable of a chat template")
-    return dict(named or {})
+        if unused := "tools" if tools else "chat_template_kwargs" if chat_template_kwargs else "":
+            raise InputError(f"the fschat template {template} has no place for {unused}")
+        text = _rendered(template, messages, add_generation_prompt)
+    else:
+        # Names that transformers keeps to itself, such as chat_template, are no variables.
+        check(tokenizer)
+        variables = dict(chat_template_kwargs or {})
+        kept = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        if names := variables.keys() & kept:
+            raise InputError(
+                f"chat_template_kwargs: {min(names)} is no variable of a chat template"
+            )
+        variables |= {"tools": list(tools) if tools else None, "tokenize": False}
+        variables["add_generation_prompt"] = add_generation_prompt
+        with refusals():
+            text = str(tokenizer.apply_chat_template(list(messages), **variables))
+    return well_formed(text, "the text of the messages")
 
 
 def encode(
@@ -120,10 +110,8 @@ def stops(template: Template = None) -> Stops:
         return Stops()
     conversation = fschat_template(template)
     strings = conversation.stop_str or ()
-    return Stops(
-        strings=(strings,) if isinstance(strings, str) else tuple(strings),
-        token_ids=tuple(conversation.stop_token_ids or ()),
-    )
+    strings = [strings] if isinstance(strings, str) else strings
+    return Stops(tuple(strings), tuple(conversation.stop_token_ids or ()))
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
@@ -139,9 +127,7 @@ def fschat_template(name: str) -> "Conversation":
     from fastchat.conversation import conv_templates, get_conv_template
 
     if name not in conv_templates:
-        known = {known.lower(): known for known in conv_templates}
-        matches = difflib.get_close_matches(name.lower(), known, cutoff=0.4)
-        close = [known[match] for match in matches]
+        close = difflib.get_close_matches(name, conv_templates, cutoff=0.4)
         raise InputError(
             f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
         )
@@ -156,19 +142,18 @@ def fschat_template(name: str) -> "Conversation":
 def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str:
     """The text of the messages. Raises InputError for what the template has no place for."""
     text = fschat_template(name).copy()
-    user, assistant = text.roles[:2]
-    roles = {"user": user, "assistant": assistant}
-    for i, message in enumerate(messages):
+    roles = dict(zip(("user", "assistant"), text.roles, strict=False))
+    for number, message in enumerate(messages, 1):
         role, content = message["role"], message["content"]
-        if role == "system" and i == 0:
+        if role == "system" and number == 1:
             text.set_system_message(content)
         elif role not in roles:
             raise InputError(
-                f"the fschat template {name} has no place for role {role!r} at message {i + 1}"
+                f"the fschat template {name} has no place for role {role!r} at message {number}"
             )
         elif not content:
             raise InputError(
-                f"message {i + 1} is empty; fschat templates take an empty message for a prompt"
+                f"message {number} is empty; fschat templates take an empty message for a prompt"
             )
         else:
             text.append_message(roles[role], content)

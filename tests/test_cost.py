@@ -18,7 +18,7 @@ from treespec.draft.cost.measure import (
     dependencies,
     measured_costs,
 )
-from treespec.draft.cost.model import FORMAT, SMALL, Cost, cost_in, measured_batch
+from treespec.draft.cost.model import FORMAT, SMALL, Cost, cost_in
 from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
@@ -86,21 +86,20 @@ def test_seconds_of_known_parts_give_them_back(deep, few):
     assert cost == Cost((1, 2), (11.0, 12.0), level, begin, (2.0, 4.0), draw if extra else 0.0)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama_head, batch):
+def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama_head):
     monkeypatch.setattr(model, "LEAST", math.inf)  # other tests may keep the machine busy
-    first = cost_for(*llama_head, tmp_path / "new", batch)
+    first = cost_for(*llama_head, tmp_path / "new")
     (file,) = (tmp_path / "new").iterdir()
     assert len(first.nodes) > 2
     assert min(*first.forward, first.level + first.begin) > 0
     kept = {"format": FORMAT, "cost": asdict(first) | {"begin": 12.5}}
     write_json(file, kept)
-    assert cost_for(*llama_head, tmp_path / "new", batch).begin == 12.5
+    assert cost_for(*llama_head, tmp_path / "new").begin == 12.5
     for damaged in ("{", json.dumps(kept | {"format": 0})):
         file.write_text(damaged)
-        assert cost_for(*llama_head, tmp_path / "new", batch).begin < 12.5
+        assert cost_for(*llama_head, tmp_path / "new").begin < 12.5
         assert json.loads(file.read_text())["cost"]["begin"] < 12.5
-    assert dependencies(*llama_head, 1) != dependencies(*llama_head, 2) != dependencies(llama_head[0], None, 2)
+    assert dependencies(*llama_head) != dependencies(llama_head[0], None)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +117,13 @@ def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path, llama_head):
     assert cost_for(*llama_head, tmp_path / "file" / "below").forward[0] > 0
 
 
-def test_the_drawing_of_batches_that_are_measured():
-    assert [measured_batch(size) for size in (1, 2, 3, 4, 5, 6, 7, 11, 12, 22, 45, 46, 500)] == [
-        *(1, 2, 4, 4, 4, 8, 8, 8, 16, 16, 32, 64, 64)
-    ]
+def test_a_batch_computes_the_nodes_of_all_in_one_forward():
+    cost = Cost((1, 4, 8), (1.0, 2.5, 4.5), level=0.3, begin=0.1, overhead=(0.01, 0.02), draw=0.001)
+    of_two = cost.among(2)
+    assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
+    assert (of_two.level, of_two.begin, of_two.draw) == pytest.approx((0.45, 0.15, 0.002))
+    assert of_two.overhead == pytest.approx((0.02, 0.04))
+    assert cost.among(1) == cost
     assert measured_costs(target("llama"), None, times())(7) == times()
 
 

@@ -68,7 +68,7 @@ def own_samples(
         samples.append(Sample(group, prompt, [], params))
         requests.append(spec.request(prompt, seed=generator, **asdict(params), **options))
         requests[-1].listener = partial(listen, samples[-1].cycles)
-    spec.measure(batch)
+    spec.measure()
     for request, piece in spec.decoder.run(requests, batch):
         samples[requests.index(request)].output.extend(piece.token_ids)
     return samples

@@ -55,7 +55,7 @@ class Engine:
         self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
         self.decoder, self.stretch = self.spec.decoder, 128
         with alone_with(self.decoder.models):
-            self.spec.measure(self.batch)
+            self.spec.measure()
             if columns is None:
                 self.columns = free_columns(spec.target, self.batch)
             else:

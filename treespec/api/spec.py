@@ -8,7 +8,7 @@ from treespec.decoding.batch import ALONE
 from treespec.decoding.decode import Decoder
 from treespec.decoding.sequence import Piece, Request
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.measure import measure_up_to, measured_costs
+from treespec.draft.cost.measure import measured_costs
 from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.drafter import Proposer
 from treespec.draft.pairing import verifier_for
@@ -60,7 +60,6 @@ class Spec:
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted
         self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())
-        self.measured = 0  # the largest batch that `measure` knows the cost of
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -115,12 +114,11 @@ class Spec:
         """Decode a few tokens, so that first-time measuring is over."""
         self.generate([0] * 8, max_new_tokens=8, memory=None)
 
-    def measure(self, batch: int) -> None:
-        """Measure now, before an answer's clock runs, what trees of up to `batch` texts cost."""
-        if batch > self.measured and (drafter := self.decoder.drafter) and drafter.timed:
+    def measure(self) -> None:
+        """Measure now, before an answer's clock runs, what trees cost; the first call takes seconds."""
+        if (drafter := self.decoder.drafter) and drafter.timed:
             with alone_with(self.decoder.models):
-                measure_up_to(batch, self.times)
-            self.measured = batch
+                self.times(1)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
@@ -139,7 +137,7 @@ class Spec:
         """
         wanted = requested(options, "seed")
         ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
-        self.measure(1)
+        self.measure()
         return requests_for(self.target, self.template, ids, wanted, seed, n)
 
     def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Stream:
@@ -205,7 +203,7 @@ class Spec:
                 raise InputError(f"prompt {len(groups) + 1} of {count}: {error}") from None
 
         # 3. Decode them together. Other threads wait meanwhile.
-        self.measure(at_once)
+        self.measure()
         pieces: dict[Request, list[Piece]] = {text: [] for group in groups for text in group}
         with self.decoder.lock:
             for text, piece in self.decoder.run(list(pieces), at_once):

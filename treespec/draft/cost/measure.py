@@ -6,7 +6,6 @@ the lower quartile over rounds. The cost is kept in the user's cache.
 
 import hashlib
 import json
-import logging
 import statistics
 import time
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treespec.draft.cost.model import Cost, CostBy, kept_cost, measured_batch
+from treespec.draft.cost.model import Cost, CostBy, kept_cost
 from treespec.draft.drafter import Proposer
 from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growing, Growth, grow_together
@@ -35,16 +34,13 @@ from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.traversal import Auto
 from treespec.verify.walk import judge_all
 
-log = logging.getLogger(__name__)
-
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several sequences
+MANY = 256  # nodes of a batch; measured where the context has room for them
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
 SURE = 1e4  # a logit above or below all of a model's
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
-TOGETHER = 4, 2  # rounds, and the fewest, of several sequences: their forwards are dear
 SMALLER, LARGER = balanced(2, 2), balanced(2, 3)  # the first has SMALL nodes
 
 Act = Callable[[], object]
@@ -62,61 +58,48 @@ def measured_costs(
     """
     if isinstance(given, Cost):
         return lambda batch: given
-    measured = lru_cache(None)(lambda batch: cost_for(target, proposer, batch=batch))
-    return given or (lambda batch: measured(measured_batch(batch)))
+    alone = lru_cache(None)(partial(cost_for, target, proposer))
+    return given or lru_cache(None)(lambda batch: alone().among(batch))
 
 
-def measure_up_to(batch: int, costs: CostBy) -> None:
-    """Measure for each size that a batch may shrink to."""
-    for size in sorted({measured_batch(size) for size in range(1, batch + 1)}):
-        costs(size)
-
-
-def cost_for(
-    target: Target, proposer: Proposer | None, folder: Path | None = None, batch: int = 1
-) -> Cost:
+def cost_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Cost:
     """The cost from the cache folder, or measured now, which takes a few seconds."""
-    about = json.dumps(dependencies(target, proposer, batch), default=str).encode()
+    about = json.dumps(dependencies(target, proposer), default=str).encode()
     name = f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
-    return kept_cost((folder or cache_folder()) / name, partial(measure, target, proposer, batch))
+    return kept_cost((folder or cache_folder()) / name, partial(measure, target, proposer))
 
 
-def dependencies(target: Target, proposer: Proposer | None, batch: int = 1) -> list[object]:
+def dependencies(target: Target, proposer: Proposer | None) -> list[object]:
     """All that the cost depends on, in JSON's types."""
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = [processor(), torch.get_num_threads(), torch.__version__, kernels.name()]
     models = [target.layers, target.config.to_json_string(), proposer and proposer.identity]
-    return [*machine, str(device), name, str(target.dtype), models, batch]
+    return [*machine, str(device), name, str(target.dtype), models]
 
 
 @torch.inference_mode()
-def measure(
-    target: Target, proposer: Proposer | None, batch: int = 1, context: int = CONTEXT
-) -> Cost:
+def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Cost:
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
-    if batch > 1:
-        log.warning("measuring cycles of %d texts, once for this machine and model", batch)
-    bench, alone, steps = Bench(target, proposer, batch, context), batch == 1, dict[str, Step]()
+    bench, steps, device = Bench(target, proposer, context), dict[str, Step](), target.output_device
     most = (proposer and proposer.max_depth) or DEEP
     levels, shapes = min(DEEP, most), {"small": SMALLER.cut(most), "large": LARGER.cut(most)}
-    # The time of a forward over several sequences depends little on what lies in the caches.
-    before: Act = partial(bench.forward, bench.branch(4)) if alone else lambda: None
+    before: Act = partial(bench.forward, bench.branch(4))
 
     # 1. Drafts: one level and several of the most likely tokens, and two trees of draws.
     if proposer:
         grown = {"level": by_level(1), "levels": by_level(levels)}
         grown |= {f"{name} draws": drawn(shape) for name, shape in shapes.items()}
         steps |= {name: (before, partial(bench.draft, grow)) for name, grow in grown.items()}
-    earlier = steps["levels"][1] if proposer and alone else before
+    earlier = steps["levels"][1] if proposer else before
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes, first = list[int](), list[float]()
-    for n in NODES if alone else NODES_TOGETHER:
+    for n in (*NODES, *[MANY] * (context + MANY <= target.context_length)):
         forward = partial(bench.forward, bench.branch(n))
-        nodes.append(n)
         steps[str(n)] = before if n == 1 else earlier, forward
-        first += fast_times([(forward if alone else before, forward)], target.output_device, 2)
+        nodes.append(n)
+        first += fast_times([(forward, forward)], device, rounds=2)
         if len(nodes) > 3 and first[-1] > DEAR * first[0]:
             break
 
@@ -129,8 +112,7 @@ def measure(
         steps[f"{name} worst"] = bench.end(*ends, logit=-SURE)
 
     # 4. Time them all.
-    rounds = (ROUNDS, FEWEST) if alone else TOGETHER
-    seconds = fast_times([*steps.values()], target.output_device, *rounds)
+    seconds = fast_times([*steps.values()], device)
     return cost_from(nodes, dict(zip(steps, seconds, strict=True)), levels, [*shapes.values()])
 
 
@@ -157,22 +139,18 @@ def cost_from(
 
 @final
 class Bench:
-    """Equal sequences in the target's cache, observed by the proposer, and the parts of their cycle."""
+    """A sequence in the target's cache, observed by the proposer, and the parts of its cycle."""
 
-    def __init__(self, target: Target, proposer: Proposer | None, batch: int, context: int) -> None:
-        self.target, self.batch = target, batch
+    def __init__(self, target: Target, proposer: Proposer | None, context: int) -> None:
+        self.target, aux_layers = target, proposer.aux_layers if proposer else ()
         # The context may exceed the target's context length.
-        ids = torch.arange(context + NODES[-1], device=target.output_device)
+        ids = torch.arange(context + MANY, device=target.output_device)
         self.ids = ids % target.vocab_size
         self.tokens, self.cache = self.ids[:context], target.new_cache(len(ids))
-        aux_layers = proposer.aux_layers if proposer else ()
         self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
-        self.cache.select([0] * batch)
         if proposer:
-            self.proposer, *others = [proposer.new() for _ in range(batch)]
-            for new in (self.proposer, *others):
-                new.observe([self.features[:-1]], [self.tokens])
-            self.proposer.join(others)
+            self.proposer = proposer.new()
+            self.proposer.observe([self.features[:-1]], [self.tokens])
 
     def branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
@@ -189,15 +167,14 @@ class Bench:
         return tree
 
     def forward(self, tree: TokenTree) -> Tensor:
-        return self.target.forward_trees(self.cache, [tree] * self.batch)[0].logits
+        return self.target.forward_trees(self.cache, [tree])[0].logits
 
     def draft(self, grow: Trees) -> None:
-        """Draft a tree for each sequence after observing a few new tokens."""
-        proposer, batch, last = self.proposer, self.batch, self.tokens[-1:]
-        proposer.rewind([len(self.tokens) - 1 - WAITING] * batch)
-        new = self.features[-1 - WAITING : -1], self.tokens[-1 - WAITING :]
-        proposer.observe([new[0]] * batch, [new[1]] * batch)
-        begun = proposer.begin(last.expand(batch), self.cache)
+        """Draft a tree after observing a few new tokens."""
+        proposer, last = self.proposer, self.tokens[-1:]
+        proposer.rewind([len(self.tokens) - 1 - WAITING])
+        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
+        begun = proposer.begin(last, self.cache)
         grow_together(
             proposer.extend, [grow(last, logits) for logits in begun if logits is not None]
         )
@@ -210,19 +187,15 @@ class Bench:
         logit: of the tree's tokens: they are certain, or impossible; None: the target's own.
         For draws the verdict is quick where the first leaf is accepted, slow where all are refused.
         """
-        logits, batch, by = (
-            self.forward(tree),
-            self.batch,
-            Distribution(SamplingParams(temperature)),
-        )
+        logits, by = self.forward(tree), Distribution(SamplingParams(temperature))
         generator = torch.Generator(device=self.ids.device).manual_seed(0)
         if logit is not None:
             logits = logits.index_fill(1, tree.tokens, logit)
 
         def finish() -> None:
-            judge_all(Auto(), [tree] * batch, [logits] * batch, [by] * batch, [generator] * batch)
-            self.cache.commit([kept] * batch)
-            self.cache.rewind([len(self.tokens)] * batch)
+            judge_all(Auto(), [tree], [logits], [by], [generator])
+            self.cache.commit([kept])
+            self.cache.rewind([len(self.tokens)])
 
         return partial(self.forward, tree), finish
 
@@ -243,15 +216,13 @@ def drawn(shape: StaticTree) -> Trees:
     return grow
 
 
-def fast_times(
-    steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS, fewest: int = FEWEST
-) -> list[float]:
+def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
     """Seconds of each step, over interleaved rounds after one for warming up."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     seconds: list[list[float]] = [[] for _ in steps]
     begun = time.perf_counter()
     for done in range(rounds + 1):
-        if done > fewest and time.perf_counter() - begun > SECONDS:
+        if done > FEWEST and time.perf_counter() - begun > SECONDS:
             break
         for (before, step), own in zip(steps, seconds, strict=True):
             before()

@@ -1,6 +1,6 @@
 """The cost model of a cycle as a value: a line of the target's forward, a draft level, an overhead.
 
-Three measured figures for each batch size. Sampled children add a second overhead and the seconds of
+Three measured figures; those of a batch follow from them. Sampled children add a second overhead and the seconds of
 each further node, because their verification and their draws take longer.
 
     T(n)     12 ms ┤           .─'      a tree of n nodes and d levels takes
@@ -31,15 +31,14 @@ from treespec.trees.static import StaticTree
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-FAR = 10_000  # nodes: the line's last slope goes on to here
+FAR = 1_000_000  # nodes: the line's last slope goes on to here
 SMALL = 7  # nodes, root included, of a tree of two draws a node and two levels
-LARGEST_BATCH = 64  # measured
 SHARE, LEAST = 0.2, 0.5  # of our threads' CPU time that others may take; seconds that do not count
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured seconds of a cycle's parts, for one batch size.
+    """Seconds of a cycle's parts, for one batch size; measured for one sequence.
 
     nodes, forward: T(n) at some tree sizes n (of each sequence), the root included: the target's
     forward, and verification and commit of one-token decoding.
@@ -80,6 +79,17 @@ class Cost:
         """Seconds of each further node that a draft level expands: as the target's forward grows."""
         one, several = np.interp([1, SMALL], *self._line)
         return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (SMALL - 1)
+
+    def among(self, batch: int) -> "Cost":
+        """Of several sequences together, by that of one: their forward computes the nodes of all.
+
+        A level of drafts takes longer as the target's forward does; the rest is done for each.
+        """
+        forward = tuple(np.interp(np.multiply(self.nodes, batch), *self._line).tolist())
+        grows = forward[0] / max(self.forward[0], math.ulp(1.0))
+        level, begin, (ranked, drawn) = self.level * grows, self.begin * grows, self.overhead
+        overhead = batch * ranked, batch * drawn
+        return Cost(self.nodes, forward, level, begin, overhead, batch * self.draw)
 
     @property
     def plain(self) -> float:
@@ -126,15 +136,6 @@ def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
 
 
 CostBy = Callable[[int], Cost]  # the cost by batch size
-
-
-def measured_batch(batch: int) -> int:
-    """The batch size that is measured for this one: the nearest power of two.
-
-    batch       1   2   3   4   5   6   7 … 11   12 … 22   over 45
-    measured    1   2   4   4   4   8   8         16        64
-    """
-    return min(1 << round(math.log2(batch)), LARGEST_BATCH)
 
 
 def kept_cost(file: Path, measure: Callable[[], Cost]) -> Cost:

@@ -6,7 +6,6 @@ another run must agree with.
 """
 
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,22 +49,20 @@ class Validation:
         if not self.positions:
             return "the head was not validated: no held-out conversation is long enough"
         steps = " ".join(f"{share:.1%}" for share in self.agreement)
-        length = self.decoded_length
-        return (
-            f"top-1 agreement by draft step {steps}; "
-            f"a chain would accept {self.acceptance_length:.2f} tokens a cycle "
-            f"({self.positions} held-out positions)"
-            + ("" if length is None else f"; decoding accepts {length:.2f}")
+        told = (
+            f"top-1 agreement by draft step {steps}; a chain would accept "
+            f"{self.acceptance_length:.2f} tokens a cycle ({self.positions} held-out positions)"
         )
+        decoded = self.decoded_length
+        return told if decoded is None else f"{told}; decoding accepts {decoded:.2f}"
 
     def figures(self) -> dict[str, float]:
         """As a tracker takes it: numbers by name."""
-        agreement = enumerate(self.agreement, start=1)
-        named = {f"held_out/agreement_{step}": share for step, share in agreement}
-        named["held_out/predicted_length"] = self.acceptance_length
+        named = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
+        named["predicted_length"] = self.acceptance_length
         if self.decoded_length is not None:
-            named["held_out/decoded_length"] = self.decoded_length
-        return named
+            named["decoded_length"] = self.decoded_length
+        return {f"held_out/{name}": value for name, value in named.items()}
 
 
 def record_of(config: TrainConfig, processes: int) -> Record:
@@ -96,8 +93,7 @@ def finished(folder: Path, record: Record) -> Validation | None:
         return None
     before = read_json(folder / "config.json", f"delete {folder} to begin again", FORMAT)
     changed = refuse_changed(folder.parent, before, record, MAY_CHANGE)
-    there = result.exists() and (folder.parent / "model.safetensors").exists()
-    if ENDS & changed or not there:
+    if ENDS & changed or not (result.exists() and (folder.parent / "model.safetensors").exists()):
         return None
     return Validation(**read_json(result, "delete it, and the same command ends the run again"))
 
@@ -107,72 +103,54 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
 
     Raises InputError for one that is not `free` to change.
     """
-    changed = {name: before.get(name) for name, now in record.items() if before.get(name) != now}
-    for name, then in changed.items():
-        if name not in free:
-            different = f"{name} = {then!r}, not {record[name]!r}"
-            if name in ("target", "data"):
-                different = f"another content of {name}"
-            raise InputError(
-                f"{folder} holds a run with {different}; name another --out, or delete it"
-            )
+    changed = [name for name, now in record.items() if before.get(name) != now]
+    for name in (name for name in changed if name not in free):
+        different = f"{name} = {before.get(name)!r}, not {record[name]!r}"
+        if name in ("target", "data"):
+            different = f"another content of {name}"
+        raise InputError(f"{folder} holds a run with {different}; name another --out, or delete it")
     return set(changed)
 
 
 UNFILLED = "FILL IN"  # stands in a card until someone completes it
-CARD = """\
+
+
+def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
+    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
+    file = Path(config.out) / "README.md"
+    if file.exists() and UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
+        return
+    options = asdict(config.recipe).items()
+    recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
+    tokens = sum(len(example.input_ids) for example in data.train)
+    figures = "\n".join(f"- {line}" for line in str(result).split("; "))
+    card = f"""\
 ---
-base_model: {target}
-tags: [treespec, speculative-decoding, {kind}]
-license: {unfilled} (the data and the target bind it)
+base_model: {config.target}
+tags: [treespec, speculative-decoding, {config.head}]
+license: {UNFILLED} (the data and the target bind it)
 ---
 
-# A draft head of kind {kind} for {target}
+# A draft head of kind {config.head} for {config.target}
 
-`treespec chat --target {target} --head {folder}`
+`treespec chat --target {config.target} --head {file.parent.name}`
 
 It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
 answers keep the target's own distribution.
 
 ## Data
 
-{data}: {conversations:,} conversations, {tokens:,} tokens, {answers:,} of them in answers;
-{held_out:,} conversations held out.
+{config.data}: {len(data.train):,} conversations, {tokens:,} tokens, {len(data.answers):,} of them in answers;
+{len(data.held_out):,} conversations held out.
 
 ## Recipe
 
-{steps:,} optimizer steps in {minutes:.1f} minutes. {recipe}
+{place.step:,} optimizer steps in {place.seconds / 60:.1f} minutes. {", ".join(recipe).capitalize()}.
 
-    {command}
+    {command_line("train", TrainConfig, asdict(config))}
 
 ## Figures
 
 {figures}
 """
-
-
-def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
-    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
-    file = Path(config.out) / "README.md"
-    with suppress(OSError):
-        if UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
-            return
-    options = asdict(config.recipe).items()
-    recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
-    card = CARD.format(
-        unfilled=UNFILLED,
-        target=config.target,
-        kind=config.head,
-        folder=Path(config.out).name,
-        data=config.data,
-        conversations=len(data.train),
-        tokens=sum(len(example.input_ids) for example in data.train),
-        answers=len(data.answers),
-        held_out=len(data.held_out),
-        steps=place.step,
-        minutes=place.seconds / 60,
-        recipe=", ".join(recipe).capitalize() + ".",
-        command=command_line("train", TrainConfig, asdict(config)),
-        figures="\n".join(f"- {line}" for line in str(result).split("; ")),
-    )
     write_text(file, card)

@@ -72,14 +72,14 @@ class Batch(NamedTuple):
         """[B, T - 2] bool, whether the token after the next one is the assistant's."""
         return self.loss_mask[:, 2:]
 
+    @property
+    def places(self) -> Tensor:
+        """[M] int64, the place of each counted position."""
+        return self.counts.nonzero()[:, 1]
+
     def states(self, last: Tensor) -> Tensor:
         """[B, T, H] the target's last hidden states -> [M, H] those of the counted positions."""
         return last[:, 1:-1][self.counts]
-
-
-def places_of(counts: Tensor) -> Tensor:
-    """[B, T - 2] bool -> [M] int64, the place of each counted position."""
-    return counts.nonzero()[:, 1]
 
 
 def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
@@ -91,7 +91,7 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
     steps = model(batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps)
-    places, wanted = places_of(batch.counts), batch.states(batch.features).to(target.dtype)
+    places, wanted = batch.places, batch.states(batch.features).to(target.dtype)
     rows = None if batch.vocabulary is None else target.output_rows(batch.vocabulary)
 
     # 2. The loss between distributions, of all steps together.
@@ -135,10 +135,8 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     guesses = [
         Guess.by_layer(states, head.lm_head, STEP_DECAY**step) for step, states in enumerate(steps)
     ]
-    teacher = teacher_of(target, batch.states(last))
-    if head.vocabulary is not None:
-        teacher = drafted_teacher(target, batch.states(last), head.vocabulary)
-    return token_losses(guesses, teacher, places_of(batch.counts), config.loss)
+    teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
+    return token_losses(guesses, teacher, batch.places, config.loss)
 
 
 def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
@@ -164,7 +162,7 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
         Guess.by_layer(own, layer, decay**i)
         for i, (own, layer) in enumerate(zip(states, heads.output_layers, strict=True))
     ]
-    return token_losses(guesses, teacher, places_of(counts), config.loss)
+    return token_losses(guesses, teacher, batch.places, config.loss)
 
 
 def ahead(x: Tensor, i: int, length: int) -> Tensor:
@@ -173,36 +171,28 @@ def ahead(x: Tensor, i: int, length: int) -> Tensor:
     return F.pad(part, (0, length - part.shape[1]))
 
 
-def teacher_of(target: Target, states: Tensor, rows: nn.Linear | None = None) -> Teacher:
-    """The target's own distributions. states: [M, H]. rows: `output_rows`; default: all tokens."""
+def teacher_of(
+    target: Target, states: Tensor, rows: nn.Linear | None = None, vocabulary: Tensor | None = None
+) -> Teacher:
+    """The target's own distributions. states: [M, H]. rows: `output_rows`; default: all tokens.
+
+    vocabulary: [Vd] int64. The distributions are over it, 0 where the target's most likely token is
+    not in it. A distribution's sum is the mass that the target has on the vocabulary.
+    """
 
     def probabilities(chunk: slice) -> Tensor:
-        return precise(target.output_logits(states[chunk], rows)).softmax(-1)
+        p = precise(target.output_logits(states[chunk], rows)).softmax(-1)
+        if vocabulary is None:
+            return p
+        return p[:, vocabulary] * torch.isin(p.argmax(-1), vocabulary)[:, None]
 
     return Teacher(rows.out_features if rows else target.vocab_size, probabilities)
 
 
 def text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
     """All probability on the text's tokens [M]."""
-
-    def probabilities(chunk: slice) -> Tensor:
-        some = tokens[chunk, None]
-        zeros = torch.zeros(len(some), vocab_size, device=tokens.device)
-        return zeros.scatter_(1, some, 1.0)
-
-    return Teacher(vocab_size, probabilities)
-
-
-def drafted_teacher(target: Target, states: Tensor, vocabulary: Tensor) -> Teacher:
-    """The target's distributions over a draft vocabulary, 0 where its most likely token is not in it.
-
-    states: [M, H]. vocabulary: [Vd] int64. A distribution's sum is the mass that the target has on
-    the vocabulary.
-    """
-
-    def probabilities(chunk: slice) -> Tensor:
-        p = precise(target.output_logits(states[chunk])).softmax(-1)
-        drafted = torch.isin(p.argmax(-1), vocabulary)
-        return p[:, vocabulary] * drafted[:, None]
-
-    return Teacher(target.vocab_size, probabilities)
+    zeros = tokens.new_zeros(1, vocab_size, dtype=torch.float32)
+    return Teacher(
+        vocab_size,
+        lambda chunk: zeros.repeat(len(tokens[chunk]), 1).scatter_(1, tokens[chunk, None], 1),
+    )

@@ -27,7 +27,6 @@ weights, which the backward pass scales:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -51,14 +50,6 @@ def cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
     return -(p * logs).sum(-1) / mass(p)
 
 
-def total_variation(p: Tensor, logs: Tensor) -> Tensor:
-    return 1 - overlap(p, logs)
-
-
-def log_acceptance(p: Tensor, logs: Tensor) -> Tensor:
-    return -overlap(p, logs).clamp(min=TINY).log()
-
-
 def lk(p: Tensor, logs: Tensor) -> Tensor:
     """λ KL + (1 - λ) (1 - α), where λ = exp(-3 α) gives KL the weight while drafts are poor."""
     entropy = mass(p).log() - torch.xlogy(p, p).sum(-1) / mass(p)
@@ -68,7 +59,7 @@ def lk(p: Tensor, logs: Tensor) -> Tensor:
 
 
 def refusal(p: Tensor, logs: Tensor, draws: int) -> Tensor:
-    """1 - α* of `draws` independent drafts. At one draft it is `total_variation`.
+    """1 - α* of `draws` independent drafts. At one draft it is `tv`.
 
     α* is the minimum over sets H of tokens of p(H) + 1 - q(H)^K. By the envelope theorem only the
     best H moves it: the prefix of the tokens in descending q/p with the smallest p(H) - q(H)^K.
@@ -102,8 +93,8 @@ def mass(p: Tensor) -> Tensor:
 LOSSES: dict[str, TokenLoss] = {  # by `--loss`, but for acceptance:K
     "published": cross_entropy,
     "cross-entropy": cross_entropy,
-    "tv": total_variation,
-    "log-acceptance": log_acceptance,
+    "tv": lambda p, logs: 1 - overlap(p, logs),
+    "log-acceptance": lambda p, logs: -overlap(p, logs).clamp(min=TINY).log(),
     "lk": lk,
 }
 
@@ -118,9 +109,7 @@ def chosen_loss(name: str) -> tuple[TokenLoss, int]:
     return LOSSES[name], 28 if LOSSES[name] is cross_entropy else 36
 
 
-@final
-@dataclass(frozen=True)
-class Teacher:
+class Teacher(NamedTuple):
     """The target's distributions at the counted positions, computed a chunk at a time.
 
     width: the largest number of logits that a position needs, V. of: the probabilities [m, N] of a
@@ -131,9 +120,7 @@ class Teacher:
     of: Callable[[slice], Tensor]
 
 
-@final
-@dataclass(frozen=True)
-class Guess:
+class Guess(NamedTuple):
     """What one draft step, or the head of one depth, gave.
 
     states: [M_i, H] its hidden states at the counted positions that it reaches. output: states
@@ -174,51 +161,54 @@ def token_losses(
     places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
     loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
     """
-    # 1. Zeros to add to, and the positions that each guess reaches, by chunk.
+    # 1. The positions that each guess reaches, by chunk, and zeros to add to.
     device, (loss_of, size) = places.device, chosen_loss(loss)
     elements = ON_CPU if device.type == "cpu" else ELSEWHERE
     rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
-    weights = list({id(weight): weight for guess in guesses for weight in guess.weights}.values())
-    learnt = [*(guess.states for guess in guesses), *weights]
-    slopes = [torch.zeros_like(tensor) for tensor in learnt]
-    slope_of = {id(tensor): slope for tensor, slope in zip(learnt, slopes, strict=True)}
+    reached = places >= torch.arange(len(guesses), device=device)[:, None]  # [G, M]
+    chunks = reached.split(rows, dim=1)
+    sizes = torch.stack([chunk.sum(1) for chunk in chunks], dim=1).tolist()  # by guess and chunk
+    slopes = [torch.zeros_like(guess.states) for guess in guesses]
+    known = {weight: torch.zeros_like(weight) for guess in guesses for weight in guess.weights}
     losses, agreeing = torch.zeros(2, len(guesses), device=device)
-    starts = torch.arange(0, len(places) + rows, rows, device=device)
-    reached = [(places >= i).nonzero().squeeze(1) for i in range(len(guesses))]
-    before = [torch.searchsorted(positions, starts).tolist() for positions in reached]
+    pieces = [
+        list(zip(guess.states.detach().split(own), slope.split(own), strict=True))
+        for guess, slope, own in zip(guesses, slopes, sizes, strict=True)
+    ]
 
-    for number, start in enumerate(range(0, len(places), rows)):
+    for number, chunk in enumerate(chunks):
         # 2. The target's probabilities of a chunk, in its own precision, once for all guesses.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            chunk = teacher.of(slice(start, start + rows))
+            target = teacher.of(slice(number * rows, (number + 1) * rows))
         for i, guess in enumerate(guesses):
-            first, end = before[i][number : number + 2]
-            if first == end:
+            states, slope = pieces[i][number]
+            if not len(states):
                 continue
-            p = chunk if end - first == len(chunk) else chunk[reached[i][first:end] - start]
+            p = target if len(states) == len(target) else target[chunk[i]]
             learns = p.sum(-1) > 0
 
             # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
             #    by the number of positions, much of them would be too small for float16.
-            states = guess.states[first:end].detach().requires_grad_()
-            logs = precise(guess.output(states)).log_softmax(-1)
+            logs = precise(guess.output(states.requires_grad_())).log_softmax(-1)
             values = loss_of(p, logs).where(learns, 0).sum()
             gradients = torch.autograd.grad(values, (states, *guess.weights))
             losses[i] += values.detach()
             agreeing[i] += (learns & (logs.argmax(-1) == p.argmax(-1))).sum()
             share = guess.share / len(guess.states)
-            slope_of[id(guess.states)][first:end] = gradients[0] * share
-            for weight, slope in zip(guess.weights, gradients[1:], strict=True):
-                slope_of[id(weight)].add_(slope, alpha=share)
+            slope.copy_(gradients[0] * share)
+            for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
+                known[weight].add_(gradient, alpha=share)
             del logs, values, gradients, p
 
     # 4. Means.
-    counts = torch.tensor([max(len(guess.states), 1) for guess in guesses], device=device)
-    losses, agreements = losses / counts, agreeing / counts
-    parts = {f"token_{step}": value for step, value in enumerate(losses, start=1)}
-    parts |= {f"agreement_{step}": value for step, value in enumerate(agreements, start=1)}
-    total = torch.dot(losses, torch.tensor([guess.share for guess in guesses], device=device))
-    return Loss(Scaled.apply(total, slopes, *learnt), parts)
+    counts = reached.sum(1).clamp(min=1)
+    parts: dict[str, Tensor] = {}
+    for step, (value, share) in enumerate(zip(losses / counts, agreeing / counts, strict=True), 1):
+        parts |= {f"token_{step}": value, f"agreement_{step}": share}
+    shares = torch.tensor([guess.share for guess in guesses], device=device)
+    learnt = [*(guess.states for guess in guesses), *known]
+    total = torch.dot(losses / counts, shares)
+    return Loss(Scaled.apply(total, [*slopes, *known.values()], *learnt), parts)
 
 
 @final

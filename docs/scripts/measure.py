@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treespec import load
 from treespec.draft.grow.builder import TreeBuilder
+from treespec.draft.model_free.guess import Guess
 from treespec.eval.intervals import resample
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.packed import pack
@@ -133,10 +134,9 @@ def forwards(
             targets[form, "as loaded"] = load(target, load_in=form).target
 
     # 2. Trees of four branches.
-    trees = {}
+    root, trees = torch.zeros(1, dtype=torch.int64), {}
     for n in map(int, nodes.split(",")):
-        fixed = layout(StaticTree(tuple((i % 4, *[0] * (i // 4)) for i in range(n - 1))), CPU)
-        trees[n] = TokenTree(torch.arange(n), fixed.parents, fixed.depth, fixed.ancestors)
+        trees[n] = Guess(range(1, n), [max(0, i - 4) for i in range(1, n)]).tree(root)
     sides = {
         (form, n): partial(forward_ms, targets[form], trees[n])
         for form, n in itertools.product(targets, trees)

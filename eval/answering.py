@@ -11,8 +11,8 @@ import torch
 
 from treespec.api.load import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
-from treespec.decoding.sequence import LEAD
 from treespec.decoding.stats import Stats
+from treespec.draft.drafters import DrafterSpec
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
@@ -84,8 +84,8 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
     forwards; none of a peer. wall: seconds by the clock, of a batch its share. seconds: of all
     turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
     accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
-    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. before:
-    the last tokens of the prompt. ended: "model", "max_new_tokens" or "context". time: Unix's.
+    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
+    "model", "max_new_tokens" or "context". time: Unix's.
     """
     total, stats = Stats(), [output.stats for _, output, _ in turns]
     for one in stats:
@@ -99,7 +99,6 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
         "right": question.right(turns[-1][1].text),
         "turns": [output.text for _, output, _ in turns],
         "token_ids": [output.token_ids for _, output, _ in turns],
-        "before": [ask.ids[-LEAD:] for ask, _, _ in turns],
         "prompt_tokens": [one.prompt_tokens for one in stats],
         "new_tokens": [one.new_tokens for one in stats],
         "cycles": [one.cycles for one in stats],
@@ -137,41 +136,37 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
 
 
 def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
-    """Completions by a Spec. With `--contexts` a GPU's stages are timed in a second generation."""
+    """Completions by a Spec. With `--contexts` a GPU's stages are timed in a second generation.
+
+    A suffix cache drafts from the completions in its folder, to which nothing is added, or from none
+    but the question's own turns, which are in its prompt: then no completion depends on the order of
+    the questions, on a resumption, or on what others completed.
+    """
+    kept = bool(one.drafter and DrafterSpec.parse(one.drafter).cache_folder)
 
     def answer(asks: Sequence[Ask]) -> list[Output]:
         # 1. On the clock. A completion whose seed is a number is drafted from no earlier one.
         seeds: list[Seed] = [ask.seed for ask in asks]
-        if config.memory != "none":
+        if kept:
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
         options: Keywords = {
             "temperature": one.temperature,
             "top_k": config.top_k,
             "top_p": config.top_p,
             "max_new_tokens": max(ask.most for ask in asks),
-            "memory": memory_of(one, config),
-            "remember": config.memory == "run",
+            "memory": "" if kept else None,
+            "remember": False,
         }
         prompts = [ask.ids for ask in asks]
         outputs = spec.generate(prompts, batch=one.batch, seed=seeds, **options)
 
         # 2. By stage.
         if config.contexts and one.batch == 1 and spec.target.output_device.type != "cpu":
-            options["remember"] = False
             for ask, output in zip(asks, outputs, strict=True):
                 output.stats.seconds = waited(spec.new(), ask, options).seconds
         return outputs
 
     return answer
-
-
-def memory_of(one: Contestant, config: EvalConfig) -> str | None:
-    """The name of the completions that a drafter with a suffix cache may draft from.
-
-    By default from none but the question's own turns, which are in its prompt: then no completion
-    depends on the order of the questions, on a resumption, or on what others completed.
-    """
-    return {"none": None, "run": f"eval {one.name}", "kept": ""}[config.memory]
 
 
 class WaitingStats(Stats):

@@ -27,7 +27,6 @@ from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shaping.options import LogitOptions
 
-MEMORIES = ("none", "run", "kept")
 TRANSFORMERS = "transformers"
 PEER = re.compile(rf"{TRANSFORMERS}|https?://[^\s,]+(,[^,]+)?")
 
@@ -84,12 +83,6 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
     warm_up: int = option(
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
     )
-    memory: str = option(
-        "earlier answers that --drafter suffix drafts from: none, run (each configuration's own, in the "
-        "order of the questions) or kept (those in the folder of suffix:DIR, to which nothing is added)",
-        "none",
-        choices=MEMORIES,
-    )
     seed: int = option(
         "each answer's seed follows from it, the question, the turn and the configuration",
         0,
@@ -102,12 +95,6 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         self.check_one_source()
         if self.assistant and TRANSFORMERS not in peers_of(self):
             raise InputError("--assistant is transformers' alone: add --peers transformers")
-        kept = any(drafter.cache_folder for drafter in drafters_of(self))
-        if self.memory != "none" and kept != (self.memory == "kept"):
-            raise InputError(
-                "--memory kept drafts from the answers in a folder, run from no folder: give "
-                "--drafter suffix:FOLDER and kept, or suffix and run"
-            )
 
 
 def peers_of(config: EvalConfig) -> list[str]:

@@ -17,9 +17,7 @@ from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
 from treespec.eval.contestants import ASSISTED, METHODS, SERVED, Contestant
 from treespec.model.placement import Placement
-from treespec.model.quantised import sizes_of
 from treespec.model.target import Target
-from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
 from treespec.requests.endpoint import FAILURES, completed, said_by, served
 
@@ -27,19 +25,13 @@ from treespec.requests.endpoint import FAILURES, completed, said_by, served
 def peer_answerers(
     chosen: Sequence[Contestant], config: EvalConfig, target: Target
 ) -> dict[Contestant, Answerer]:
-    """What answers for each peer. Raises InputError for models that do not fit, and silent servers."""
-    peers = [one for one in chosen if one.peer]
-    answerers: dict[Contestant, Answerer] = {
-        one: Server(one, config).answer for one in peers if one.peer != TRANSFORMERS
-    }
-    if len(answerers) < len(peers):
+    """What answers for each peer. Raises InputError for models that do not load, and silent servers."""
+    servers = [one for one in chosen if one.peer and one.peer != TRANSFORMERS]
+    answerers: dict[Contestant, Answerer] = {one: Server(one, config).answer for one in servers}
+    if stock := [one for one in chosen if one.peer == TRANSFORMERS]:
         assistant = load_assistant(config, target) if config.assistant else None
-        stock = load_stock(config)
-        answerers |= {
-            one: Stock(stock, assistant, target, one, config).answer
-            for one in peers
-            if one.peer == TRANSFORMERS
-        }
+        model = load_stock(config)
+        answerers |= {one: Stock(model, assistant, target, one, config).answer for one in stock}
     return answerers
 
 
@@ -51,27 +43,13 @@ def load_stock(config: EvalConfig) -> PreTrainedModel:
 def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
     """The assistant on the target's device, in its own checkpoint's dtype.
 
-    Raises InputError if it cannot be loaded, and for an assistant with another vocabulary.
+    Raises InputError if it cannot be loaded. transformers refuses one with another vocabulary.
     """
-    # 1. The model and its tokenizer.
     try:
-        path = str(config.assistant)
         how = Placement(trust_remote_code=config.trust_remote_code)
-        model = load_model(path, how).requires_grad_(False)
-        tokenizer = load_tokenizer(path, how)
+        model = load_model(str(config.assistant), how).requires_grad_(False)
     except InputError as error:
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
-
-    # 2. The vocabulary: its size, and the token of each number.
-    size = sizes_of(model.get_output_embeddings())[0]
-    own, other = (one and one.get_vocab() for one in (target.tokenizer, tokenizer))
-    if size != target.vocab_size or (own and own != other):
-        raise InputError(
-            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}, and both "
-            "must hold the same tokens: take a model with the target's tokenizer"
-        )
-
-    # 3. Where its weights go.
     module: nn.Module = model  # transformers' own `to` has no usable annotations
     module.to(device=target.device)
     return model
@@ -117,6 +95,7 @@ class Stock:
         self.sampling: dict[str, Any] = {"do_sample": True, **sampling} if one.temperature else {}
 
     def answer(self, asks: Sequence[Ask]) -> list[Output]:
+        assert self.tokenizer
         outputs = []
         for ask in asks:
             started = time.perf_counter()
@@ -124,7 +103,6 @@ class Stock:
             stats = Stats(prompt_tokens=len(ask.ids), new_tokens=len(tokens))
             stats.seconds["total"] = time.perf_counter() - started
             stats.truncated = tokens[-1] not in self.eos
-            assert self.tokenizer
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             outputs.append(Output(text, tokens, stats))
         return outputs
@@ -169,12 +147,7 @@ class Server:
             raise InputError(said_by(error)) from error
         if not reply.usage:
             raise InputError("the server reports no usage at the end of its stream")
-        stats = Stats(
-            prompt_tokens=reply.usage["prompt_tokens"],
-            new_tokens=reply.usage["completion_tokens"],
-            truncated=reply.cut,
-        )
-        stats.seconds["total"] = reply.seconds
-        if reply.times:
-            stats.seconds["first"] = reply.times[0]
+        prompt, new = reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
+        stats = Stats(prompt_tokens=prompt, new_tokens=new, truncated=reply.cut)
+        stats.seconds |= {"total": reply.seconds, "first": (reply.times or [0.0])[0]}
         return Output(reply.text, [], stats)

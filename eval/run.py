@@ -12,7 +12,7 @@ import torch
 from treespec.decoding.stats import figures
 from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, ask, load_own, memory_of
+from treespec.eval.answering import answerer, ask, load_own
 from treespec.eval.common import Report, Step, differences, listed, silent
 from treespec.eval.config import EvalConfig, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, Plan, contestants, pairs, planned
@@ -130,8 +130,8 @@ class Run:
         config, before, place = self.config, self.ledger.head, self.config.device_map
         drafters = drafters_of(config)
         for folder in (drafter.cache_folder for drafter in drafters):
-            if config.memory == "kept" and folder and not Path(folder).expanduser().is_dir():
-                raise InputError(f"--memory kept: there is no folder {folder}")
+            if folder and not Path(folder).expanduser().is_dir():
+                raise InputError(f"--drafter suffix: there is no folder {folder}")
         dtype = config.dtype
         if before and dtype == "auto":
             dtype = str(before["environment"]["dtype"])
@@ -173,22 +173,13 @@ class Run:
         # 1. Warm up.
         config, first = self.config, {one: group for group, one in reversed(plan)}
         few = min(WARM_UP_TOKENS, config.max_new_tokens)
-        short = replace(config, max_new_tokens=few, memory="none")
+        short = replace(config, max_new_tokens=few)
         for one, group in first.items() if config.warm_up else ():
             self.report(f"warm-up of {one.name}")
             for _ in range(config.warm_up):
                 self.asked(group, one, short)
 
-        # 2. Suffix caches remember earlier completions, as the run did that made them.
-        for one in first if config.memory == "run" else ():
-            drafter, memory = self.fresh(one).decoder.drafter, str(memory_of(one, config))
-            own = [e for e in self.ledger.of("completion") if e["contestant"] == one.name]
-            turns = [turn for e in own for turn in zip(e["before"], e["token_ids"], strict=True)]
-            for before, ids in turns:
-                if ids and drafter:  # none where the prompt filled the context
-                    drafter.remember(memory, [*before, *ids])
-
-        # 3. Ask.
+        # 2. Ask.
         begun = self.done
         for group, one in plan:
             for new in self.asked(group, one, config):

@@ -153,45 +153,22 @@ def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark
     assert "| typical:delta=0.2 (lossy) |" in (tmp_path / "report.md").read_text()
 
 
-class TestMemory:
-    """Whose completions an evaluation drafts from: nobody's, unless it is asked."""
-
-    @staticmethod
-    def cycles(home, out, memory, drafter="suffix", **options):
-        """Of each completion, of the contestant that drafts."""
-        wanted = {"head": None, "drafter": drafter, "verifier": "topk", "memory": memory, "warm_up": 1}
+def test_a_suffix_cache_reads_its_folder_and_no_completion_is_drafted_from_another(home, tmp_path):
+    def cycles(out, drafter="suffix"):
         twice = [{"question_id": i, "category": "a", "turns": ["the user asks"]} for i in (1, 2)]
-        questions = write_questions(home / "twice.jsonl", twice)
-        evaluate(config_in(home, home / out, **wanted | {"questions": questions} | options))
-        own = next(own for name, own in answered(home / out).items() if "baseline" not in name)
-        return {one["question_id"]: sum(one["cycles"]) for one in own}
+        questions = write_questions(tmp_path / "twice.jsonl", twice)
+        wanted = {"head": None, "drafter": drafter, "verifier": "topk", "questions": questions}
+        evaluate(config_in(home, tmp_path / out, **wanted))
+        own = next(own for name, own in answered(tmp_path / out).items() if "baseline" not in name)
+        return [sum(one["cycles"]) for one in own]
 
-    def test_no_completion_is_drafted_from_another_unless_asked(self, home):
-        alone = self.cycles(home, "none", "none")
-        assert alone[1] == alone[2]  # warm-up, baseline and the question before told nothing
-        together = self.cycles(home, "run", "run")
-        assert together[1] == alone[1] > together[2]
-
-        # a resumed run remembers what the first one was told
-        file = home / "run" / "ledger.jsonl"
-        kept = file.read_bytes().splitlines(keepends=True)
-        (last,) = [line for line in kept if b'"question_id": 2' in line and b"topk" in line]
-        file.write_bytes(b"".join(line for line in kept if line != last))
-        assert self.cycles(home, "run", "run") == together
-
-    def test_a_kept_memory_is_read_and_not_written(self, home):
-        alone, folder = self.cycles(home, "source", "none"), home / "kept"
-        (tokens, *_), *_ = tokens_of(home / "source").values()
-        spec = load(f"{home}/target", drafter=f"suffix:{folder}", verifier="topk")
-        spec.decoder.drafter.remember("", tokens)
-        before = sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors"))
-        known = self.cycles(home, "read", "kept", drafter=f"suffix:{folder}")
-        assert max(known.values()) < alone[1]
-        assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors")) == before
-        for drafter, memory, words in (
-            (f"suffix:{folder}s", "kept", "there is no folder"),
-            ("suffix:tokens=5000", "kept", "--memory kept drafts from the answers in a folder"),
-            (f"suffix:{folder}", "run", "--memory kept drafts from the answers in a folder, run from no folder"),
-        ):
-            with complains(words):
-                self.cycles(home, "refused", memory, drafter=drafter)
+    alone, folder = cycles("none"), tmp_path / "kept"
+    assert alone[0] == alone[1]  # warm-up, baseline and the question before told nothing
+    (tokens, *_), *_ = tokens_of(tmp_path / "none").values()
+    spec = load(f"{home}/target", drafter=f"suffix:{folder}", verifier="topk")
+    spec.decoder.drafter.remember("", tokens)
+    before = sorted((file.name, file.read_bytes()) for file in folder.rglob("*.*"))
+    assert max(cycles("read", f"suffix:{folder}")) < alone[0]
+    assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.*")) == before
+    with complains("there is no folder"):
+        cycles("refused", f"suffix:{folder}s")

@@ -121,16 +121,12 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
     {
         "--contexts 193: the target's context holds 256 tokens": {"contexts": "20,193"},
         "no assistant directory at ./nowhere": {"assistant": "./nowhere", "peers": "transformers"},
-        "--assistant has a vocabulary of 64, the target's is 259": {"assistant": "other", "peers": "transformers"},
         "--peers http://127.0.0.1:1/v1: the server does not answer: ": {"peers": "http://127.0.0.1:1/v1"},
     }.items(),
 )
 def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, capsys, change, complaint):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    if change.get("assistant") == "other":
-        random_model(hf.LlamaConfig(**GROUPED)).save_pretrained("other")
-        hf.AutoTokenizer.from_pretrained(home / "target").save_pretrained("other")
     assert run_command(options_in(home, tmp_path / "out", limit=1, **change)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
     assert complaint in line

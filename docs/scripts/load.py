@@ -58,10 +58,8 @@ def main(
         for address, body in bodies.items():
             replies, spent = loaded(address, [body | one for one in asked], waits, count)
             failed = f" and {len(asked) - len(replies)} failed" * (len(replies) < len(asked))
-            tokens = np.array([reply.usage["completion_tokens"] for reply in replies] or [0])
-            first, last = np.array(
-                [[reply.times[i] for reply in replies] or [0.0] for i in (0, -1)]
-            )
+            found = [(r.times[0], r.times[-1], r.usage["completion_tokens"]) for r in replies]
+            first, last, tokens = np.array(found or [(0, 0, 0)]).T
             each = 1000 * (last - first) / np.maximum(tokens - 1, 1)
             cells = [address.removesuffix("/v1"), count, f"{len(replies)}{failed}"]
             cells += [f"{tokens.sum() / spent:.1f}"]

@@ -17,7 +17,7 @@ from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
 from treespec.eval.questions import Question
-from treespec.requests.options import Keywords, Seed
+from treespec.requests.options import Seed
 
 
 class Ask(NamedTuple):
@@ -136,7 +136,7 @@ def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fre
 
 
 def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
-    """Completions by a Spec. With `--contexts` a GPU's stages are timed in a second generation.
+    """Completions by a Spec.
 
     A suffix cache drafts from the completions in its folder, to which nothing is added, or from none
     but the question's own turns, which are in its prompt: then no completion depends on the order of
@@ -145,46 +145,19 @@ def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
     kept = bool(one.drafter and DrafterSpec.parse(one.drafter).cache_folder)
 
     def answer(asks: Sequence[Ask]) -> list[Output]:
-        # 1. On the clock. A completion whose seed is a number is drafted from no earlier one.
         seeds: list[Seed] = [ask.seed for ask in asks]
-        if kept:
+        if kept:  # a completion whose seed is a number is drafted from no earlier one
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
-        options: Keywords = {
-            "temperature": one.temperature,
-            "top_k": config.top_k,
-            "top_p": config.top_p,
-            "max_new_tokens": max(ask.most for ask in asks),
-            "memory": "" if kept else None,
-            "remember": False,
-        }
-        prompts = [ask.ids for ask in asks]
-        outputs = spec.generate(prompts, batch=one.batch, seed=seeds, **options)
-
-        # 2. By stage.
-        if config.contexts and one.batch == 1 and spec.target.output_device.type != "cpu":
-            for ask, output in zip(asks, outputs, strict=True):
-                output.stats.seconds = waited(spec.new(), ask, options).seconds
-        return outputs
+        return spec.generate(
+            [ask.ids for ask in asks],
+            batch=one.batch,
+            seed=seeds,
+            temperature=one.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            max_new_tokens=max(ask.most for ask in asks),
+            memory="" if kept else None,
+            remember=False,
+        )
 
     return answer
-
-
-class WaitingStats(Stats):
-    """Stats whose clock waits for the GPUs, so that a stage includes the work it queued."""
-
-    def now(self) -> float:
-        for device in range(torch.accelerator.device_count()):
-            torch.accelerator.synchronize(device)
-        return super().now()
-
-
-def waited(spec: Spec, ask: Ask, options: Keywords) -> Stats:
-    """Stats of a generation that waits for the device around each; it takes longer.
-
-    spec: with nothing cached.
-    """
-    request = spec.request(ask.ids, seed=ask.seed, **options)
-    request.stats = WaitingStats()
-    for _ in spec.decoder.run([request]):
-        pass
-    return request.stats

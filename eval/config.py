@@ -73,13 +73,6 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
     assistant: str | None = option(
         "smaller model with the same tokenizer, for transformers' assisted generation", None
     )
-    contexts: str | None = option(
-        "also measure what a cycle costs after this many tokens; several are separated by commas",
-        None,
-        least=8,
-        most=TOKENS,
-        whole=True,
-    )
     warm_up: int = option(
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
     )

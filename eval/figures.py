@@ -2,8 +2,8 @@
 
 options, environment, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
-intervals. failed: why a peer has no figures, by its name. costs: of cycles, by context. again:
-contestants that were asked a second time (A/A), with the `figures` of that over the first.
+intervals. failed: why a peer has no figures, by its name. again: contestants that were asked a
+second time (A/A), with the `figures` of that over the first.
 
 A row has the fields of its `Contestant`, and:
 
@@ -103,7 +103,6 @@ def summarise(ledger: Ledger) -> Summary:
         "again": again,
         "rows": rows,
         "failed": failed,
-        "costs": ledger.of("cost"),
     }
 
 
@@ -218,15 +217,14 @@ def totals(completions: Sequence[Completion], draws: Array) -> dict[str, Array]:
 def counted(one: Completion) -> dict[str, float]:
     """Tokens, cycles and seconds of one completion, in all and by stage.
 
-    The stages and the prefill add up to `wall`, or to the seconds of the generation that waited for
-    its device at the ends of every stage (`--contexts`), which takes longer.
+    The stages and the prefill add up to `wall`.
     """
     wall, seconds = sum(one["wall"]), one["seconds"]
     stages = ("prefill", "head", "target", "verify", "commit")
     by_stage = {stage: seconds.get(stage, 0.0) for stage in stages}
     by_stage["rest_of_drafting"] = seconds.get("draft", 0.0) - by_stage["head"]
     return by_stage | {
-        "rest": max(wall, seconds["total"]) - sum(by_stage.values()),
+        "rest": wall - sum(by_stage.values()),
         "wall": wall,
         "undrafted": one["undrafted"],
         **{name: sum(one[name]) for name in ("new_tokens", "cycles", "drafted")},

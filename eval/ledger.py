@@ -6,7 +6,6 @@ figures without any model, and a killed one goes on where it stopped. Kinds of e
     head        what is measured: format, options, digests of questions and models, contestants, machine
     completion  what a contestant answered to a question (`answering.completion_of`)
     failed      why a peer gave up
-    cost        what a cycle costs, by nodes, after a context
 
 Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
 """

@@ -10,11 +10,10 @@ from typing import final
 import torch
 
 from treespec.decoding.stats import figures
-from treespec.draft.cost.measure import NODES, measure
 from treespec.errors import InputError
 from treespec.eval.answering import answerer, ask, load_own
 from treespec.eval.common import Report, Step, differences, listed, silent
-from treespec.eval.config import EvalConfig, drafters_of, numbers_of
+from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant, Plan, contestants, pairs, planned
 from treespec.eval.figures import Summary
 from treespec.eval.intervals import FEW
@@ -86,29 +85,18 @@ class Run:
         self.check(self.head["same"])
         there = {(e["contestant"], e["question_id"]) for e in self.ledger.of("completion")}
         plan = planned(self.questions, chosen, there)
-        contexts = numbers_of("contexts", config.contexts)
-        if self.ledger.of("cost") or self.head["processes"] > 1:
-            contexts = []
         paths = [before and before["options"][name] for name in ("target", "head")]
-        if plan or contexts or paths != [config.target, config.head]:
+        if plan or paths != [config.target, config.head]:
             self.check(models_of(config))
-        if not (plan or contexts):
+        if not plan:
             return
 
         # 2. The models, and who fits them.
         self.done, self.total = len(there), len(there) + sum(len(group) for group, _ in plan)
         self.report(f"loading {config.target} and {config.drafter or config.head}")
-        fit = self.load(chosen, contexts)
+        fit = self.load(chosen)
         plan = [(group, one) for group, one in plan if one in fit]
         self.total = self.done + sum(len(group) for group, _ in plan)
-
-        # 3. Everything asked and timed.
-        if contexts:
-            self.report("measuring what a cycle costs")
-            spec = self.fresh(next(one for one in fit if one.drafter))
-            for context in contexts:
-                cost = measure(spec.target, spec.proposer, context=context)
-                self.ledger.append("cost", {"context": context, **asdict(cost)})
         self.ask_all(plan)
 
     def check(self, same: Mapping[str, object]) -> None:
@@ -121,7 +109,7 @@ class Run:
                 "or repeat its options to go on with it"
             )
 
-    def load(self, chosen: Sequence[Contestant], contexts: Sequence[int]) -> list[Contestant]:
+    def load(self, chosen: Sequence[Contestant]) -> list[Contestant]:
         """Load all models and complete the head. Returns the contestants whose trees they can draft.
 
         A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
@@ -139,12 +127,6 @@ class Run:
             place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.plain, self.fresh = load_own(config, dtype, place)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        target, nodes = self.plain.target, NODES[-1]
-        if contexts and contexts[-1] > (room := target.context_length - nodes):
-            raise InputError(
-                f"--contexts {contexts[-1]}: the target's context holds {room + nodes} tokens, "
-                f"{nodes} nodes included; give at most {room}"
-            )
         fit, reasons = [], []
         for one in chosen:
             try:
@@ -156,8 +138,8 @@ class Run:
             raise InputError(reasons[0])
 
         # 2. The peers, then the head: times of several machines are not mixed.
-        self.peers = peer_answerers(fit, config, target)
-        environment = describe(target)
+        self.peers = peer_answerers(fit, config, self.plain.target)
+        environment = describe(self.plain.target)
         self.check(environment)
         self.head |= {
             "left_out": self.head["left_out"] + reasons,

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from treespec.eval.config import EvalConfig
 from treespec.eval.figures import STAGES, Row, Summary, summarise
@@ -65,12 +64,12 @@ def report_of(summary: Summary) -> Report:
     """Tables, notes and verdict."""
     rows, noises = summary["rows"], [(a, noise_of(a["speedup"])) for a in summary["again"]]
     own = [row for row in rows if not row["peer"]]
-    timed = own if summary["timed"] else []
+    on_gpu = "cuda" in summary["environment"]["device"]  # the host does not wait for each stage
+    timed = own if summary["timed"] and not on_gpu else []
     pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
     speed = table("Acceptance length τ (tokens per target forward) and speed", rows, speeds)
     again = [named(a) | {"speedup": a["speedup"]} for a in summary["again"]]
     failed = [{"Method": name, "tokens/s": "failed"} for name in summary["failed"]]
-    costs = [*map(cost_of, summary["costs"])]
     tables = [
         replace(speed, rows=[*speed.rows, *again, *failed]),
         table("By category: τ (speedup)", own, by_category),
@@ -78,7 +77,6 @@ def report_of(summary: Summary) -> Report:
         table("Acceptance rate α by depth", own, rates),
         table("A cycle's time in ms (share)", timed, cycle),
         table("Speedup without prompts, and its bound", pairs, bound),
-        Table("A cycle's cost in ms, by nodes of its tree", ["Context"], costs),
     ]
     config = EvalConfig(**summary["options"])
     text = filled_in("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
@@ -154,10 +152,3 @@ def bound(row: Row) -> Cells:
     share = f"{speedup['value'] / most['value']:.0%}"
     tau = overall["acceptance_length"]
     return {"τ": tau, "speedup": speedup, "bound": most, "speedup/bound": share}
-
-
-def cost_of(cost: dict[str, Any]) -> Cells:
-    """A cost model (`treespec.draft.cost.model.Cost`) in ms."""
-    seconds = {str(n): s for n, s in zip(cost["nodes"], cost["forward"], strict=True)}
-    seconds |= {"first draft level": cost["begin"] + cost["level"], "each further": cost["level"]}
-    return {"Context": str(cost["context"]), **{n: f"{1000 * s:.2f}" for n, s in seconds.items()}}

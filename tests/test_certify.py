@@ -112,7 +112,7 @@ def test_the_places_are_those_of_the_text(headed):
     """The number of each token lies in its own interval of p, in the order of p, whatever stands after it."""
     params = SamplingParams(0.7)
     for prompt, output in ((PROMPTS[0], [3, 8, 1]), ([5], [3, 8, 1]), ([5], [7])):
-        [found] = places(headed, [Sample(0, prompt, output, params)])
+        [found] = places(headed, [Sample(params, prompt, output)])
         laws = (headed.target.model(torch.tensor([prompt + output])).logits[0].double() / 0.7).softmax(-1)
         assert [len(found[name]) for name in (BY_RATIO, BY_P, RANK)] == [len(output)] * 3
         by_number = torch.cat([found[TOKENS][:1, 0], found[TOKENS][:, 1]])

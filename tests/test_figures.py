@@ -48,11 +48,6 @@ def test_figures_of_given_times():
     values = {"decoding_speedup": 1.5, "bound": 3 * 4 / (6 + 2), "speedup": 80 / 60, "acceptance_length": 3}
     assert {name: got[name]["value"] for name in values} == pytest.approx(values)
     assert got["first_token"] == pytest.approx(0.03)
-    waited = {name: 2 * s for name, s in stages.items()} | {"total": 0.1, "prefill": 0.02}
-    got = figures([answer(12, 4, 0.06, **waited)], [plain], resample(1, 50, 0))
-    assert got["cycle_ms"]["target"] == pytest.approx(12)  # of the generation that waited for its device
-    assert sum(got["cycle_ms"].values()) == pytest.approx(20)
-    assert got["speedup"]["value"] == pytest.approx(80 / 60)
 
 
 def test_ratio_of_totals_of_a_hand_example():

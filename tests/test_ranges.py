@@ -21,7 +21,7 @@ MODULES = (
     *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),
     "treespec.draft.options",
 )
-LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batch"}  # numbers inside of a string
+LISTS = {"temperature", "draws", "draft_temperature", "batch"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)
 GIVEN = {  # what a configuration needs to be one
     "target": "t", "head": "eagle", "data": "d", "out": "o.json", "text": "x", "preset": "hu",

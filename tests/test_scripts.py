@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
 RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
     ("measure", "long-context target head 32", r"\| 32 \| \+\d+ MiB \|"),
+    ("measure", "costs target head 8", r"\| 8 \| [\d.]+ \|"),
     ("measure", "paired one.jsonl other.jsonl", r"\+100% \(\+100% to \+100%\)"),
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),

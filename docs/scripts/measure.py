@@ -20,6 +20,7 @@ import typer
 from torch import Tensor
 
 from treespec import load
+from treespec.draft.cost.measure import NODES, measure
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.model_free.guess import Guess
 from treespec.eval.intervals import resample
@@ -85,6 +86,17 @@ def long_context(target: str, head: str, length: int) -> None:
     cells = [length, f"+{grown // 1024} MiB", f"{stats.seconds['prefill']:.1f} s"]
     cells += [f"{1e3 * stats.seconds[stage] / stats.cycles:.2f}" for stage in stages]
     show(["prompt", "peak", "prefill", *(f"{stage}, ms a cycle" for stage in stages)], [cells])
+
+
+@app.command()
+def costs(target: str, head: str, contexts: str) -> None:
+    """The target's forward over n nodes and the head's draft levels, in ms, after each number of tokens."""
+    spec, rows = load(target, head), []
+    for context in map(int, contexts.split(",")):
+        cost = measure(spec.target, spec.proposer, context=context)
+        seconds = [*cost.forward, cost.begin + cost.level, cost.level]
+        rows.append([context, *(f"{1e3 * one:.2f}" for one in seconds)])
+    show(["context", *NODES, "first draft level", "each further"], rows)
 
 
 @app.command()

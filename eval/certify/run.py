@@ -16,6 +16,7 @@ The questions share the error. docs/verification.md says what they find.
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any, final
 
 import torch
@@ -67,7 +68,8 @@ class Examination:
     """The tests of one `spec` on some prompts.
 
     changes: options of `Spec.generate` that change the logits. remember: whether a suffix cache
-    drafts from the examined outputs too; one in a folder stays as it is.
+    drafts from the examined outputs too; one in a folder stays as it is. groups: each pair of a
+    distribution and a prompt.
     """
 
     def __init__(
@@ -77,58 +79,58 @@ class Examination:
         config: CertifyConfig,
         report: Report = silent,
     ) -> None:
-        self.spec, self.prompts, self.config, self.report = spec, prompts, config, report
+        # 1. What is examined.
+        self.spec, self.config, self.report = spec, config, report
+        self.prompts = [[*prompt] for prompt in dict.fromkeys(map(tuple, prompts))]
         self.changes = chosen(config, LogitOptions)
         drafter = config.drafter and DrafterSpec.parse(config.drafter)
         self.remember = not (drafter and drafter.cache_folder)
+
+        # 2. The groups of samples, and how many each has at each batch size.
+        whole = SamplingParams(config.temperature)
+        truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
+        self.groups = [*product(dict.fromkeys([whole, truncated]), self.prompts)]
+        self.batches = sorted({1, config.batch})
+        cells = len(self.groups) * len(self.batches)
+        self.copies = -(-config.tokens // (cells * config.length))
+        self.total = cells * self.copies
 
     def verdict(self) -> dict[str, Any]:
         outputs, length = [], self.config.length
         for number, prompt in enumerate(self.prompts, 1):
             outputs.append(greedy_output(self.spec, prompt, length, self.remember, **self.changes))
             self.report(Step(number, len(self.prompts), "greedy answers"))
-        ours = self.sample()
-        return self.judge(outputs, ours, self.sample_plain(ours))
+        return self.judge(outputs, self.sample(), self.sample_plain())
 
     def sample(self) -> list[Sample]:
-        """`config.tokens` sampled tokens with their cycles, an equal part at each distribution and batch size.
+        """`config.tokens` sampled tokens with their cycles, in the order of their groups.
 
-        They are ordered by group. Alone, the copies of a prompt follow one another and reuse its
-        prefix; in a batch the prompts alternate.
+        Alone, the copies of a prompt follow one another and reuse its prefix; in a batch the prompts
+        alternate. 8 sequences or more are sampled at a time.
         """
-        # 1. The cells, of which each has as many copies of each prompt.
-        config, samples, prompts = self.config, list[Sample](), self.prompts
-        whole = SamplingParams(config.temperature)
-        truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
-        distributions, batches = dict.fromkeys([whole, truncated]), {1, config.batch}
-        cells = [(i, p, batch) for i, p in enumerate(distributions) for batch in sorted(batches)]
-        copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
-        total = len(cells) * len(prompts) * copies
-        generator = torch.Generator().manual_seed(config.seed)
-        options = {"max_new_tokens": config.length, "remember": self.remember, **self.changes}
-
-        # 2. A stretch of 8 sequences or more at a time.
-        for i, params, batch in cells:
-            copied = [*enumerate(prompts, i * len(prompts))] * copies
-            copied = sorted(copied) if batch == 1 else copied
+        samples, generator = list[Sample](), torch.Generator().manual_seed(self.config.seed)
+        options = {"max_new_tokens": self.config.length, "remember": self.remember}
+        for batch in self.batches:
+            copied = self.groups * self.copies
+            copied = sorted(copied, key=self.groups.index) if batch == 1 else copied
             stretch = max(8, 2 * batch)
             for start in range(0, len(copied), stretch):
                 some = copied[start : start + stretch]
-                samples += own_samples(self.spec, some, params, batch, generator, **options)
-                self.report(Step(len(samples), total, f"sampled by {self.spec.verifier.name}"))
-        return sorted(samples, key=lambda sample: sample.group)
+                more = options | self.changes
+                samples += own_samples(self.spec, some, batch, generator, **more)
+                self.report(Step(len(samples), self.total, f"sampled by {self.spec.verifier.name}"))
+        return sorted(samples, key=lambda sample: self.groups.index((sample.params, sample.prompt)))
 
-    def sample_plain(self, ours: Sequence[Sample]) -> list[Sample]:
+    def sample_plain(self) -> list[Sample]:
         """As many samples of each group, in the same order, by `model.generate`."""
-        samples: list[Sample] = []
+        samples, copies = list[Sample](), self.copies * len(self.batches)
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed + 1)
-            for group, one in {sample.group: sample for sample in ours}.items():
-                copies = sum(sample.group == group for sample in ours)
-                arguments = (one.prompt, self.config.length, one.params, copies)
-                for output in plain_outputs(self.spec, *arguments, **self.changes):
-                    samples.append(Sample(group, one.prompt, output, one.params))
-                self.report(Step(len(samples), len(ours), "sampled by model.generate"))
+            for params, prompt in self.groups:
+                arguments = (prompt, self.config.length, params, copies)
+                outputs = plain_outputs(self.spec, *arguments, **self.changes)
+                samples += [Sample(params, prompt, output) for output in outputs]
+                self.report(Step(len(samples), self.total, "sampled by model.generate"))
         return samples
 
     def judge(

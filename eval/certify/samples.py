@@ -32,31 +32,24 @@ NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no toke
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled sequence.
+    """A sampled sequence. cycles: what each showed; none of `model.generate`."""
 
-    group: the number of its pair of prompt and distribution. params: the distribution.
-    cycles: what each showed; none of `model.generate`.
-    """
-
-    group: int
+    params: SamplingParams
     prompt: list[int]
     output: list[int]
-    params: SamplingParams
     cycles: list[Cycle] = field(default_factory=list)
 
 
 def own_samples(
     spec: Spec,
-    prompts: Sequence[tuple[int, list[int]]],
-    params: SamplingParams,
+    groups: Sequence[tuple[SamplingParams, list[int]]],
     batch: int,
     generator: torch.Generator,
     **options: Any,
 ) -> list[Sample]:
-    """Samples of treespec with their cycles.
+    """Samples of treespec with their cycles, one for each pair of a distribution and a prompt.
 
-    prompts: (group, prompt) of each. generator: of seeds and coins. options: further ones of
-    `Spec.request`.
+    generator: of seeds and coins. options: further ones of `Spec.request`.
     """
     samples, requests, chance = list[Sample](), [], spec.verifier.scheme.chance
 
@@ -64,8 +57,8 @@ def own_samples(
         tokens = [token for piece in seen.answer for token in piece.token_ids]
         cycles.append(shown(tokens, seen.tree.drafts, chance, generator))
 
-    for group, prompt in prompts:
-        samples.append(Sample(group, prompt, [], params))
+    for params, prompt in groups:
+        samples.append(Sample(params, prompt, []))
         requests.append(spec.request(prompt, seed=generator, **asdict(params), **options))
         requests[-1].listener = partial(listen, samples[-1].cycles)
     spec.measure()

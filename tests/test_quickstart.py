@@ -5,8 +5,10 @@ from commands import treespec
 from rich.console import Console
 
 from treespec import load
-from treespec.cli.side_by_side import Side, compare, race, table_of
+from treespec.cli.side_by_side import compare, race
 from treespec.decoding.sequence import Piece
+from treespec.decoding.stats import Stats
+from treespec.requests.output import Stream
 
 
 def test_it_fits_one_screen_on_a_pipe(home, capsys):
@@ -21,21 +23,19 @@ def test_it_fits_one_screen_on_a_pipe(home, capsys):
 
 
 def test_each_side_of_a_race_shows_what_it_would_show_alone():
-    seen, now = [], 0
+    def stream(seconds):
+        stats = Stats()
 
-    def pieces(seconds):
-        nonlocal now
-        for number in range(4):
-            now += seconds
-            yield Piece(f"{number}\n", [number], drafted=number > 1)
+        def pieces():
+            for number in range(4):
+                stats.seconds["total"] += seconds
+                yield Piece(f"{number}", [number], drafted=number > 1)
 
-    sides = [Side("slow", pieces(5)), Side("fast", pieces(1))]
-    for _ in race(sides, lambda: now):
-        seen.append(tuple(side.tokens for side in sides))
-    assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [side.shown.plain for side in sides] == ["0\n1\n2\n3\n"] * 2
-    assert [side.seconds for side in sides] == [20, 4]
-    assert table_of(sides).row_count == 3
+        return Stream(pieces(), stats)
+
+    turns = list(race([stream(5), stream(1)]))
+    assert [side for side, _ in turns] == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert ["".join(piece.text for side, piece in turns if side == own) for own in (0, 1)] == ["0123"] * 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])

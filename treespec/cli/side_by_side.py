@@ -4,11 +4,8 @@ Two decodings take turns, a piece each: the side whose own clock is behind goes 
 any moment what it would show at that time if it ran alone.
 """
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +15,7 @@ from rich.text import Text
 from treespec.api.spec import Spec
 from treespec.decoding.sequence import Piece
 from treespec.decoding.stats import TAU, Stats, figures_of
+from treespec.requests.output import Stream
 from treespec.text.strings import printable
 
 QUESTIONS = (
@@ -30,40 +28,30 @@ PLAIN = "one token at a time"
 DRAFTED = "green"  # as in chat
 
 
-@final
-@dataclass(eq=False)
-class Side:
-    """A completion so far, its drafted parts in colour, with its tokens and seconds."""
-
-    title: str
-    pieces: Iterator[Piece]
-    shown: Text = field(default_factory=Text)
-    tokens: int = 0
-    seconds: float = 0.0
-
-
 def compare(spec: Spec, tokens: int, console: Console) -> str:
     """Answer the questions in both ways and show it. Returns how much faster drafts were."""
     # 1. First-time measuring ends before any clock runs.
     ways = {PLAIN: spec.baseline(), f"treespec; what it drafted is {DRAFTED}": spec}
     for way in ways.values():
-        way.generate("Hello", max_new_tokens=8)
+        way.warm_up()
 
     # 2. Race, and add up both sides' figures.
     totals, same = (Stats(), Stats()), 0
     for question, prompt in zip(QUESTIONS, PROMPTS, strict=True):
         streams = [way.stream(prompt, max_new_tokens=tokens) for way in ways.values()]
-        sides = [Side(title, stream) for title, stream in zip(ways, streams, strict=True)]
+        shown = [Text() for _ in streams]
         with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
-            for _ in race(sides):
-                live.update(table_of(sides), refresh=True)
-        plain, drafting = outputs = [stream.output for stream in streams]
-        for total, output in zip(totals, outputs, strict=True):
-            total.add(output.stats)
+            for side, piece in race(streams):
+                shown[side].append(printable(piece.text), DRAFTED if piece.drafted else "")
+                speeds = [f"{stream.stats.tokens_per_second:.1f} tokens/s" for stream in streams]
+                live.update(columns([*ways], shown, speeds), refresh=True)
+        plain, drafting = (stream.output for stream in streams)
+        for total, stream in zip(totals, streams, strict=True):
+            total.add(stream.stats)
         same += plain.token_ids == drafting.token_ids
 
         # 3. The question, the beginning of the answer in a line, its figures.
-        line = Text(" ").join([Text(" "), *sides[1].shown.split()])
+        line = Text(" ").join([Text(" "), *shown[1].split()])
         line.truncate(console.width - 4, overflow="ellipsis")
         console.print(Text(f"> {question}", style="bold"), line, sep="\n", no_wrap=True)
         figures = figures_of(drafting.stats, explain=question == QUESTIONS[0])
@@ -71,40 +59,32 @@ def compare(spec: Spec, tokens: int, console: Console) -> str:
 
     # 4. The verdict.
     without, drafts = (total.tokens_per_second for total in totals)
-    rounding = (
-        "" if same == len(QUESTIONS) else "; treespec certify tells whether rounding parts them"
-    )
+    every = same == len(QUESTIONS)
+    rounding = "" if every else "; treespec certify tells whether rounding parts them"
     return (
         f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
         f"times as fast; {same} of {len(QUESTIONS)} texts are the same{rounding}"
     )
 
 
-def race(sides: Sequence[Side], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Run all sides to their ends, a piece each time: always that of the side that is behind."""
-    running = list(sides)
+def race(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
+    """(number of the stream, its next piece), always of the stream whose clock is behind."""
+    running = [*range(len(streams))]
     while running:
-        side = min(running, key=lambda side: side.seconds)
-        started = clock()
-        piece = next(side.pieces, None)
-        side.seconds += clock() - started
-        if piece is None:
+        side = min(running, key=lambda side: streams[side].stats.seconds["total"])
+        if piece := next(streams[side], None):
+            yield side, piece
+        else:
             running.remove(side)
-            continue
-        side.shown.append(printable(piece.text), DRAFTED if piece.drafted else "")
-        side.tokens += len(piece.token_ids)
-        yield
 
 
-def table_of(sides: Sequence[Side]) -> Table:
-    """The completions in two columns, each with its speed."""
+def columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
+    """The completions in columns, each with its speed."""
     table = Table.grid(expand=True, padding=(0, 2))
-    for _ in sides:
-        table.add_column(ratio=1)
-    speeds = [side.tokens / side.seconds if side.seconds else 0.0 for side in sides]
-    table.add_row(*(Text(side.title, style="dim") for side in sides))
-    table.add_row(*(side.shown for side in sides))
-    table.add_row(*(Text(f"{speed:.1f} tokens/s", style="dim") for speed in speeds))
+    for title in titles:
+        table.add_column(title, ratio=1)
+    for row in (titles, *rows):
+        table.add_row(*row)
     return table
 
 

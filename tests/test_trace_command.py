@@ -26,20 +26,19 @@ def test_the_texts_of_the_cycles_are_the_answer(home, capsys):
 
 
 def test_a_pipe_gets_plain_trees(home, capsys):
-    assert treespec(f"trace --target {home}/target --head {home}/head {OPTIONS} --cycles 2") == 0
+    assert treespec(f"trace --target {home}/target --head {home}/head {OPTIONS} --max-new-tokens 2") == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
     headings = [line for line in printed.out.splitlines() if line.startswith("cycle ")]
-    assert [heading.split(" · ")[0] for heading in headings] == ["cycle 1", "cycle 2"]
+    assert [heading.split(" · ")[0] for heading in headings] == [f"cycle {n + 1}" for n in range(len(headings))]
     assert all(f"{stage} " in headings[0] for stage in ("draft", "head", "target", "verify", "commit"))
-    assert printed.out.count("→ ") == printed.out.count("the target's own") == 2
+    assert printed.out.count("→ ") == printed.out.count("the target's own") == len(headings) > 0
     assert "tokens per target forward" in printed.err
 
 
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        ("--head {}/head --cycles 0", "--cycles is 0"),
         ("--head {}/head --prompt ''", "--prompt is empty"),
         ("", "nothing drafts: give --head or --drafter"),
     ],

@@ -6,7 +6,6 @@ import socket
 import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, standard_input
 from treespec.demo.known import DEMO, default_drafter
 from treespec.errors import InputError
-from treespec.options import MANY, SEEDS, TOKENS, CommandOptions, chosen, option, shared
+from treespec.options import SEEDS, TOKENS, CommandOptions, chosen, option, shared
 from treespec.requests.options import RequestOptions
 from treespec.serve.options import ServeConfig
 from treespec.text.strings import printable, readable
@@ -24,8 +23,6 @@ from treespec.text.strings import printable, readable
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
     from treespec.text.prompts import Single
-
-SERVER = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +86,13 @@ def generate(config: GenerateConfig) -> None:
         for piece in stream:
             print(shown(piece.text), end="", flush=True)
         print()
-        outputs = [stream.output]
+        total = stream.stats
     else:
         samples = spec.generate(prompts, n=config.n, batch=config.batch, **config.requested)
         outputs = [output for of_prompt in samples for output in of_prompt]
         print("\n\n".join(shown(output.text) for output in outputs))
-    for output in outputs:
-        total.add(output.stats)
+        for output in outputs:
+            total.add(output.stats)
     remark(figures_of(total, explain=True))
 
 
@@ -109,10 +106,7 @@ def prompt_of(text: str, raw: bool) -> "Single":
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
-    prompt: str | None = option("message to answer; - or no --prompt reads standard input", None)
-    cycles: int | None = option(
-        "stop after this number of cycles; default: the whole answer", None, least=1, most=MANY
-    )
+    prompt: str = option("message to answer; - reads standard input", "-")
     json: bool = option("print a JSON object a cycle, for tools", False)
     raw: bool = shared(GenerateConfig, "raw")
     max_new_tokens: int = shared(AnswerConfig, "max_new_tokens", 64)
@@ -125,7 +119,7 @@ def trace(config: TraceConfig) -> None:
     q: the draft model's probability of a token, p: the target's; at temperature 0, theirs at 1.
     """
     # 1. Refuse bad input before anything is loaded.
-    prompt = prompt_of("-" if config.prompt is None else config.prompt, config.raw)
+    prompt = prompt_of(config.prompt, config.raw)
     if config.source is None:
         raise InputError(
             "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
@@ -139,8 +133,7 @@ def trace(config: TraceConfig) -> None:
     from treespec.decoding.stats import TAU
 
     tokens = count = 0
-    cycles = cycles_of(spec, prompt, **config.requested)
-    for count, cycle in enumerate(islice(cycles, config.cycles), 1):
+    for count, cycle in enumerate(cycles_of(spec, prompt, **config.requested), 1):
         tokens += cycle.new_tokens
         if config.json:
             print(json.dumps(cycle.to_json() | {"text": cycle.text}), flush=True)
@@ -155,8 +148,8 @@ def serve(config: ServeConfig) -> None:
 
     Ctrl-C or SIGTERM ends the server once running answers have finished.
     """
-    if missing := [name for name in SERVER if find_spec(name) is None]:
-        raise InputError(f"the server needs {', '.join(missing)}: pip install 'treespec[serve]'")
+    if find_spec("fastapi") is None:
+        raise InputError("the server needs fastapi and uvicorn: pip install 'treespec[serve]'")
     begin_answers(config, words=False, chats=False)
     listening = bound(config.host, config.port)
     spec = load_spec(config)
@@ -204,11 +197,9 @@ def quickstart(config: QuickstartConfig) -> None:
     from treespec.cli.side_by_side import compare, measured
 
     spec = load(config.target, drafter=drafter)
-    assert spec.source
     end_notice()
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    held = str(spec.target.dtype).removeprefix("torch.")
-    console.print(f"1/3  The target {config.target}, {held}; drafts by {spec.source.name}")
+    console.print(f"1/3  {spec}")
 
     # 2. One token at a time against treespec.
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")

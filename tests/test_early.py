@@ -148,7 +148,6 @@ WRONG = [
     (ONE, "--logit-bias seven", "--logit-bias 'seven' is not understood"),
     (ONE, "--chat-template-kwargs [1]", "--chat-template-kwargs '[1]' is no JSON object"),
     (("eval",), "--head HOME/eagle --temperature 0,,1", "has an empty part"),
-    (NEEDS, "--config HOME/twice.yaml", "twice.yaml gives target twice: leave one out"),
     *[
         (commands, f"{option}=", f"{option} is empty")
         for option, commands in {
@@ -227,7 +226,6 @@ def wrong(tmp_path_factory):
         "store/datastore.safetensors": "{}",
         "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
         "words.jsonl": "the user asks",
-        "twice.yaml": "target: a\ntarget: b\n",
     }.items():
         (folder / name).write_text(content)
     (folder / "bytes.txt").write_bytes(b"\xff\xfe")

@@ -31,24 +31,19 @@ def begin(
     drafters: as `--drafter` takes them. words: whether the target needs a tokenizer. chats: whether
     messages go through its chat template. Raises InputError.
     """
-    # 1. Names.
     target, template, placement = options.target or "", options.template, options.placement
-    try:
-        if not is_demo(target):
-            check_there(target, "target directory")
-    except InputError as error:
-        raise InputError(f"cannot load the target {target!r}: {error}") from None
+    own = is_demo(target)
+    if not own:
+        check_there(target, "target directory")
     for drafter in drafters:
         DrafterSpec.parse(drafter).check(folder_of(target))
     notice(f"loading {target} …")
-
-    # 2. The template, and the target's files.
     if template is not None:
         from treespec.text.templates import check
 
         check(None, template)
     placement.check_package()
-    if not is_demo(target):
+    if not own:
         path = str(Path(target).expanduser())
         located(path, placement)
         check_files(path, placement, words, chats and template is None)
@@ -56,23 +51,21 @@ def begin(
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
     """`begin` for what decodes. Raises TreeError too."""
-    source = config.source
-    given = [f"--tree {config.tree}"] if config.tree is not None else []
-    given += [f"--verifier {config.verifier}"] if config.verifier != ModelOptions.verifier else []
+    source, tree, verifier = config.source, config.tree, config.verifier
+    given = [f"--tree {tree}"] if tree is not None else []
+    given += [f"--verifier {verifier}"] if verifier != ModelOptions.verifier else []
     if given and source is None:
         raise InputError(f"{' and '.join(given)}: nothing drafts; give --head or --drafter too")
-    begin(config, [] if source is None else [source], words, chats)
-    if source is not None:
-        check_pairing(source, config.tree, config.verifier, config.allow_lossy)
+    begin(config, [source] if source else [], words, chats)
+    if source:
+        check_pairing(source, tree, verifier, config.allow_lossy)
 
 
 def folder_of(target: str) -> str:
     """The directory of a target; a hub id as it is."""
-    if not is_demo(target):
-        return target
     from treespec.demo.fetch import fetched_folder
 
-    return str(fetched_folder() or target)
+    return str((is_demo(target) and fetched_folder()) or target)
 
 
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
@@ -83,21 +76,15 @@ def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bo
 
     spec = DrafterSpec.parse(drafter)
     named = spec.tree_or(tree)
-    check_named(
-        spec, known_verifier(verifier, allow_lossy), None if named is None else policy(named)
-    )
+    check_named(spec, known_verifier(verifier, allow_lossy), named and policy(named))
 
 
 def check_readable(**files: str | None) -> None:
     """Raises InputError, with the nearest name, for a missing file. text="x" is --text x."""
     for name, file in files.items():
-        if file is None or Path(file).exists():
-            continue
-        folder = Path(file).parent
-        beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise InputError(
-            f"cannot read --{name} {file}: there is no such file{nearest(Path(file).name, beside)}"
-        )
+        if file is not None and not (path := Path(file)).exists():
+            near = nearest(path.name, [beside.name for beside in path.parent.glob("*")])
+            raise InputError(f"cannot read --{name} {file}: there is no such file{near}")
 
 
 def check_data(name: str, answered: bool = True) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from treespec.api.options import TargetOptions
 from treespec.cli.early import (
     begin,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from treespec.eval.common import Step
     from treespec.train.regenerate.run import Result
 
+STOPPED = "Stopped. The same command goes on"
 LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 ENGINES = {
     "sglang": "SGLang",
@@ -63,21 +62,8 @@ def train(config: TrainConfig) -> None:
     try:
         train(config)
     except KeyboardInterrupt:
-        print(f"\n{stopped(config)}")
-        raise typer.Exit(130) from None
-
-
-def stopped(config: TrainConfig) -> str:
-    """What the same command does after an interrupt."""
-    from treespec.train.checkpoints import latest_step
-
-    step = latest_step(Path(config.out) / "training")
-    if step is None:
-        first = f"The first checkpoint would have been at step {config.checkpoint_every}"
-        return f"Stopped. {first}: the same command begins again."
-    return (
-        f"Stopped. The same command goes on from step {step}, the last checkpoint in {config.out}."
-    )
+        print(f"\n{STOPPED} from the last checkpoint in {config.out}")
+        raise
 
 
 @takes(RegenerateConfig)
@@ -94,8 +80,8 @@ def regenerate(config: RegenerateConfig) -> None:
     try:
         print(with_progress(regenerated, config))
     except KeyboardInterrupt:
-        print(f"\nStopped. The same command goes on; what is there lies in {config.out}.")
-        raise typer.Exit(130) from None
+        print(f"\n{STOPPED}; what is there lies in {config.out}")
+        raise
 
 
 def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":

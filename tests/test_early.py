@@ -147,7 +147,7 @@ WRONG = [
     (ONE, "--min-tokens 600", "--min-tokens is 600, must be at most --max-new-tokens, 512"),
     (ONE, "--logit-bias seven", "--logit-bias 'seven' is not understood"),
     (ONE, "--chat-template-kwargs [1]", "--chat-template-kwargs '[1]' is no JSON object"),
-    (("eval",), "--head HOME/eagle --temperature 0,,1", "has an empty part"),
+    (("eval",), "--head HOME/eagle --temperature 0,,1", "'' is not a number"),
     *[
         (commands, f"{option}=", f"{option} is empty")
         for option, commands in {

@@ -81,7 +81,7 @@ def test_lists_of_numbers_name_the_part_that_is_wrong():
     assert numbers_in("--a", "0, 0.5;same,1/0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
     with complains("--a: 'hot' is not a number from 0 to 1"):
         numbers_in("--a", "0,hot", share, [])
-    with complains("empty part"):
+    with complains("--a: '' is not a"):
         numbers_in("--a", "0,,1", share, [])
 
 

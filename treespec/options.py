@@ -62,9 +62,8 @@ def option(
     line: how the command line gives it: (type, function from its words to the value); "": as it is;
     None: not at all.
     """
-    told = {"words": tuple(words), "choices": tuple(choices), "line": line}
-    told["range"] = Range(**ends) if ends else None
-    return field(default=default, metadata={"help": help} | told)
+    told = {"help": help, "words": tuple(words), "choices": tuple(choices), "line": line}
+    return field(default=default, metadata=told | {"range": Range(**ends) if ends else None})
 
 
 def shared(group: type["DataclassInstance"], name: str, *default: object) -> Any:
@@ -157,9 +156,8 @@ def whole(name: str, value: object, least: int | None = None) -> int:
 
 def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> dict[str, Any]:
     """The options of a group that differ from the group's own defaults, as keywords."""
-    values = {known.name: getattr(options, known.name) for known in fields(group)}
-    defaults = {known.name: known.default for known in fields(group)}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    values = {known: getattr(options, known.name) for known in fields(group)}
+    return {known.name: value for known, value in values.items() if value != known.default}
 
 
 def refuse(complaints: Mapping[str, object]) -> None:
@@ -183,15 +181,11 @@ def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> 
 
     words: parts to skip. Raises InputError for a part that is neither.
     """
-    parts = [part.strip() for part in re.split(r"[,;/]", text)]
-    if not all(parts):
-        raise InputError(f"{name} {text!r} has an empty part: separate by single commas")
     numbers = []
-    for part in parts:
-        if part in words:
-            continue
+    for part in map(str.strip, re.split(r"[,;/]", text)):
         try:
-            numbers.append(int(part) if allowed.whole else float(part))
+            if part not in words:
+                numbers.append(int(part) if allowed.whole else float(part))
         except ValueError:
             raise InputError(f"{name}: {part!r} is not {allowed}") from None
     return numbers
@@ -203,15 +197,13 @@ def command_line(
     """The line of the command `name` with these options, without those that have their defaults."""
     words = ["treespec", name]
     for known in fields(options):
-        value = config.get(known.name)
-        default = None if known.default is MISSING else known.default
-        if value is None or value == default:
+        value, flag = config.get(known.name), called(known.name, "--")
+        if value is None or value == known.default:
             continue
-        flag = "--" + known.name.replace("_", "-")
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words += [flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
+            words += [flag, str(value)]
     return shlex.join(words)
 
 

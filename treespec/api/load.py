@@ -69,21 +69,16 @@ def load(
         drafter = default_drafter(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
     how = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
-    if named is None:
-        model, _ = load_sources(target, [], how, tokenizer)
-        return Spec(model, None, tree, verifier, template, allow_lossy)
-    tree = DrafterSpec.parse(named).tree_or(tree)
-    model, sources = load_sources(target, [named], how, tokenizer)
-    calibration = calibration_of(sources[named], named)
-    return Spec(model, sources[named], tree, verifier, template, allow_lossy, calibration)
+    tree = DrafterSpec.parse(named).tree_or(tree) if named else tree
+    model, sources = load_sources(target, [named] if named else [], how, tokenizer)
+    source = sources[named] if named else None
+    calibration = calibration_of(source, named) if source and named else None
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
 
 
 def load_options(options: ModelOptions) -> Spec:
     """`load` with the options that commands share. Raises as `load` does."""
-    named: dict[str, Any] = {
-        known.name: getattr(options, known.name) for known in fields(ModelOptions)
-    }
-    return load(**named)
+    return load(**{known.name: getattr(options, known.name) for known in fields(ModelOptions)})
 
 
 def load_sources(

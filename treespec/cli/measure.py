@@ -66,7 +66,6 @@ def certify(config: CertifyConfig) -> None:
     check_questions(config.questions)
     begin_answers(config)
     from treespec.eval.certify.run import certify as run
-    from treespec.text.strings import one_line
 
     # 2. Test, and print each result.
     found = with_progress(run, config)
@@ -77,15 +76,11 @@ def certify(config: CertifyConfig) -> None:
     results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
     for test, result in zip(found["tests"], results, strict=True):
         print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
-        for answer in test.get("different", ()):
-            apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
-            print(f"        at token {answer['different_at']}: {apart}")
     bits = "the same bits as" if found["equal_bits"] else "other rounding than"
     print(f"In {found['environment']['dtype']} a node of a tree has {bits} one token at a time.")
-    if settings := [f"{name}={value}" for name, value in found["not_applied"].items()]:
+    if left_out := found["not_applied"]:
         print(
-            "Left out on both sides: the model's own generation config would also apply "
-            f"{one_line(', '.join(settings))}."
+            f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
     verdict = f"NOT certified: {found['verifier']}."
     if found["passed"]:

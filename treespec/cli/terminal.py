@@ -60,26 +60,31 @@ def with_progress(
 ) -> Result:
     """Run `work(config, report)`, show each step that it reports, and return its result.
 
-    A terminal has a line with the bar, and below it one with the present step; a pipe gets a line a
-    step. console: by default standard error's.
+    A terminal has one line, with a bar and the present step; a pipe gets a line a step. console: by
+    default standard error's.
     """
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    from rich.text import Text
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     end_notice()
     console = console or Console(stderr=True)
     if not console.is_terminal:
         return work(config, lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
-    bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    task, doing = bar.add_task("", total=None), Text()
+    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
 
-    def report(step: "Step") -> None:
-        doing.plain = one_line(step.text)
-        bar.update(task, completed=step.done, total=step.total)
+        def report(step: "Step") -> None:
+            said = one_line(step.text)
+            bar.update(task, completed=step.done, total=step.total, description=said)
 
-    with Live(get_renderable=lambda: Group(bar, doing), console=console, transient=True):
         return work(config, report)
 
 

@@ -43,7 +43,7 @@ def test_what_cannot_be_written_is_an_input_error(tmp_path):
 
 def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
-    for name in ("file/a.json", "file/b/a.json", "", "x" * 300 + "/a.json"):
+    for name in ("file/a.json", "file/b/a.json", ""):
         with complains("cannot write"):
             check_writable(tmp_path / name)
     check_writable(tmp_path / "new" / "folder" / "a.json")

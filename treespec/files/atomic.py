@@ -70,11 +70,8 @@ def check_writable(path: str | Path, option: str = "cannot write") -> None:
     It writes nothing, but deletes temporaries of killed processes in the file's folder.
     """
     path = Path(path)
-    try:
-        if path.is_dir():
-            raise InputError(f"{option} {path} is a directory: name a file")
-    except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror or error}") from error
+    if os.path.isdir(path):
+        raise InputError(f"{option} {path} is a directory: name a file")
     check_folder(path.parent, option, path)
     remove_leftovers(path.parent)
 
@@ -111,9 +108,8 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
     its field `format` must have. Raises InputError for a file that cannot be read, is no JSON
     object, fails its checksum, or has another format.
     """
-    path = Path(path)
     try:
-        fields = unsealed(path.read_text(encoding="utf-8"), foreign=True)
+        fields = unsealed(Path(path).read_text(encoding="utf-8"), foreign=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -149,12 +145,11 @@ def read_about(path: str | Path, remedy: str) -> dict[str, str]:
 
 def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json`."""
-    path = Path(path)
+    from safetensors.torch import load_file  # loads torch
+
+    about = read_about(path, remedy)
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-            about = dict(file.metadata() or {})
+        tensors: dict[str, Tensor] = load_file(path)
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
     expected = about.pop(CHECKSUM, None)
@@ -187,8 +182,6 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # no such locks on this system
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -198,8 +191,8 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
                 ) from error
             wait(holder)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # no such locks on this file system
+        except (ImportError, OSError):
+            pass  # no such locks on this system or file system
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()

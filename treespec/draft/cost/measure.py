@@ -88,8 +88,9 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
 
     # 1. Drafts: one level and several of the most likely tokens, and two trees of draws.
     if proposer:
-        grown = {"level": by_level(1), "levels": by_level(levels)}
-        grown |= {f"{name} draws": drawn(shape) for name, shape in shapes.items()}
+        grown: dict[str, Trees] = {f"{name} draws": drawn(shapes[name]) for name in shapes}
+        for name, depth in (("level", 1), ("levels", levels)):  # of a chain
+            grown[name] = Ranked(depth, topk=10, nodes=depth + 1, expanded=1).grow
         steps |= {name: (before, partial(bench.draft, grow)) for name, grow in grown.items()}
     earlier = steps["levels"][1] if proposer else before
 
@@ -198,11 +199,6 @@ class Bench:
             self.cache.rewind([len(self.tokens)])
 
         return partial(self.forward, tree), finish
-
-
-def by_level(depth: int) -> Trees:
-    """A chain of the most likely tokens, chosen level by level."""
-    return Ranked(depth, topk=10, nodes=depth + 1, expanded=1).grow
 
 
 def drawn(shape: StaticTree) -> Trees:

@@ -9,10 +9,11 @@ memory mapping, and checked by its checksum: about a second a GB.
 
 import hashlib
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -85,29 +86,11 @@ class Datastore:
 def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
     """[T] int32: positions of a text, sorted by the next `order` tokens; its end sorts first.
 
-    tokens: [T] whole numbers. Each round sorts pairs of ranks, which doubles the number of tokens
-    compared (Manber and Myers 1993), up to `order`. Searches for at most `order` tokens need no
-    finer order.
+    tokens: [T] whole numbers from END. Searches for at most `order` tokens need no finer order.
     """
-    places, rank = ranked(tokens)
-    known = 1
-    while known < order:
-        ahead = np.pad(rank[known:], (0, min(known, len(rank))))
-        places, rank = ranked(rank * (len(tokens) + 1) + ahead)
-        known *= 2
-    return places.astype(np.int32)
-
-
-def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[T] positions of the keys in ascending order, and [T] int64 ranks from 1.
-
-    Equal keys have equal ranks.
-    """
-    places = keys.argsort()
-    ordered = keys[places]
-    rank = np.empty(len(keys), dtype=np.int64)
-    rank[places] = np.cumsum(np.concatenate([[1], ordered[1:] != ordered[:-1]])[: len(keys)])
-    return places, rank
+    padded = np.pad(tokens, (0, order), constant_values=END - 1)
+    keys = [padded[ahead : ahead + len(tokens)] for ahead in reversed(range(order))]
+    return np.lexsort(keys).astype(np.int32)
 
 
 def build(
@@ -195,10 +178,10 @@ def encoded(
     template: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[int]]:
-    """The token ids of a file's texts: conversations (.jsonl, .json), or one plain text.
+    """The token ids of a file's texts: conversations (.jsonl, .json), or one plain text in UTF-8.
 
     template: formats the conversations. say: takes lines about the conversations used and left out.
-    Raises InputError for a file that cannot be read.
+    Raises InputError for a file that holds no conversation.
     """
     from treespec.text.encoding import encode_conversations  # loads torch
 
@@ -215,15 +198,10 @@ def encoded(
         yield from (example.input_ids.tolist() for example in examples)
         return
 
-    # 2. Plain text: one text, in blocks of lines.
+    # 2. Plain text: one text, in blocks that end with a line where they can.
+    blocks = re.findall(rf"(?s).{{1,{BLOCK}}}(?:\n|\Z)|.{{{BLOCK}}}", path.read_text("utf-8"))
     tokens: list[int] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            blocks = iter(lambda: "".join(lines.readlines(BLOCK)), "")
-            while some := list(islice(blocks, BLOCKS)):
-                for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
-                    tokens += ids
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise InputError(f"cannot read --data {path}: {reason}") from error
+    for first in range(0, len(blocks), BLOCKS):
+        some = tokenizer(blocks[first : first + BLOCKS], add_special_tokens=False, verbose=False)
+        tokens += chain.from_iterable(some["input_ids"])
     yield tokens

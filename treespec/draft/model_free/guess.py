@@ -64,15 +64,12 @@ class Guess:
 
         from treespec.trees.tree import Rows, TokenTree
 
-        ancestors = np.eye(1 + len(self.tokens), dtype=bool)
+        ancestors, at = np.eye(1 + len(self.tokens), dtype=bool), root.device
         for node, parent in enumerate(self.parents, start=1):
             ancestors[node] |= ancestors[parent]
-        seen = from_numpy(ancestors).to(root.device)
-        tokens = cat([root, root.new_tensor(self.tokens)])
-        parents, rows = root.new_tensor([-1, *self.parents]), self.rows
+        seen, rows = from_numpy(ancestors).to(at), self.rows
         if rows:
-            tokens_of, depth, mask = (
-                x.to(root.device) for x in (rows.tokens, rows.depth, rows.mask)
-            )
-            rows = Rows(tokens_of, depth, mask, rows.asked)
+            rows = Rows(rows.tokens.to(at), rows.depth.to(at), rows.mask.to(at), rows.asked)
+        tokens = cat([root, root.new_tensor(self.tokens)])
+        parents = root.new_tensor([-1, *self.parents])
         return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)

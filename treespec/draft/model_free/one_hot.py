@@ -94,11 +94,10 @@ class OneHotDrafter(ForcedDrafter):
     ) -> list[TokenTree]:
         self.chains = [distribution.forced() for distribution in distributions]
         trees = []
-        for row, (root, distribution) in enumerate(zip(roots.split(1), distributions, strict=True)):
-            model, drafter = self.cost_model(row, distribution), self.drafters[row]
+        for row, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
+            model, drafter, guess = self.cost_model(row, by), self.drafters[row], None
             waits = model and not drafter.predicts and rests(model, drafter.widest)
-            guess = None
-            if not waits and not distribution.over:
+            if not (waits or by.over):
                 last = [*root.tolist(), *self.chains[row]]
                 guess = self.guess(row, last, generators[row], model)
             self.guesses[row] = guess
@@ -109,8 +108,7 @@ class OneHotDrafter(ForcedDrafter):
         self, row: int, last: list[int], generator: torch.Generator, model: CostModel | None
     ) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
-        text = np.concatenate([self.texts[row], np.array(last, dtype=np.int64)])
-        guess = self.drafters[row].draft(text, generator)
+        guess = self.drafters[row].draft(np.append(self.texts[row], last), generator)
         return part(guess, model) if model else guess
 
     def cost_model(self, row: int, distribution: Distribution) -> CostModel | None:
@@ -127,8 +125,8 @@ class OneHotDrafter(ForcedDrafter):
             self.drafters[row].settle(guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        new = [known[:-1].cpu().numpy() for known in tokens]
-        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+        pairs = zip(self.texts, tokens, strict=True)
+        self.texts = [np.append(text, new[:-1].cpu().numpy()) for text, new in pairs]
 
     def enter(self, memory: str | None) -> None:
         (drafter,) = self.drafters
@@ -161,29 +159,30 @@ def part(guess: Guess, model: CostModel) -> Guess:
     probabilities = expected = by_rank(guess) if known is None else known
     if known is None:
         is_other = (probabilities < RATES[0]).astype(int)
-        factors = model.by_law.factors[np.minimum(parents, 1), is_other]
+        factors = model.by_law.factors[parents.clip(max=1), is_other]
         expected = (probabilities * factors).clip(max=CERTAIN)
         expected[0] = 1.0
     reach = guess.reach(expected)
 
     # 2. The most likely nodes, at the size that brings the most tokens a second.
-    nodes = size = len(reach)
-    order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
+    order = np.argsort(
+        -reach, kind="stable"
+    )  # a parent, and first of all the root, before its children
+    size = len(reach)
     if not guess.rows:
-        size = best_size(reach[order], model.forward, model.plain)
-        if known is None and size == 1 and nodes > 1 and model.trying:
-            size = 2
-    kept = np.sort(np.concatenate([[0], order[: size - 1]]))
-    shorter = guess.part(kept, probabilities)
+        size = best_size(reach[order[1:]], model.forward, model.plain)
+        if known is None and model.trying:
+            size = max(size, min(2, len(reach)))
+    shorter = guess.part(np.sort(order[:size]), probabilities)
 
     # 3. Predict what they bring; of known probabilities there is nothing to learn.
     if known is not None:
         model.prediction = None
     elif size > 1 or guess.rows:
+        assert shorter.probabilities is not None
         rows = len(guess.rows.tokens) if guess.rows else 0
-        seconds = float(model.cost.seconds(size + rows, 0))
-        prediction = Prediction(seconds, np.array([-1, *shorter.parents]), probabilities[kept])
-        model.predict(prediction, model.by_law)
+        seconds, kept = float(model.cost.seconds(size + rows, 0)), np.array([-1, *shorter.parents])
+        model.predict(Prediction(seconds, kept, shorter.probabilities), model.by_law)
     return shorter
 
 

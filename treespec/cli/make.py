@@ -162,7 +162,7 @@ class DatastoreConfig(TargetOptions):
 
 @takes(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
-    """Encode text and sort its suffixes, which takes about a second per million tokens."""
+    """Encode text and sort its suffixes, which takes some seconds per million tokens."""
     check_folder(config.out)
     check_text(config.data, "data")
     begin(config)

@@ -17,19 +17,16 @@ from treespec.errors import InputError
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
 from treespec.heads.folder import AGAIN, config_of, head_folder, inside, tensor_file
 from treespec.heads.head import Config, Head, Tensors
-from treespec.heads.registry import HEADS, HeadKind, kind_of
+from treespec.heads.registry import HEADS, kind_of
 
 
 def load_head(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    norm_output: bool | None = None,
 ) -> Head:
     """The head in a directory or hub repository. dtype: of its weights; default: the file's own.
 
-    norm_output: of an EAGLE-3 head, instead of what its config says. Default: what it says.
-    Some files of SpecForge say true for a head whose next feature is not normed (docs/formats.md).
     It also reads the formats of other projects (`treespec.heads.formats`).
     Raises InputError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
     by name.
@@ -43,10 +40,6 @@ def load_head(
         config, tensors = resolve_name(kind.read)(config, tensors)
     except Exception as error:  # a file may say anything
         raise InputError(f"{folder}: {_line(error)}") from error
-    if norm_output is not None:
-        if kind is not HEADS["eagle3"]:
-            raise InputError(f"{folder}: norm_output is for EAGLE-3 heads, it is {build.known_as}")
-        config = config | {"norm_output": norm_output}
 
     # 2. Compare the tensors with those that the config describes.
     try:
@@ -59,7 +52,8 @@ def load_head(
     try:
         check_shapes(described, tensors, described.optional)
     except ValueError as error:
-        raise InputError(f"{folder}: {error}; {_doubt(config, kind)}") from None
+        named = config.get("architectures") or build.known_as
+        raise InputError(f"{folder}: {error}; is {named} {build.known_as}?") from None
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
 
@@ -98,18 +92,10 @@ def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _doubt(config: Config, kind: HeadKind) -> str:
-    """Why a head's tensors may be others than its kind's: its architecture, if no reader knows it."""
-    named = config.get("architectures") or config.get("model_type") or "llama"
-    names = set(map(str, named if isinstance(named, list) else [named]))
-    if kind.architectures and (unknown := sorted(names - {*kind.architectures, "llama"})):
-        return f"{unknown[0]} is no architecture of {kind.build().known_as} that treespec reads"
-    return f"is it {kind.build().known_as}?"
-
-
 def _line(error: Exception) -> str:
     """The whole message in one line."""
-    return " ".join(str(error).split())
+    lacking = isinstance(error, KeyError)
+    return f"{error} is missing" if lacking else " ".join(str(error).split())
 
 
 def listed(names: Iterable[str]) -> str:

@@ -133,21 +133,13 @@ class FeatureHead(LlamaHead):
         return embeddings.to(dtype)
 
     def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """[2, T, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features.
-
-        The steps are at positions far apart, so that another rotary scaling gives other logits.
-        """
-        count = features.shape[1]
-        tokens = torch.randint(self.vocab_size, (1, count + 1), generator=generator)
+        """[2 T - 1, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features."""
+        tokens = torch.randint(self.vocab_size, (1, features.shape[1] + 2), generator=generator)
         if self.lacks_embedding:
             weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator)
             self.share_embedding(nn.Parameter(weight, requires_grad=False))
-        hidden, steps = self.fuse(features), []
-        for step in range(2):
-            positions = 97 * torch.arange(step, step + count)
-            hidden = self.step(tokens[:, step : step + count], hidden, positions)
-            steps += [self.lm_head(self.normed(hidden)) if self.lm_head is not None else hidden]
-        return torch.cat(steps)
+        hidden = torch.cat([*self.unrolled(tokens, self.fuse(features), 2)], dim=1)[0]
+        return self.lm_head(self.normed(hidden)) if self.lm_head is not None else hidden
 
 
 @final

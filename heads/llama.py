@@ -123,9 +123,12 @@ class BlockHead(LlamaHead):
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a mask token that has no embedding."""
         super().__init__(config)
-        token = self.mask_token = config["mask_token_id"]
+        token = self.mask_token = config.get("mask_token_id")
         if not isinstance(token, int) or not 0 <= token < self.vocab_size:
-            raise ValueError(f"mask_token_id is {token!r}, must be a token below {self.vocab_size}")
+            raise ValueError(
+                f"mask_token_id is {token!r}, must be a token below {self.vocab_size}: the one that "
+                "the head was trained with"
+            )
 
     @abstractmethod
     def run(

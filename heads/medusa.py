@@ -61,9 +61,6 @@ class DepthHeads(Head):
 
     def __init__(self, config: Config) -> None:
         heads, blocks = f"{self.name}_num_heads", f"{self.name}_num_layers"
-        for field in (heads, "hidden_size", "vocab_size"):
-            if field not in config:
-                raise ValueError(f"{field} is missing")
         super().__init__(config, int(config["vocab_size"]))
         self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
         self.hidden_size = self.feature_size = int(config["hidden_size"])

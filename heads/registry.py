@@ -78,8 +78,7 @@ class HeadKind:
     the sequence alone.
     engines: the formats that `write` has, the name of (head, target, format) -> config and tensors
     to write, which raises ValueError for a head that the format cannot describe. embedded: whether
-    these formats store the target's embedding. architectures: the names in config.json that its
-    readers know; none: they read no names. training: None where treespec does not train it.
+    these formats store the target's embedding. training: None where treespec does not train it.
 
     A directory is of this kind by any of its marks, where the field `needs` has its value. types:
     of the fields model_type and speculators_model_type. fields: of config.json. architecture: a
@@ -97,7 +96,6 @@ class HeadKind:
     write: str = ""
     engines: tuple[str, ...] = ()
     embedded: bool = False
-    architectures: tuple[str, ...] = ()
     training: Training | None = None
     types: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
@@ -127,8 +125,6 @@ EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
 )
-EAGLE3 = tuple(f"{name}ForCausalLM" for name in ("Llama", "Eagle3Llama", "Eagle3Qwen3"))
-EAGLE3 += ("LlamaForCausalLMEagle3",)
 HYDRA = HeadKind(
     head="treespec.heads.hydra:HydraHead",
     proposer=f"{PROPOSERS}:HydraProposer",
@@ -151,7 +147,6 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        architectures=("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         architecture="",  # all others have marks
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
@@ -166,8 +161,7 @@ HEADS: dict[str, HeadKind] = {
         summary="the same, over three of the target's layers",
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
-        engines=("sglang", "vllm", "speculators", "eagle", "treespec"),
-        architectures=EAGLE3,
+        engines=("sglang", "vllm", "speculators", "eagle"),
         fields=("draft_vocab_size", KIND),
         architecture="eagle3",
         training=Training(

@@ -22,12 +22,11 @@ from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.eval.ledger import Ledger
 from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 from treespec.trees.static import eagle, from_file, text_of
 
 FLIPS = 40  # of a file
-SERVED = Served("some/target", ("LlamaForCausalLM",), 6, 32, 64, 128)
+SERVED = target("llama").model.config
 WORDS = tokenizer()
 LINES = [{"question_id": i, "turns": [f"é {i}"], "wall": [0.5 + i], "seeds": [i]} for i in range(4)]
 

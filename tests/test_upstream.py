@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from test_eagle31 import VARIANTS, made
 from test_export import saved
 from test_formats import DRAFTED, EIGHT
+from transformers import LlamaConfig
 
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 
 TOKENS = torch.randint(3, 64, (1, 12), generator=seeded(2))
@@ -41,7 +41,7 @@ def moved(module):
 def exported(head, to, folder):
     """The target's directory is beside it, as speculators loads that too."""
     EIGHT.model.save_pretrained(folder / "target")
-    served = Served.of(f"{folder}/target", EIGHT.model.config)
+    served = LlamaConfig(**EIGHT.model.config.to_dict(), name_or_path=f"{folder}/target")
     export(
         saved(head, folder / "head", norm_before_residual=head.midlayer.norm_before_residual),
         to,
@@ -103,7 +103,7 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
 def test_safeailabs_eagle1_gives_the_features(tmp_path):
     cnets = pytest.importorskip("eagle.model.cnets1", exc_type=ImportError)
     head = moved(random_head(EIGHT))
-    export(saved(head, tmp_path / "head"), "eagle", tmp_path / "out", Served.of("T", EIGHT.model.config))
+    export(saved(head, tmp_path / "head"), "eagle", tmp_path / "out", EIGHT.model.config)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None), bias=config["bias"]).eval()
     theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))

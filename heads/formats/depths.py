@@ -3,9 +3,10 @@ of zankner/Hydra. Their configs lack some of the target's sizes, which the tenso
 """
 
 import torch
+from transformers import PretrainedConfig
 
 from treespec.heads.folder import BLOCK, HYDRA, WHOLE, medusa_heads
-from treespec.heads.formats.engines import Served, dtype_of, renamed
+from treespec.heads.formats.engines import dtype_of, renamed
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
 
@@ -67,7 +68,7 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
     return config, named
 
 
-def write_medusa(head: MedusaHead, served: Served, to: str) -> Stored:
+def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
     """For vLLM."""
     config = {
         "architectures": ["MedusaModel"],

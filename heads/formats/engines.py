@@ -1,7 +1,6 @@
 """Heads of EAGLE-1 and EAGLE-3 for SGLang, vLLM, vllm-project/speculators and SafeAILab/EAGLE."""
 
 import re
-from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -25,7 +24,7 @@ VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compare
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 VLLM = ("vllm", "speculators")
 ENGINES = ("sglang", *VLLM)
-NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # The parts that newer heads have, by their names in config.json: in words, and the formats that
 # have a place for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
 PARTS = {
@@ -39,56 +38,29 @@ PARTS = {
 }
 
 
-@dataclass(frozen=True)
-class Served:
-    """The target next to which an engine runs the head.
-
-    name: the directory or hub id from which the engine loads it.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    context_length: int
-
-    @classmethod
-    def of(cls, name: str, config: PretrainedConfig) -> "Served":
-        """From the target's config, or its text model's."""
-        text = config.get_text_config()
-        length = getattr(text, "max_position_embeddings", None) or 0
-        sizes = text.num_hidden_layers, text.hidden_size, text.vocab_size, length
-        return cls(name, tuple(config.architectures or ()), *sizes)
-
-
-def write_eagle(head: EagleHead, served: Served, to: str) -> Stored:
+def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
     """For SafeAILab/EAGLE, vLLM or SGLang.
 
     The `fc` of vLLM has no bias, that of SGLang always one; in both the field `bias` would give the
     attention one.
     """
-    # 1. What all have.
     check_layer(head, to, biases=to != "sglang")
-    architecture = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
-    config = {"architectures": [architecture]} | llama_fields(head, served)
-    tensors = head.state_dict()
+    config, tensors = llama_fields(head, served), head.state_dict()
     if to == "sglang":
-        zeros = torch.zeros(head.hidden_size, dtype=head.dtype)
-        return config, {"fc.bias": zeros} | tensors
-
-    # 2. The biases.
+        zeros = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype)}
+        return {"architectures": ["LlamaForCausalLMEagle"]} | config, zeros | tensors
     biased = to == "eagle" and head.fc.bias is not None
     if not biased and (bias := tensors.pop("fc.bias", None)) is not None and bias.any():
         raise ValueError(
             "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to "
             "sglang"
         )
-    return config | {"bias": biased, "qkv_bias": head.config.get("qkv_bias", False)}, tensors
+    own = {"bias": biased, "qkv_bias": head.config.get("qkv_bias", False)}
+    return {"architectures": ["LlamaForCausalLM"]} | config | own, tensors
 
 
-def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
-    """For an engine, SafeAILab/EAGLE, or treespec itself: a head in treespec's own terms.
+def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
+    """For an engine, or SafeAILab/EAGLE.
 
     SafeAILab/EAGLE reads no layer ids, and no embedding of another width. SGLang requires
     `draft_vocab_size`, and names a norm of later layers otherwise. vLLM refuses unknown tensors,
@@ -96,9 +68,7 @@ def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
     target that it names.
     """
     # 1. What all have.
-    config, tensors = head.config, head.state_dict()
-    if to == "treespec":
-        return config, tensors
+    config, tensors, text = head.config, head.state_dict(), served.get_text_config()
     check_layer(head, to)
     parts = parts_of(head)
     for name in sorted(parts):
@@ -106,39 +76,37 @@ def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
         if to not in formats:
             known = f"{', '.join(formats[:-1])} and {formats[-1]}"
             raise ValueError(f"{words} ({name}), which only {known} know")
-    own: Config = {
-        "draft_vocab_size": head.lm_head.out_features,
-        "target_hidden_size": served.hidden_size,
-    }
-    qwen, norms = "qk_norm" in parts, {name: name in parts for name in NORMS}
+    qwen, ids = "qk_norm" in parts, head.aux_layers
     layers = llama_fields(head, served) | {
         "model_type": "qwen3" if qwen else "llama",
-        "num_hidden_layers": len(head.attentions),
+        "num_hidden_layers": head.cached_layers,
     }
     if "sliding_window" in parts:
-        windows = {name: config[name] for name in ("layer_types", "sliding_window")}
-        layers |= windows | {"use_sliding_window": True}
+        layers |= {name: config[name] for name in ("layer_types", "sliding_window")}
+        layers["use_sliding_window"] = True
+    own: Config = {
+        "draft_vocab_size": head.lm_head.out_features,
+        "target_hidden_size": text.hidden_size,
+        **{name: name in parts for name in NORMS},
+    }
 
-    # 2. What SGLang and SafeAILab/EAGLE have of their own.
+    # 2. SGLang and SafeAILab/EAGLE.
     if to == "sglang":
-        left = {IDS: to_sglang_ids(head.aux_layers), "use_aux_hidden_state": True}
-        del norms["norm_before_fc"]
-        config = {"architectures": [LLAMA]} | layers | own | {"eagle_config": left} | norms
-        return config, renamed(tensors, TO_SGLANG)
-    own[IDS] = list(head.aux_layers)
+        nested = {"eagle_config": {IDS: to_sglang_ids(ids), "use_aux_hidden_state": True}}
+        return {"architectures": [LLAMA]} | layers | own | nested, renamed(tensors, TO_SGLANG)
+    own[IDS] = list(ids)
     if to == "eagle":
-        depth = served.layers
-        if head.aux_layers != (expected := (2, depth // 2, depth - 3)):
+        depth = text.num_hidden_layers
+        if ids != (expected := (2, depth // 2, depth - 3)):
             raise ValueError(
-                f"it reads layers {', '.join(map(str, head.aux_layers))}, and SafeAILab/EAGLE "
-                f"{expected} in any case"
+                f"it reads layers {', '.join(map(str, ids))}, and SafeAILab/EAGLE {expected} in any "
+                "case"
             )
-        if served.hidden_size == head.hidden_size:
+        if text.hidden_size == head.hidden_size:
             del own["target_hidden_size"]
         return {"architectures": ["LlamaForCausalLM"]} | layers | own, tensors
 
     # 3. vLLM. speculators nests the layer, and says how `vllm serve` shall draft.
-    own |= norms | {"norm_before_residual": "norm_before_residual" in parts}
     if to == "vllm":
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
     greedy = {
@@ -148,6 +116,7 @@ def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
         "accept_tolerance": 0.0,
     }
     family = "Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"
+    target = {"name_or_path": served.name_or_path, "architectures": served.architectures or []}
     config = own | {
         KIND: "eagle3",
         "speculators_version": VERSION,
@@ -159,7 +128,7 @@ def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
             "algorithm": "eagle3",
             "proposal_methods": [greedy],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
+            "verifier": target,
         },
     }
     return config, renamed(tensors, (r"^midlayer\.", "layers.0."))
@@ -168,7 +137,7 @@ def write_eagle3(head: Eagle3Head, served: Served, to: str) -> Stored:
 def parts_of(head: Eagle3Head) -> set[str]:
     """The names in PARTS of what a head has."""
     has = head.config | {
-        "num_hidden_layers": len(head.attentions) > 1,
+        "num_hidden_layers": head.cached_layers > 1,
         "sliding_window": SLIDING in (head.config.get("layer_types") or ()),
     }
     return {name for name in PARTS if has.get(name)}
@@ -184,71 +153,59 @@ def check_layer(head: FeatureHead, to: str, biases: bool = False) -> None:
     rope, eagle = llama.rope_parameters or {}, to == "eagle"
     kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0)
     width = (llama.head_dim or 0) * llama.num_attention_heads
-    for wrong, words in (
-        (
-            scale != 1,
-            f"its target's embeddings are scaled by {scale:g}, for which there is no field",
-        ),
-        (
-            head.config.get("qkv_bias") and not biases,
-            "its queries, keys and values have biases, for which there is no field",
-        ),
-        (
-            not eagle and llama.hidden_act != "silu",
-            f"its activation is {llama.hidden_act}, where the engines have silu",
-        ),
-        (
-            eagle and kind not in ROTARY,
-            f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}",
-        ),
-        (
-            eagle and part != 1.0,
-            f"its partial_rotary_factor is {part}, which the project does not compute",
-        ),
-        (
-            eagle and width != llama.hidden_size,
-            f"its attention heads are {width} wide together, not {llama.hidden_size} as there",
-        ),
-    ):
-        if wrong:
-            raise ValueError(words)
+    problems = {
+        f"its target's embeddings are scaled by {scale:g}, for which there is no field": scale != 1,
+        "its queries, keys and values have biases, for which there is no field": not biases
+        and head.config.get("qkv_bias"),
+        f"its activation is {llama.hidden_act}, where the engines have silu": not eagle
+        and llama.hidden_act != "silu",
+        f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}": eagle
+        and kind not in ROTARY,
+        f"its partial_rotary_factor is {part}, which the project does not compute": eagle
+        and part != 1.0,
+        f"its attention heads are {width} wide together, not {llama.hidden_size} as there": eagle
+        and width != llama.hidden_size,
+    }
+    if problem := next((words for words, wrong in problems.items() if wrong), None):
+        raise ValueError(problem)
 
 
-def llama_fields(head: FeatureHead, served: Served) -> Config:
+def llama_fields(head: FeatureHead, served: PretrainedConfig) -> Config:
     """The fields of a Llama of one layer. `write_eagle3` overrides what its layers have otherwise.
 
     They hold the rotary positions three times, because versions of the engines read different
     fields. The context is at least the target's: the engines stop at the end of the shorter one.
     """
-    # 1. Rotary positions, under the names that old and new versions read.
     llama = head.llama
     rope: Config = dict(llama.rope_parameters or {})
     kind, theta = rope["rope_type"], rope["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
-
-    # 2. All fields.
+    context = getattr(served.get_text_config(), "max_position_embeddings", None) or 0
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
         **{name: getattr(llama, name) for name in SIZES},
-        "max_position_embeddings": max(llama.max_position_embeddings, served.context_length),
+        "max_position_embeddings": max(llama.max_position_embeddings, context),
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else scaling,
         "rope_parameters": rope,
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
         "torch_dtype": dtype_of(head),
     }
 
 
 def renamed(tensors: Tensors, *patterns: tuple[str, str]) -> Tensors:
-    """The tensors under the names that (pattern, replacement) after the other give."""
+    """The tensors under the names that (pattern, replacement) after the other give.
+
+    Raises ValueError where two get one name.
+    """
     found: Tensors = {}
     for name, value in tensors.items():
         for pattern, replacement in patterns:
             name = re.sub(pattern, replacement, name)
+        if name in found:
+            raise ValueError(f"two tensors stand for {name}")
         found[name] = value
     return found
 

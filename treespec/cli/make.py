@@ -21,7 +21,7 @@ from treespec.demo.known import head_of, name_elsewhere
 from treespec.draft.checks import check_width
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
-from treespec.heads.folder import check_new
+from treespec.heads.folder import check_new, head_folder
 from treespec.heads.registry import check_export, kind_in
 from treespec.options import either, option
 from treespec.text.strings import one_line
@@ -41,7 +41,6 @@ ENGINES = {
     "vllm": "vLLM",
     "speculators": "vLLM's speculators library",
     "eagle": "SafeAILab/EAGLE",
-    "treespec": "treespec's own",
 }
 
 
@@ -108,11 +107,6 @@ class ExportConfig(TargetOptions):
         choices=ENGINES,
     )
     out: str = option("new folder to write")
-    norm_output: bool | None = option(
-        "eagle3: whether the normed state is the next step's feature; default: as the head's config "
-        "says, which some files of SpecForge say wrongly",
-        None,
-    )
 
 
 @takes(ExportConfig)
@@ -128,9 +122,8 @@ def export(config: ExportConfig) -> None:
 
     # 2. Write, and say how to serve it.
     from treespec.files.atomic import remove_leftovers
-    from treespec.heads.formats.engines import Served
+    from treespec.heads.formats.export import command
     from treespec.heads.formats.export import export as write
-    from treespec.heads.formats.export import left_behind
     from treespec.model.quantised import table_of
     from treespec.model.weights import load_config, load_model
 
@@ -140,17 +133,19 @@ def export(config: ExportConfig) -> None:
         return table_of(load_model(*load).get_input_embeddings())
 
     remove_leftovers(place.parent)
-    name = config.target if config.to == "treespec" else name_elsewhere(config.target)
-    served = Served.of(name, load_config(*load))
-    written = write(head, config.to, place, served, embedding, config.norm_output)
+    served = load_config(*load)
+    served.name_or_path = name_elsewhere(config.target)
+    written, compared = write(head, config.to, place, served, embedding)
     end_notice()
     print(
-        f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "
+        f"{place} holds the {written.kind} head. Read back it gives the same {compared} "
         "logits: difference 0."
     )
-    if line := left_behind(head):
-        print(line)
-    print(f"Serve it with\n\n  {written.command}\n")
+    if (head_folder(head) / "draft_vocab.json").exists():
+        print(
+            "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
+        )
+    print(f"Serve it with\n\n  {command(config.to, written, served, place)}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ def equal_or_refused(model):
     except InputError as error:
         return str(error)
     cache, text, tree = target.new_cache(capacity=4), prefix(length=PREFIX), random_tree()
-    target.prefill(cache, text, chunk=7)
+    for part in text.split(7, 1):
+        target.prefill(cache, part)
     logits = target.forward_tree(cache, tree).logits
     for leaf in set(range(len(tree.tokens))) - set(tree.parents.tolist()):
         path = tree.ancestors[leaf].nonzero().flatten()

@@ -75,7 +75,8 @@ def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
     model, tree, text, path = target(name), random_tree(), prefix(length=9), [0, 1, 5, 8]
     assert model.recurrent.continues == RECURRENT[name]
     cache, again = model.new_cache(capacity=4), model.new_cache()
-    model.prefill(cache, text, chunk=4)
+    for part in text.split(4, 1):
+        model.prefill(cache, part)
     logits = model.forward_tree(cache, tree).logits
     for node, nodes in paths_of(tree):
         alone = plain_logits(model.model, text[0].tolist() + tree.tokens[nodes].tolist())[-1]

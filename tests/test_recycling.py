@@ -20,7 +20,7 @@ def scored(*best):
     logits = torch.zeros(len(best), TOPK)
     for row, tokens in zip(logits, best, strict=True):
         row[list(tokens)] = torch.arange(len(tokens), 0, -1).float()
-    return TreeOutput(logits, torch.empty(0))
+    return TreeOutput(logits, torch.empty(0), logits[:0])
 
 
 def test_the_drawn_example():

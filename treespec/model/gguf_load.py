@@ -1,26 +1,28 @@
 """What transformers reads from a GGUF file: a config, a tokenizer, or weights, which it unpacks."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file
+
+from treespec.files.quiet import quiet
+from treespec.model.folder import located
+from treespec.model.placement import Placement
 
 log = logging.getLogger(__name__)
 
 
-def source(path: str, file: Path | None, name: str, where: Mapping[str, Any]) -> dict[str, str]:
-    """Where `from_pretrained` of a config or tokenizer reads: the model's own, else the GGUF file.
-
-    name: the file that tells whether the model has its own. where: `located` of the model.
-    """
-    if file is not None:
-        options = {key: where[key] for key in ("revision", "local_files_only") if key in where}
-        if cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options) is None:
-            return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    return {"pretrained_model_name_or_path": path}
+def own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> Any:
+    """What `loader.from_pretrained` makes of a model's own files, else of its GGUF file."""
+    where = located(path, how)
+    with quiet():
+        try:
+            return loader.from_pretrained(path, **where)
+        except Exception:  # the loaders raise whatever the file or hub gave them
+            if file is None:
+                raise
+            return loader.from_pretrained(file.parent, gguf_file=file.name, **where)
 
 
 def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
@@ -38,10 +40,9 @@ def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     scaled = any(part.get("rope_type", "default") != "default" for part in parts)
-    if scaled or (kind == "none" and "rope_freqs.weight" not in tensors):
-        return
-    log.warning(
-        "%s scales its rotary positions, and the config read for it does not, so the text is not "
-        "its model's: give a --target that has the model's config.json",
-        file.name,
-    )
+    if not scaled and (kind != "none" or "rope_freqs.weight" in tensors):
+        log.warning(
+            "%s scales its rotary positions, and the config read for it does not, so the text is not "
+            "its model's: give a --target that has the model's config.json",
+            file.name,
+        )

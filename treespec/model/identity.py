@@ -5,16 +5,12 @@ named by another path, keeps its own.
 """
 
 import hashlib
-import os
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-
 from treespec.demo.fetch import model_path
-from treespec.errors import InputError, first_line
-from treespec.files.atomic import read_json
-from treespec.files.hub import mistyped, only_cached
-from treespec.model.folder import gguf_file
+from treespec.errors import InputError
+from treespec.files.hub import mistyped
+from treespec.model.folder import base_of, gguf_file, hub_file
 from treespec.model.placement import AS_IT_IS, Placement
 
 # Of files that models are loaded from.
@@ -28,15 +24,12 @@ def target_identity(name: str, how: Placement = AS_IT_IS) -> str:
 
     Raises InputError as `identity_of` does, and where a GGUF file is not there.
     """
-    # 1. As its files hold them, by the files alone.
-    if how.gguf is None:
-        own = identity_of(name, how.revision)
-        return own if how.quantizer is None else f"{own} as {how.quantizer}"
-
-    # 2. The weights are the GGUF file's; the others may give config and tokenizer.
     path = model_path(name)
-    file = gguf_file(path, how)
-    assert file is not None
+    if (file := gguf_file(path, how)) is None:
+        own = identity_of(path, how.revision)
+        return own if how.load_in is None else f"{own} as {how.load_in}"
+
+    # The weights are the GGUF file's; the others may give config and tokenizer.
     try:
         own = identity_of(path, how.revision)
     except InputError:  # repositories of GGUF often lack other files
@@ -69,22 +62,8 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
         ) from error
     if problem := mistyped(name):
         raise InputError(problem)
-    return f"commit {commit_of(str(name), revision)}"
-
-
-def base_of(path: str | Path) -> str | None:
-    """The model that the PEFT adapter in a folder adapts; None for any other path.
-
-    Raises InputError for an adapter_config.json that is damaged or names no model.
-    """
-    file = Path(path).expanduser() / "adapter_config.json"
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
-    remedy = "save the adapter again"
-    base = read_json(file, remedy).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise InputError(f"{file} names no base_model_name_or_path: {remedy}")
-    return base
+    config = hub_file(str(name), "config.json", revision, f"no directory {name}")
+    return f"commit {config.parent.name}"
 
 
 def digest(parts: dict[str, str]) -> str:
@@ -96,29 +75,9 @@ def sampled(file: Path) -> str:
     """SHA-256 of a file's size and of evenly spaced blocks, its first and last among them."""
     size = file.stat().st_size
     content = hashlib.sha256(str(size).encode())
-    whole = size <= BLOCKS * BLOCK
+    last = max(size - BLOCK, (BLOCKS - 1) * BLOCK)  # of a smaller file the blocks are all of it
     with file.open("rb", buffering=0) as data:
         for number in range(BLOCKS):
-            start = number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1)
-            data.seek(start, os.SEEK_SET)
+            data.seek(number * last // (BLOCKS - 1))
             content.update(data.read(BLOCK))
     return content.hexdigest()
-
-
-def commit_of(name: str, revision: str | None = None) -> str:
-    """The commit of a hub repository that loading takes: the newest, or offline the cached one.
-
-    revision: default the main branch.
-    """
-    try:
-        file = hf_hub_download(
-            name,
-            "config.json",
-            revision=revision,
-            local_files_only=only_cached(name, revision),
-        )
-        return Path(file).parent.name
-    except Exception as error:  # of many kinds; its first line gives the reason
-        raise InputError(
-            f"no directory {name}, and the hub did not give it: {first_line(error)}"
-        ) from error

@@ -38,7 +38,7 @@ from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.weights import NoLayers, load_model
+from treespec.model.weights import load_model
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
 
@@ -65,58 +65,47 @@ class Target:
         self.model = model = unwrapped(model).eval().requires_grad_(False)
         self.tokenizer, self.ends = tokenizer, ends
         with refusing(model):
-            self._read(model)
-            self.output_device: torch.device = model.device if ends else understand(self)
+            refuse_what_cannot_branch(model)
+            self._read_ends(model)
+            if not ends:
+                self._read_layers(model)
+                self.output_device = understand(self)
 
-    def _read(self, model: PreTrainedModel) -> None:
-        """Read layers, sizes, windows and end tokens from the model and its config."""
-        # 1. Can it score a tree?
-        refuse_what_cannot_branch(model)
-        take_trees(model)
-        if not self.ends:
-            unpack_compressed(model)
-
-        # 2. Sizes and tokens.
-        self.decoder = NoLayers() if self.ends else decoder_of(model)
+    def _read_ends(self, model: PreTrainedModel) -> None:
+        """Read sizes and end tokens from the model and its config."""
         self.config = model.config.get_text_config()
-        self.dtype = model.dtype
-        self.eos = end_tokens(model)
+        self.dtype, self.eos, self.stack = model.dtype, end_tokens(model), nn.ModuleList()
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = sizes_of(model.get_output_embeddings())
+        self.windows = layer_windows(self.config)
         self.context_length, why = context_length(self.config)
         if why:
             name = type(model).__name__
             log.warning("%s: texts end at %d tokens: %s", name, self.context_length, why)
-
-        # 3. Layers and the device of their inputs.
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
-        self.windows = layer_windows(self.config)
-        self.takes = arguments_taken(self.decoder)
-        self.stack = nn.ModuleList() if self.ends else layers_of(self.decoder, self.layers)
+        self.output_device = model.device
 
-        # 4. Layers that carry a state from token to token.
-        self.recurrent = None if self.ends else recurrent_layers(model, self.decoder, self.layers)
+    def _read_layers(self, model: PreTrainedModel) -> None:
+        """Find the layers, and make the model ready for trees."""
+        take_trees(model)
+        unpack_compressed(model)
+        self.decoder = decoder_of(model)
+        self.takes = arguments_taken(self.decoder)
+        self.stack = layers_of(self.decoder, self.layers)
+        self.recurrent = recurrent_layers(model, self.decoder, self.layers)
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
-
-        # 5. Entries of a mask in a prefill.
-        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
+        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
 
     @classmethod
-    def load(
-        cls,
-        path: str,
-        how: Placement = AS_IT_IS,
-        **changed: Any,
-    ) -> "Target":
+    def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":
         """The model and tokenizer of a directory or hub id. changed: fields of `how`.
 
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
         path, how = os.path.expanduser(path), replace(how, **changed)
-        model = load_model(path, how)
-        target = cls(model, load_tokenizer(path, how))
+        target = cls(load_model(path, how), load_tokenizer(path, how))
         target.trust_remote_code = how.trust_remote_code
         return target
 
@@ -157,37 +146,30 @@ class Target:
         cache: TreeCache,
         tokens: Tensor,
         aux_layers: AuxLayers = (),
-        chunk: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Append tokens to each text and commit them, in chunks. Returns features [B, P, H].
+        """Append tokens to each sequence and commit them, in chunks. Returns features [B, P, H].
 
         tokens: [B, P] int64.
         aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
-        chunk: tokens per forward. Default: a power of two (16 to 512) whose mask stays small
-        compared with the weights; few shapes, because oneDNN caches memory for each.
-        counts: tokens to commit of each text; further columns of its row are padding, also in the
+        counts: tokens to commit of each sequence; further columns of its row are padding, also in the
         features. Default: all P.
         """
-        # 1. Allocate the columns once.
         b, length = tokens.shape
         cache.reserve(cache.end + length)
-
-        # 2. Forward each chunk and collect its features.
-        all_features: Tensor | None = None
-        size = self.rows_beside if chunk is None else lambda columns: chunk
-        for part in causal_chunks(cache, counts or [length] * b, size):
-            new_tokens = tokens[:, part.columns]
-            features = self._hidden(cache, new_tokens, part.depth, part.causal, aux_layers)[1]
-            if all_features is None:
-                all_features = features.new_empty(b, length, features.shape[-1])
-            all_features[:, part.columns] = features
+        features: list[Tensor] = []
+        for part in causal_chunks(cache, counts or [length] * b, self.rows_beside):
+            new = tokens[:, part.columns]
+            places = positions(part.depth, part.lengths)
+            features.append(self._forward(cache, new, places, part.seen, aux_layers)[1])
         cache.mark()
-        assert all_features is not None
-        return all_features
+        return torch.cat(features, 1)
 
     def rows_beside(self, columns: int) -> int:
-        """New positions per forward, a power of two (16 to 512) with a small mask (`prefill`)."""
+        """New positions per forward: a power of two (16 to 512) with a small mask beside the weights.
+
+        Few shapes, because oneDNN caches memory for each.
+        """
         if self.recurrent and not self.recurrent.continues and not columns:
             return 1024  # the layers take all later positions token by token
         room = max(16, min(512, self.mask_room // (columns + 512)))
@@ -227,31 +209,16 @@ class Target:
         trees: one for each text. aux_layers: as for `prefill`.
         """
         tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
-        hidden, features = self._hidden(cache, tokens, depth, ancestors, aux_layers)
+        places = positions(depth, cache.lengths)
+        seen = attention_mask(ancestors, depth, cache.lengths)
+        hidden, features = self._forward(cache, tokens, places, seen, aux_layers)
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         outputs = []
         for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
             n = len(tree.tokens)
-            rows = tree_logits[n:] if tree.rows else None
-            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
+            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], tree_logits[n:]))
         return outputs
-
-    def _hidden(
-        self,
-        cache: TreeCache,
-        tokens: Tensor,
-        depth: Tensor,
-        ancestors: Tensor,
-        aux_layers: AuxLayers,
-    ) -> tuple[Tensor, Tensor]:
-        """One forward over B trees of N nodes: hidden states after the final norm, and features.
-
-        tokens, depth: [B, N] int64. ancestors: [B, N, N] bool.
-        """
-        places = positions(depth, cache.lengths)
-        seen = attention_mask(ancestors, depth, cache.lengths)
-        return self._forward(cache, tokens, places, seen, aux_layers)
 
     @torch.no_grad()
     def forward_nodes(
@@ -277,7 +244,11 @@ class Target:
     def _forward(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, aux_layers: AuxLayers
     ) -> tuple[Tensor, Tensor]:
-        """`_hidden` of nodes that see the columns `seen` [B, N, T], at positions `places` [B, T]."""
+        """Hidden states after the final norm, and features, of B trees of N nodes.
+
+        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns. seen: [B, N, T]
+        bool, the columns that each node sees.
+        """
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)

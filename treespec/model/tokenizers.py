@@ -6,11 +6,9 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treespec.demo.fetch import model_path
-from treespec.errors import InputError, first_line
-from treespec.files.quiet import quiet
-from treespec.model.folder import gguf_file, located
-from treespec.model.gguf_load import source
-from treespec.model.identity import base_of
+from treespec.errors import InputError
+from treespec.model.folder import base_of, gguf_file, has_words, loading
+from treespec.model.gguf_load import own_or_gguf
 from treespec.model.placement import AS_IT_IS, Placement
 
 # a file of a tokenizer -> the module that reads it, and what installs that
@@ -18,7 +16,6 @@ PACKAGES = {
     "tekken.json": ("mistral_common", "mistral-common"),
     "tokenizer.model": ("sentencepiece", "sentencepiece"),
 }
-WORDS = ("token", "tek")  # what the names of such files begin with
 
 
 def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerBase | None:
@@ -28,25 +25,19 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     Raises InputError where it cannot be loaded.
     """
     path = model_path(path)
-    where, file = located(path, how), gguf_file(path, how)
-    try:
-        where |= source(path, file, "tokenizer_config.json", where)
-        with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**where)
-        return tokenizer
-    except Exception as error:  # the loaders raise whatever the file or hub gave them
-        folder, why = Path(path), first_line(error)
-        if folder.is_dir() and not any(file.name.startswith(WORDS) for file in folder.iterdir()):
-            base = base_of(path)
-            return load_tokenizer(base, how) if base else None
-        if "backend tokenizer" in why:
-            why = "its files are missing or damaged (tokenizer.json)"
-        if "trust_remote_code" in str(error):
-            why = "it brings Python code of its own, which would run here; "
-            why += "read it, then give --trust-remote-code"
-        for name, (module, install) in PACKAGES.items():
-            known = (folder / name).is_file() or name in str(error)
-            alone = known and not (folder / "tokenizer.json").is_file()
-            if alone and find_spec(module) is None:
-                why = f"{name} takes the package {module}: pip install {install}"
-        raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error
+    folder, file = Path(path), gguf_file(path, how)
+    if file is None and folder.is_dir() and not has_words(folder):
+        base = base_of(path)
+        return load_tokenizer(base, how) if base else None
+    with loading(path, "tokenizer of"):
+        try:
+            tokenizer: PreTrainedTokenizerBase = own_or_gguf(AutoTokenizer, path, file, how)
+        except Exception as error:  # the loaders raise whatever the file or hub gave them
+            for name, (module, install) in PACKAGES.items():
+                known = (folder / name).is_file() or name in str(error)
+                alone = known and not (folder / "tokenizer.json").is_file()
+                if alone and find_spec(module) is None:
+                    line = f"{name} takes the package {module}: pip install {install}"
+                    raise InputError(line) from error
+            raise
+    return tokenizer

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,9 +20,16 @@ from treespec.demo.fetch import model_path
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
 from treespec.model.adapters import adapted
-from treespec.model.folder import SIZES, check_fields, check_sizes, gguf_file, loading, located
-from treespec.model.gguf_load import source, tell_of_rotary_factors
-from treespec.model.identity import base_of
+from treespec.model.folder import (
+    SIZES,
+    base_of,
+    check_fields,
+    check_sizes,
+    gguf_file,
+    loading,
+    located,
+)
+from treespec.model.gguf_load import own_or_gguf, tell_of_rotary_factors
 from treespec.model.load_in import FOREIGN, foreign, own_fields, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
 
@@ -43,30 +49,23 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     weights that do not fit the config.
     """
     path = model_path(path)
-    where = located(path, how)
     with loading(path):
         # 1. The config alone, so that its errors differ from those of the weights.
         if base := base_of(path):
             return adapted(load_model(base, how), path).eval()
-        config = load_config(path, how)
+        config, file, where = load_config(path, how), gguf_file(path, how), located(path, how)
 
-        # 2. The form of the weights.
-        options = how.options | quantizer_options(how, config)
-        file = gguf_file(path, how)
+        # 2. The form of the weights. transformers' table of misfits stays hidden: step 3 names them in
+        # a line. It looks for an adapter on the hub unless it is told not to.
+        options = how.options | quantizer_options(how, config) | where
+        options["adapter_kwargs"] = {"local_files_only": "local_files_only" in where}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if file is not None:
             options |= {"gguf_file": str(file), "attn_implementation": "sdpa"}
-
-        # 3. The weights, without transformers' table of misfits: step 4 names them in a line. It looks
-        # for an adapter on the hub unless it is told not to.
-        if "local_files_only" in where:
-            options["adapter_kwargs"] = {"local_files_only": True}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with quiet():
-            model, report = auto_class(config).from_pretrained(
-                path, config=config, **options, **where
-            )
+            model, report = auto_class(config).from_pretrained(path, config=config, **options)
 
-        # 4. Every tensor must fit.
+        # 3. Every tensor must fit.
         _check_tensors(model, report)
     if file is not None:
         tell_of_rotary_factors(file, model.config)
@@ -79,15 +78,13 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
     path = model_path(path)
-    where, file = located(path, how), gguf_file(path, how)
     if base := base_of(path):
         return load_config(base, how)
+    file = gguf_file(path, how)
     with loading(path):
         if file is None and Path(path).is_dir():
             check_fields(Path(path))  # transformers would pass over some errors
-        where |= source(path, file, "config.json", where)
-        with quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(**where)
+        config: PreTrainedConfig = own_or_gguf(AutoConfig, path, file, how)
         text = config.get_text_config()
         check_sizes({name: getattr(text, name, None) for name in SIZES})
     return config
@@ -146,13 +143,6 @@ def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
     config = load_config(os.path.expanduser(target), how)
     named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return str(named).removeprefix("torch.") if named and not own_fields(config) else None
-
-
-class NoLayers(nn.Module):
-    """Stands in for a decoder that was not loaded."""
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("of this target only the embedding and the output are loaded")
 
 
 def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:

@@ -86,7 +86,6 @@ class Lookahead(TextDrafter):
         return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
     def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
-        assert out.rows is not None
         below = out.rows if len(self.window) > 1 else torch.cat([out.logits[:1], out.rows])
         new = below.argmax(-1).tolist()
         if len(self.window) < self.options.ngram - 1:

@@ -79,7 +79,8 @@ def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
     alive = []
 
     def counted(linear):
-        alive.append(sum(weight() is not None for weight in plain))
+        if isinstance(linear, nn.Linear):
+            alive.append(sum(weight() is not None for weight in plain))
         return packed_layer(linear)
 
     monkeypatch.setattr(packed, "packed_layer", counted)

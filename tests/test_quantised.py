@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers as hf
+from equality import close, seeded
 from gguf_files import write_gguf
 from models import CONFIGS, as_undrafted, random_model, save_model
 from offline import cached, said_offline
@@ -14,12 +15,12 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.cost.measure import dependencies
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.trained.kinds import embedding_of, new_head
+from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
-from treespec.model.quantised import table_of
 from treespec.model.target import Target
 from treespec.train.machine import shard
 
@@ -75,12 +76,20 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     assert "MatMul8bitLt" not in caplog.text
 
 
-def test_heads_that_copy_rows_of_a_quantised_output_or_embedding_are_refused(whole):
-    """torchao leaves both as they are, unless a checkpoint's config says otherwise."""
-    with complains("its output embedding is offloaded, quantised or no linear layer"):
-        new_head("medusa", whole)
-    with complains("the target's embedding is quantised"):
-        table_of(whole.model.lm_head)
+@torch.no_grad()
+def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
+    """Rows of the output and of the embedding are those that the modules compute with."""
+    tokens, model = torch.tensor([0, 3, 17, 63]), whole.model
+    hidden = torch.randn(2, 3, whole.feature_width, generator=seeded(1))
+    own = whole.output_logits(hidden, whole.output_rows(tokens))
+    close(own, whole.output_logits(hidden)[..., tokens], 1e-5)
+    torch.testing.assert_close(embedding_of(whole)[tokens], model.get_input_embeddings()(tokens))
+    for kind in ("eagle", "eagle3", "medusa"):
+        head = new_head(kind, whole)
+        restrict(head, whole, tokens)
+        assert head.vocabulary.tolist() == tokens.tolist()
+    output = new_head("medusa", whole).output_layers[0](hidden)
+    close(output, whole.output_logits(hidden), 1e-5)
 
 
 def test_a_quantised_target_is_not_split_over_processes(whole):

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import torch
@@ -33,27 +34,10 @@ FORMS = (torch.bfloat16, torch.float16, torch.float32)  # of weights, as kernels
 POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
-def fields(**names: str) -> list[tuple[str, Any]]:
-    """Fields of a structure, by the name of their type in ctypes."""
-    kinds = ((getattr(ctypes, f"c_{kind}"), each) for kind, each in names.items())
-    return [(name, kind) for kind, each in kinds for name in each.split()]
-
-
-class Linear(ctypes.Structure):
-    """`Linear` of kernels.c."""
-
-    _fields_ = fields(void_p="weight bias", long="inputs outputs", int="form half threads")
-
-
-class Attention(ctypes.Structure):
-    """`Attention` of kernels.c: sizes, then strides."""
-
-    _fields_ = fields(
-        void_p="q k v mask out",
-        long="texts heads kv n columns d dv qb qh qn kb kh kt vb vh vt mb mn",
-        float="scale",
-        int="half threads",
-    )
+LINEAR = Struct("2P2l3i")  # `Linear` of kernels.c
+ATTENTION = Struct(
+    "5P18lf2i"
+)  # `Attention` of kernels.c: pointers, sizes, strides, scale, half, threads
 
 
 @cache
@@ -73,7 +57,11 @@ def library() -> Any:
             with writing(file) as made:
                 compiling = [*command, str(SOURCE), "-o", str(made)]
                 subprocess.run(compiling, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(file))
+        compiled = ctypes.CDLL(str(file))
+        compiled.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
+        compiled.linear.argtypes = [ctypes.c_char_p, POINTER, POINTER, LONG]
+        compiled.rms_norm.argtypes = [POINTER] * 3 + [LONG, LONG, ctypes.c_float, INT, INT]
+        return compiled
     except (OSError, InputError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         log.warning(
@@ -111,12 +99,10 @@ def form_of(weight: Tensor) -> int | None:
 
 def packed(weight: Tensor, form: int) -> Tensor:
     """A weight [out, in] in the order of the kernels, in a form that holds its values."""
-    kernels = library()
     outputs, inputs = weight.shape
     plain = weight.detach().to(FORMS[form]).contiguous()
     order = torch.empty(-(-outputs // 16) * 16 * (-(-inputs // 32) * 32), dtype=plain.dtype)
-    sizes = LONG(inputs), LONG(outputs), INT(form)
-    kernels.pack(POINTER(plain.data_ptr()), POINTER(order.data_ptr()), *sizes)
+    library().pack(plain.data_ptr(), order.data_ptr(), inputs, outputs, form)
     return order
 
 
@@ -127,28 +113,25 @@ def linear(
 
     shape: (out, in) of the weight. form: as it was packed. Other dtypes are multiplied in float32.
     """
-    kernels = library()
     if x.dtype not in HALF:
         return linear(x.float(), weight, bias, shape, form).to(x.dtype)
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], shape[0])
-    pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    options = Linear(*pointers, shape[1], shape[0], form, HALF[x.dtype], torch.get_num_threads())
-    rows = LONG(x.numel() // shape[1])
-    kernels.linear(ctypes.byref(options), POINTER(x.data_ptr()), POINTER(out.data_ptr()), rows)
+    outputs, inputs = shape
+    x, bias = x.contiguous(), None if bias is None else bias.to(x.dtype)
+    out = x.new_empty(*x.shape[:-1], outputs)
+    pointers = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    modes = form, HALF[x.dtype], torch.get_num_threads()
+    options = LINEAR.pack(*pointers, inputs, outputs, *modes)
+    library().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] the root mean square norm of [..., H], as Llama has it: rounded, times the weight."""
-    kernels = library()
-    x = x.contiguous()
-    out, width = torch.empty_like(x), weight.shape[0]
-    sizes = LONG(x.numel() // width), LONG(width), ctypes.c_float(eps)
-    pointers = (POINTER(tensor.data_ptr()) for tensor in (x, weight, out))
-    kernels.rms_norm(*pointers, *sizes, INT(HALF[x.dtype]), INT(torch.get_num_threads()))
+    x, width = x.contiguous(), len(weight)
+    out = torch.empty_like(x)
+    pointers = (tensor.data_ptr() for tensor in (x, weight, out))
+    modes = HALF[x.dtype], torch.get_num_threads()
+    library().rms_norm(*pointers, x.numel() // width, width, eps, *modes)
     return out
 
 
@@ -160,27 +143,27 @@ def attention(
     query: [B, heads, N, D]. key, value: [B, KV heads, T, D], [B, KV heads, T, DV].
     mask: [B or 1, 1, N, T] additive. Every node sees a column or more.
     """
-    kernels, tensors = library(), (query, key, value, mask)
+    tensors = query, key, value, mask
     if query.dtype == mask.dtype == torch.float16:
         q, k, v, hidden = (x.float() for x in tensors)
         found = attention(q, k, v, hidden, scale)
         return None if found is None else found.half()
-    same = all(fits(x, query.dtype) for x in tensors)
-    b, heads, n, d = query.shape
-    dv = value.shape[3]
-    whole = mask.shape in ((b, 1, n, key.shape[2]), (1, 1, n, key.shape[2]))  # nothing to broadcast
-    if kernels is None or not same or query.dtype not in HALF or not whole:
+    (b, heads, n, d), (_, kv, columns, dv) = query.shape, value.shape
+    whole = mask.shape in ((b, 1, n, columns), (1, 1, n, columns))  # nothing to broadcast
+    fit = whole and query.dtype in HALF and all(fits(x, query.dtype) for x in tensors)
+    if not fit or library() is None:
         return None
     out = query.new_empty(b, n, heads, dv)
-    pointers = [x.data_ptr() for x in (*tensors, out)]
-    sizes = [b, heads, key.shape[1], n, key.shape[2], d, dv]
+    pointers = (x.data_ptr() for x in (*tensors, out))
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
     strides += [mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)]
     options = scale, HALF[query.dtype], torch.get_num_threads()
-    kernels.attention(ctypes.byref(Attention(*pointers, *sizes, *strides, *options)))
+    library().attention(
+        ATTENTION.pack(*pointers, b, heads, kv, n, columns, d, dv, *strides, *options)
+    )
     return out
 
 
 def fits(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether the attention reads a tensor as it is."""
-    return x.device.type == "cpu" and x.dtype == dtype and x.stride(-1) == 1 and not x.requires_grad
+    return x.is_cpu and x.dtype == dtype and x.stride(-1) == 1 and not x.requires_grad

@@ -4,8 +4,7 @@ weight                              layer             kept as
 with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
-without one: bfloat16, AVX-512      `OneDnnLinear`    bfloat16
-any other                           `nn.Linear`       as it is
+any other                           its own           as it is
 """
 
 import inspect
@@ -29,35 +28,19 @@ class PackedLinear(nn.Module):
     A row of the output has the same bits for any number of rows.
     """
 
-    def __init__(self, linear: nn.Linear, form: int) -> None:
-        """form: of the packed weight (`kernels.form_of`)."""
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, form: int) -> None:
+        """weight: [out, in]. form: of the packed weight (`kernels.form_of`)."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = nn.Parameter(kernels.packed(linear.weight, form), requires_grad=False)
-        self.bias, self.form = linear.bias, form
+        self.out_features, self.in_features = weight.shape
+        self.packed = nn.Parameter(kernels.packed(weight, form), requires_grad=False)
+        self.bias, self.form = bias, form
         # [out, in], without values: what asks for a shape, dtype or device reads it here.
-        self.weight = torch.empty((), dtype=linear.weight.dtype).expand(linear.weight.shape)
+        self.weight = torch.empty((), dtype=weight.dtype).expand(weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
-        return kernels.linear(
-            x, self.packed, self.bias, (self.out_features, self.in_features), self.form
-        )
-
-
-@final
-class OneDnnLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU by oneDNN. It holds the weight in blocked order alone."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        ordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
-        self.weight, self.bias = nn.Parameter(ordered, requires_grad=False), linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], no gradient."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        shape = self.out_features, self.in_features
+        return kernels.linear(x, self.packed, self.bias, shape, self.form)
 
 
 @final
@@ -96,58 +79,34 @@ def pack(model: nn.Module) -> None:
     """
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
-        kind = "RMSNorm" in type(module).__name__ or isinstance(module, nn.Linear | Conv1D)
-        if name and kind and fits(module) and not name.endswith(OWN_USE):
+        if name and not name.endswith(OWN_USE):
             places[module].append(name)
     del module  # the last one would stay
     while places:
         layer, names = places.popitem()
         packed = packed_layer(layer)
-        for name in names:
+        for name in names if packed is not layer else ():
             model.set_submodule(name, packed)
 
 
 @torch.no_grad()
-def packed_layer(layer: nn.Module) -> nn.Module:
-    """The fastest layer with the values of a plain one: itself, or a packed one."""
-    if not isinstance(layer, nn.Linear | Conv1D):
-        return packed_norm(layer) if kernels.library() else layer
-    linear = plain_linear(layer)
-    if linear is None:
+def packed_layer(layer: Any) -> nn.Module:
+    """A packed layer with the values of a plain one, or the layer itself.
+
+    A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
+    inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
+    """
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
+    own = hooks or "forward" in vars(layer)
+    if own or not is_plain(layer) or not layer.weight.is_cpu or not kernels.library():
         return layer
-    weight = linear.weight.detach()
-    if kernels.library() and (form := kernels.form_of(weight)) is not None:
-        return PackedLinear(linear, form)
-    if weight.dtype == torch.bfloat16 and multiplies_bfloat16():
-        return OneDnnLinear(linear)
-    return layer
-
-
-def plain_linear(layer: nn.Linear | Conv1D) -> nn.Linear | None:
-    """A layer as a plain one, or None for a class that does more than to multiply (by trial)."""
-    if type(layer) is nn.Linear:
+    if "RMSNorm" in type(layer).__name__:
+        return packed_norm(layer)
+    if type(layer) not in (nn.Linear, Conv1D):
         return layer
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    with torch.device("meta"):
-        plain = nn.Linear(weight.shape[1], weight.shape[0], layer.bias is not None)
-    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
-    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    return plain if torch.allclose(layer(x), plain(x), rtol=0.02, atol=1e-3) else None
-
-
-def fits(module: nn.Module) -> bool:
-    """Plain, and in the CPU's memory for good.
-
-    A layer with a forward or hooks of its own is more than its weight: compressed-tensors rounds
-    inputs there, accelerate moves the weight.
-    """
-    return (
-        "forward" not in vars(module)
-        and not (module._forward_pre_hooks or module._forward_hooks)
-        and is_plain(module)  # torchao puts tensors of its own into plain modules
-        and module.get_parameter("weight").device.type == "cpu"
-        and not hasattr(module, "_hf_hook")
-    )
+    form = kernels.form_of(weight)
+    return layer if form is None else PackedLinear(weight, layer.bias, form)
 
 
 def multiplies_bfloat16() -> bool:

@@ -34,30 +34,33 @@ def sizes_of(linear: Any) -> tuple[int, int]:
 
 @torch.no_grad()
 def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
-    """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
+    """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N of floats.
 
     device: of the hidden states. Raises InputError for an output embedding that is offloaded,
-    quantised, packed or no linear layer.
+    quantised by another library than torchao, packed or no linear layer.
     """
     whole: Any = model.get_output_embeddings()
-    if not isinstance(whole, nn.Linear) or not is_plain(whole) or whole.weight.is_meta:
+    weights = dict(whole.named_parameters()) if isinstance(whole, nn.Linear) else {}
+    if not all(weight.element_size() > 1 and not weight.is_meta for weight in weights.values()):
+        weights = {}
+    if "weight" not in weights:
         raise InputError(
             f"{type(model).__name__} takes no draft vocabulary: its output embedding is offloaded, "
             "quantised or no linear layer; load the plain model by its path, with room on a device"
         )
-    rows = nn.Linear(whole.weight.shape[1], len(tokens), whole.bias is not None, device="meta")
-    for name, weight in whole.named_parameters():
-        own = weight[tokens.to(weight.device)].to(device)
-        setattr(rows, name, nn.Parameter(own, requires_grad=False))
+    rows = nn.Linear(whole.in_features, len(tokens), "bias" in weights, device="meta")
+    for name, weight in weights.items():
+        own = weight[tokens.to(weight.device)]
+        if not is_plain_weight(weight):
+            own = own.dequantize().to(weight.dtype)
+        setattr(rows, name, nn.Parameter(own.to(device), requires_grad=False))
     return rows
 
 
 def table_of(embedding: Any) -> nn.Parameter:
-    """[V, E] the rows of an embedding, before any scale that the module applies.
-
-    Raises InputError for one that is quantised.
-    """
-    if not is_plain(embedding):
-        raise InputError("the target's embedding is quantised: take the plain model here")
-    weight: nn.Parameter = embedding.weight
-    return weight
+    """[V, E] the rows of an embedding as it holds them, before any scale that the module applies."""
+    if is_plain(embedding):
+        weight: nn.Parameter = embedding.weight
+        return weight
+    rows = embedding(torch.arange(embedding.num_embeddings, device=embedding.weight.device))
+    return nn.Parameter(rows / getattr(embedding, "embed_scale", 1.0), requires_grad=False)

@@ -155,27 +155,23 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     """
     if how.gguf or base_of(path):
         return None
-    # 1. A config without layers.
+    # 1. A config without layers, and the weights: those of the layers have no place to go.
     path = model_path(path)
     config = load_config(path, how)
     text = config.get_text_config()
-    layers = {"layer_types": [], "num_hidden_layers": 0}
-    whole = {name: getattr(text, name, None) for name in layers}
+    sizes = {name: getattr(text, name, None) for name in ("layer_types", "num_hidden_layers")}
+    whole = {name: size for name, size in sizes.items() if size is not None}
     try:
-        for name, none in layers.items():
-            if whole[name] is not None:
-                setattr(text, name, none)
-
-        # 2. The weights: those of the layers have no place to go.
+        for name, size in whole.items():
+            setattr(text, name, type(size)())  # [] and 0
         options = how.options | located(path, how) | {"output_loading_info": True}
         with quiet():
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except Exception:  # what a model's own code makes of no layers
         return None
 
-    # 3. Whole again, but for the layers.
+    # 2. Whole again, but for the layers.
     for name in reversed(whole):
-        if whole[name] is not None:
-            setattr(model.config.get_text_config(), name, whole[name])
+        setattr(model.config.get_text_config(), name, whole[name])
     complete = not report["missing_keys"] and not report.get("mismatched_keys")
     return model.eval() if complete and model.get_output_embeddings() is not None else None

@@ -30,7 +30,7 @@ FIELD = "target_tokens"  # of config.json: tokens that a head was trained with, 
 
 
 def embedding_of(target: Target) -> nn.Parameter:
-    """[V, E] the target's embedding. Raises InputError if it is offloaded or quantised."""
+    """[V, E] the target's embedding, in floats. Raises InputError if it is offloaded."""
     return table_of(on_a_device(target.model.get_input_embeddings(), "embedding"))
 
 

@@ -16,7 +16,7 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 MODULES = (
     "treespec.requests.options",
     "treespec.shaping.options",
-    *(f"treespec.cli.{name}" for name in ("answer", "make")),
+    *(f"treespec.cli.{name}" for name in ("answer", "chat", "make")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),
     "treespec.draft.options",

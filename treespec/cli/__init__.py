@@ -3,10 +3,10 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
-import errno
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, final
@@ -87,15 +87,11 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
 
-    # 2. Run.
+    # 2. Run, and say in a line what ends a command early.
     try:
         code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-
-    # 3. What ends a command early, in a line.
-    except BrokenPipeError:
-        leave_stdout()
+        return int(code or 0)
     except KeyboardInterrupt:
         end_notice()
         return INTERRUPTED
@@ -105,10 +101,14 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         end_notice()
         if words := in_words(error):
             print(f"treespec: {one_line(words)}", file=sys.stderr)
-        if is_full(error):
-            leave_stdout()
         return 2 if getattr(error, "exit_code", None) == 2 else 1
-    return 1
+    finally:
+        try:
+            sys.stdout.flush()
+        except (
+            OSError
+        ):  # a reader that left, or a full disk: what Python flushes at its end goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @final
@@ -120,27 +120,16 @@ class WarningLines(logging.Handler):
         print(f"treespec: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
 
 
-def leave_stdout() -> None:
-    """Send what Python flushes at its end to nowhere: nobody reads standard output any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def is_full(error: Exception) -> bool:
-    """Whether the place of a file or of standard output is full."""
-    return isinstance(error, OSError) and error.errno == errno.ENOSPC
-
-
 def in_words(error: Exception) -> str:
-    """The one line of an error. "" where the command line has printed its help instead."""
+    """The one line of an error. "" for a reader that left, and where the help is printed instead."""
     if parser_line := getattr(error, "format_message", None):  # the parser's own errors
         return " ".join(parser_line().split())
     if getattr(error, "exit_code", None) == 2:
         return " ".join(str(error).split("\n"))
-    if is_full(error):
-        return "cannot write: standard output, or the disk, has no space left"
     line, kind = first_line(error), type(error).__name__
-    no_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
-    if no_memory or "can't allocate memory" in str(error):  # torch on a CPU has no class for it
+    if isinstance(error, OSError):
+        return "" if isinstance(error, BrokenPipeError) else f"cannot read or write: {line}"
+    if re.search("MemoryError|can't allocate memory", f"{kind} {error}"):  # torch's on a CPU
         return (
             f"no memory is left ({line}): close other programs, take a smaller "
             f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK} shows where"

@@ -77,7 +77,7 @@ def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
     [
         ({"temprature": 1}, "unknown_parameter", "'temperature'"),
         ({"max_new_tokens": 1}, "unknown_parameter", "'max_tokens'"),
-        ({"guided_regex": 1}, "unknown_parameter", "regex"),
+        ({"guided_regex": 1}, "unknown_parameter", "leave it out"),
         ({"model": "another"}, "model_not_found", "another"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "context_length_exceeded", ""),
     ],

@@ -3,12 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar, final
 
-from anyio import fail_after, to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 
 from treespec.decoding.sequence import Piece
 from treespec.errors import Busy, InputError
@@ -17,7 +15,7 @@ from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
 from treespec.shaping.compiled import KINDS
 
-QUIET = 15.0  # seconds after which a stream says that it still waits
+QUIET = 5.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]
 T = TypeVar("T")
 
@@ -28,8 +26,8 @@ class Answers:
 
     The request's deadline counts from here: over tokenising, queue, prefill and decoding.
     Iterate once: (number, piece) of any answer as it comes, (number, None) at its end, and None
-    where nothing came for a while. It raises ApiError where an answer fails or the time is over;
-    all answers are cancelled then, as they are where the client leaves.
+    where nothing came for a while. It raises ApiError where an answer fails, the client leaves or the
+    time is over; all answers are cancelled then.
     """
 
     def __init__(self, state: State, request: Request) -> None:
@@ -38,19 +36,26 @@ class Answers:
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
 
-    @property
-    def left(self) -> float:
-        """Seconds until the request's deadline."""
-        return max(0.0, self.end - self.loop.time())
+    async def run(
+        self,
+        call: Callable[..., T],
+        *given: Any,
+        limiter: CapacityLimiter | None = None,
+        param: str | None = None,
+    ) -> T:
+        """call(*given), on a thread. Raises ApiError for what it refuses, and after the deadline.
 
-    async def tokenised(self, encode: Callable[..., T], *given: Any) -> T:
-        """encode(*given), on one of few threads. Raises ApiError after the deadline."""
-        call, limiter = partial(encode, *given), self.state.tokenising
+        limiter: bounds the threads. param: the field of the request that is refused.
+        """
         try:
-            with fail_after(self.left):
-                return await to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=True)
+            async with asyncio.timeout_at(self.end):
+                return await to_thread.run_sync(call, *given, limiter=limiter)
         except TimeoutError:
             raise self.state.late() from None
+        except Busy as error:
+            raise self.state.busy(str(error)) from error
+        except InputError as error:
+            raise refused(error, param) from error
 
     async def submit(
         self,
@@ -63,44 +68,27 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
-        state, self.prompts, self.samples = self.state, prompts, samples
-        engine: Any = state.engine
-        if len(prompts) * samples > (most := engine.batch + engine.queue):
-            asked = f"n is {samples}" + (f" for {len(prompts)} prompts" if len(prompts) > 1 else "")
-            message = f"{asked}: this server's limit is {most} answers a request"
+        state, engine = self.state, self.state.engine
+        self.prompts, self.samples = prompts, samples
+        if (asked := len(prompts) * samples) > (most := engine.batch + engine.queue):
+            message = f"{asked} answers are asked for: this server's limit is {most} a request"
             raise ApiError(400, message, "n" if samples > 1 else "prompt")
 
-        def submit(first: int, prompt: Sequence[int]) -> None:
-            own = None if seed is None else seed + first
-            heard = [self._listener(number) for number in range(first, first + samples)]
-            self.answers += engine.submit_n(prompt, samples, seed=own, on_pieces=heard, **options)
+        def submit() -> None:
+            for prompt in prompts:
+                numbers = range(len(self.answers), len(self.answers) + samples)
+                own = None if seed is None else seed + numbers[0]
+                heard = [self._listener(number) for number in numbers]
+                more: Any = {"seed": own, "on_pieces": heard, **options}
+                self.answers += engine.submit_n(prompt, samples, **more)
 
         try:
-            async with asyncio.timeout_at(self.end):
-                for kind in (
-                    options.keys() & KINDS
-                ):  # a grammar that would hold up the others is refused
-                    trial = partial(state.trial.run, kind, options[kind])
-                    await to_thread.run_sync(trial, limiter=state.compiling)
-                for place, prompt in enumerate(prompts):
-                    await run_in_threadpool(submit, place * samples, prompt)
-        except BaseException as error:
+            for kind in options.keys() & KINDS:  # a grammar that would hold up others is refused
+                await self.run(state.trial.run, kind, options[kind], limiter=state.compiling)
+            await self.run(submit)
+        except BaseException:
             self.cancel()
-            if isinstance(error, TimeoutError):
-                raise state.late() from error
-            if isinstance(error, Busy):
-                raise state.busy(str(error)) from error
-            if isinstance(error, InputError):
-                raise refused(error) from error
             raise
-        self.deadline = self.loop.call_at(self.end, self.cancel)
-
-        async def watch() -> None:
-            while (await self.request.receive())["type"] != "http.disconnect":
-                pass
-            self.cancel()
-
-        self.gone = asyncio.create_task(watch())  # the client may leave
 
     def _listener(self, number: int) -> Callable[[Piece | None], None]:
         seen = self.state.metrics.watch()
@@ -120,23 +108,19 @@ class Answers:
         done: set[int] = set()
         try:
             while len(done) < len(self.answers):
-                arrival: Arrival | None = None
+                arrival, left = None, self.end - self.loop.time()
                 with suppress(TimeoutError):
-                    wait = min(self.left, QUIET)
-                    arrival = await asyncio.wait_for(self.arrived.get(), wait)
-                if arrival is None and not self.left:
+                    arrival = await asyncio.wait_for(self.arrived.get(), min(left, QUIET))
+                if arrival is None and left <= QUIET:
                     raise self.state.late()
+                if await self.request.is_disconnected():
+                    raise ApiError(499, "the client left")
                 if arrival and arrival[1] is None:
-                    answer = self.answers[arrival[0]]
-                    if answer.error:
-                        raise self.state.cut() if self.state.cut_off else failed(answer.error)
-                    if answer.cancelled:
-                        raise ApiError(499, "the client left") if self.left else self.state.late()
+                    if error := self.answers[arrival[0]].error:
+                        raise self.state.cut() if self.state.cut_off else failed(error)
                     done.add(arrival[0])
                 yield arrival
         finally:
             self.cancel()
-            self.deadline.cancel()
-            self.gone.cancel()
             for number, answer in enumerate(self.answers):
                 self.state.metrics.count(answer, done=number in done)

@@ -4,11 +4,14 @@ import hashlib
 import secrets
 from ipaddress import ip_address
 from typing import final
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,10 +22,16 @@ from treespec.serve.state import State, state_of
 
 BODY = 4 << 20  # bytes of a request
 OPEN = ("/", "/health")  # without a key; the page itself holds nothing secret
-PATHS = (
-    *OPEN,
-    *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/cycles"),
+POLICY = (  # for whatever a browser shows: the server's own scripts and styles alone
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", POLICY.encode()),
+]
 
 
 @final
@@ -33,10 +42,6 @@ class Guard:
         self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        path = scope["path"] if scope["path"] in PATHS else "other"
         seen = 0
 
         async def bounded() -> Message:  # whatever the headers say
@@ -44,44 +49,43 @@ class Guard:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > BODY:
-                raise too_large()
+                raise ApiError(413, f"the body is larger than this server's limit of {BODY} bytes")
             return message
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                path = scope["route"].path if "route" in scope else "other"
                 self.state.metrics.counts["requests"].labels(path, str(message["status"])).inc()
-                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+                message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
 
         request = Request(scope)
         key = self._key(request)
-        if key is not None:
-            scope["treespec.memory"] = hashlib.sha256(key.encode()).hexdigest()
+        request.state.memory = hashlib.sha256(key.encode()).hexdigest() if key else ""
         error = self._refusal(request, key)
         await (response(error) if error else self.app)(scope, bounded, counted)
 
-    def _refusal(self, request: Request, key: str | None) -> ApiError | None:
+    def _refusal(self, request: Request, key: str) -> ApiError | None:
         """Why the request goes no further; None: it does. key: the one that it brings."""
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
-        if self.state.keys and path not in OPEN and key is None:
+        if self.state.keys and not key and path not in OPEN and not path.startswith("/static/"):
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         if not self.state.keys and not named(request):
             message = "This server answers to localhost: give it an --api-key for other names"
             return ApiError(403, message)
-        size = request.headers.get("content-length", "")
-        return too_large() if size.isdecimal() and int(size) > BODY else None
+        return None
 
-    def _key(self, request: Request) -> str | None:
-        """The server's key that the request brings; None: it brings none of them."""
+    def _key(self, request: Request) -> str:
+        """The server's key that the request brings; "": it brings none of them."""
         kind, _, brought = request.headers.get("authorization", "").partition(" ")
         given = brought.strip().encode("latin-1")
         # All keys are compared, so that the time does not tell which one was nearly right.
         equal = [key for key in self.state.keys if secrets.compare_digest(given, key.encode())]
-        return equal[0] if equal and kind.lower() == "bearer" else None
+        return equal[0] if equal and kind.lower() == "bearer" else ""
 
 
 def named(request: Request) -> bool:
@@ -89,20 +93,13 @@ def named(request: Request) -> bool:
 
     A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
     """
-    arrived, host = (request.scope.get("server") or ("", 0))[0], request.headers.get("host", "")
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return not loopback(arrived) or loopback(name.strip("[]"))
-
-
-def loopback(name: str) -> bool:
+    if not ip_address(request.scope["server"][0]).is_loopback:
+        return True
     try:
-        return ip_address(name).is_loopback
+        name = urlsplit("//" + request.headers.get("host", "")).hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
-        return name.lower() == "localhost"
-
-
-def too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than this server's limit of {BODY} bytes")
+        return False
 
 
 router = APIRouter()
@@ -113,6 +110,7 @@ def app_of(state: State) -> FastAPI:
     app.state.treespec = state
     for part in (router, completions.router, page.router):
         app.include_router(part)
+    app.mount("/static", StaticFiles(directory=page.STATIC))
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handled)
     app.add_middleware(Guard, state=state)
@@ -157,5 +155,5 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    text = state_of(request).metrics.text()
+    text = generate_latest(state_of(request).metrics.registry)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

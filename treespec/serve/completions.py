@@ -7,13 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from treespec.errors import InputError
 from treespec.serve.answers import Answers
-from treespec.serve.errors import ApiError, refused
+from treespec.serve.errors import ApiError
 from treespec.serve.messages import choice_of, encoded, source_of
 from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
-from treespec.serve.state import memory_of, state_of
+from treespec.serve.state import state_of
 from treespec.serve.tools import Catcher, form_of
 from treespec.text.strings import fitting, well_formed
 
@@ -32,10 +31,7 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
 
     # 2. The prompt.
     def encode() -> list[list[int]]:
-        variables = asked.chat_template_kwargs
-        ids = encoded(state.spec, asked.messages, tools, variables)
-        state.check_prompt(ids, "messages")
-        return [ids]
+        return [encoded(state.spec, asked.messages, tools, asked.chat_template_kwargs)]
 
     style = {
         "write": chat_choice,
@@ -43,8 +39,8 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
         "opening": [""],
         "catcher": partial(Catcher, form, state.spec.target.tokenizer, most),
     }
-    more = {} if schema is None else {"json_schema": schema}
-    return await respond(request, asked, encode, style, more)
+    options = asked.options() | ({} if schema is None else {"json_schema": schema})
+    return await respond(request, asked, encode, style, options)
 
 
 @router.post("/v1/completions")
@@ -60,28 +56,21 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
 
     # 2. Their tokens, and what answers begin with.
     def encode() -> list[list[int]]:
-        ids: list[list[int]] = []
-        for prompt in prompts:
-            try:
-                ids.append(state.spec.encode(prompt))
-            except InputError as error:
-                raise refused(error, "prompt") from error
-            state.check_prompt(ids[-1], "prompt")
-        return ids
+        return [state.spec.encode(prompt) for prompt in prompts]
 
-    def echoed(prompt: Any) -> str | None:
+    def echoed(prompt: Any) -> str:
         tokenizer = state.spec.target.tokenizer
-        if isinstance(prompt, str) or not (asked.echo and tokenizer):
-            return prompt if asked.echo else None
-        return str(tokenizer.decode(prompt))
+        if isinstance(prompt, str):
+            return prompt
+        return str(tokenizer.decode(prompt)) if tokenizer else ""
 
     style = {
         "write": text_choice,
         "names": ("text_completion", "text_completion", "cmpl"),
-        "opening": [echoed(prompt) for prompt in prompts],
+        "opening": [echoed(prompt) if asked.echo else None for prompt in prompts],
         "catcher": partial(Catcher, None, None),
     }
-    return await respond(request, asked, encode, style, {}, USUAL)
+    return await respond(request, asked, encode, style, asked.options())
 
 
 async def respond(
@@ -89,33 +78,34 @@ async def respond(
     asked: Sampled,
     encode: Callable[[], list[list[int]]],
     style: Fields,
-    more: Fields,
-    usual: int | None = None,
+    options: Fields,
 ) -> Response:
     """Answer a request to either endpoint, as a whole or as a stream. Raises ApiError.
 
     encode: gives the token ids of its prompts. style: the fields of `Reply` that the endpoint
-    chooses. more: further options. usual: tokens of an answer without a limit of the request; None:
-    as many as the server and the engine's memory allow.
+    chooses. options: of `Spec.generate`.
     """
-    # 1. What is asked, in treespec's terms.
+    # 1. The prompts.
     state, answers = state_of(request), Answers(state_of(request), request)
     state.check_model(asked.model)
-    prompts = await answers.tokenised(encode)
-    options = {"temperature": state.config.temperature} | asked.options() | more
-    options["memory"] = memory_of(request)
+    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    prompts = await answers.run(encode, limiter=state.tokenising, param=param)
+    for ids in prompts:
+        state.check_prompt(ids, param)
 
-    # 2. The most tokens of an answer.
+    # 2. The most tokens of an answer. A chat without a limit takes what the engine's memory allows.
     most, columns, tokens = state.config.max_tokens, state.engine.columns, None
     for name in ("max_tokens", "max_completion_tokens"):  # the latter is OpenAI's since 2024
         if (value := getattr(asked, name, None)) is not None:
             tokens = state.check_tokens(value, name)
     if tokens is None:
         room = most if columns is None else max(1, columns - max(map(len, prompts)))
-        tokens = min(usual or most, most, room)
+        tokens = min(most, room, most if isinstance(asked, ChatRequest) else USUAL)
 
     # 3. The answers.
-    await answers.submit(prompts, asked.n or 1, asked.seed, options | {"max_new_tokens": tokens})
+    options = {"temperature": state.config.temperature, **options, "max_new_tokens": tokens}
+    options["memory"] = request.state.memory
+    await answers.submit(prompts, asked.n or 1, asked.seed, options)
     counted = bool(asked.stream_options and asked.stream_options.include_usage)
     hidden = frozenset() if options.get("ignore_eos") else state.ends
     reply = Reply(answers, counted=counted, hidden=hidden, **style)
@@ -132,13 +122,13 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
         raise ApiError(400, "give either prompt or messages", "prompt")
     if tokenizer is None:
         raise ApiError(400, "the target has no tokenizer")
-    if asked.messages is not None:
-        ids = await answers.tokenised(encoded, state.spec, asked.messages)
-    else:
-        options = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
-        try:
-            text = fitting(well_formed(asked.prompt or "", "the prompt"), tokenizer, length)
-        except InputError as error:
-            raise refused(error, "prompt") from error
-        ids = await answers.tokenised(partial(tokenizer.encode, text, **options))
+
+    def encode() -> list[int]:
+        if asked.messages is not None:
+            return encoded(state.spec, asked.messages)
+        text = fitting(well_formed(asked.prompt or "", "the prompt"), tokenizer, length)
+        return tokenizer.encode(text, add_special_tokens=asked.add_special_tokens, verbose=False)
+
+    param = "prompt" if asked.messages is None else "messages"
+    ids = await answers.run(encode, limiter=state.tokenising, param=param)
     return {"tokens": ids, "count": len(ids), "max_model_len": length}

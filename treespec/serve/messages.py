@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.serve.errors import ApiError, refused
+from treespec.serve.errors import ApiError
 from treespec.serve.schema import ChatRequest, Message, Tool
 from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
 from treespec.shaping.compiled import KINDS
@@ -31,22 +31,19 @@ def encoded(
     tools: Sequence[Tool] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of a conversation. Raises ApiError for what the template refuses.
+    """The token ids of a conversation. Raises InputError for what the template refuses.
 
     messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
     """
     tokenizer, context = spec.target.tokenizer, spec.target.context_length
     if tokenizer is None:
-        raise ApiError(400, "the target has no tokenizer: send token ids to /v1/completions")
+        raise InputError("the target has no tokenizer: send token ids to /v1/completions")
     source = source_of(spec, tools)
     plain = [_plain(message, place, source) for place, message in enumerate(messages)]
     if not has_place(source):
         plain, tools = _told(plain, tools), ()
-    options: Fields = {"tools": tools or None, "chat_template_kwargs": variables}
-    try:
-        return templates.encode(tokenizer, plain, spec.template, context, **options)
-    except InputError as error:
-        raise refused(error, "messages") from error
+    options: Fields = {"tools": tools, "chat_template_kwargs": variables}
+    return templates.encode(tokenizer, plain, spec.template, context, **options)
 
 
 def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:
@@ -118,8 +115,8 @@ def choice_of(asked: ChatRequest) -> Choice:
         raise ApiError(400, message, "tool_choice")
 
     # 2. Any of them.
-    functions = [tool["function"] for tool in tools]
-    named = {one["name"]: one.get("parameters") or {"type": "object"} for one in functions}
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    named = {name: of.get("parameters") or {"type": "object"} for name, of in functions.items()}
     if wanted == "required" and tools:
         return tools, Form("", "", calls_in, at_start=True), _any_call(named)
 

@@ -4,40 +4,30 @@ The page chooses verifier and tree for each answer, so it decodes with a `Spec` 
 engine's models; the two take turns, a cycle each.
 """
 
-import base64
-import hashlib
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import cache
-from importlib.resources import files
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse
 from pydantic import Field
 
 from treespec.api.spec import trace
 from treespec.options import TREE_FORMS, either
-from treespec.requests.events import Cycle, explained, visible
+from treespec.requests.events import explained, visible
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.replies import Fields, events
 from treespec.serve.schema import Message, StrictBody
-from treespec.serve.state import State, memory_of, state_of
+from treespec.serve.state import State, state_of
 from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()
+STATIC = Path(__file__).parent / "static"
 TREES = list(TREE_FORMS.values())
 PAGES = 2  # answers on pages at a time; each has a cache of its own
-STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
-
-POLICY = (
-    "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
-)
 
 
 class PageRequest(StrictBody):
@@ -54,22 +44,7 @@ class PageRequest(StrictBody):
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
-    """The page runs its own script and style alone, and talks to this server alone."""
-    html, policy = _page()
-    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
-    return Response(html, media_type="text/html; charset=utf-8", headers=headers)
-
-
-@cache
-def _page() -> tuple[bytes, str]:
-    """The page and its Content-Security-Policy, which names script and style by their hashes."""
-    html = files("treespec.serve").joinpath("page.html").read_text("utf-8")
-
-    def hashed(tag: str) -> str:
-        (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        return base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
-
-    return html.encode(), POLICY.format(script=hashed("script"), style=hashed("style"))
+    return FileResponse(STATIC / "page.html")
 
 
 @router.get("/cycles")
@@ -106,7 +81,7 @@ async def answer(request: Request, asked: PageRequest) -> Response:
         raise state.busy("as many answers as this server takes at a time are on pages already")
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
-    cycles = _cycles(state, asked, memory_of(request))
+    cycles = _cycles(state, asked, request.state.memory)
     state.pages.add(cycles)  # weakly: nobody may read the answer
     try:
         first = await run_in_threadpool(next, cycles, None)
@@ -134,7 +109,7 @@ async def _told(
 
 
 def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
-    """What the page is told, a cycle each."""
+    """What the page is told, a cycle each. shown: texts in one line."""
     # 1. What decodes, and its prompt.
     spec, prompt = state.spec, encoded(state.spec, asked.messages)
     state.check_prompt(prompt, "messages")
@@ -143,43 +118,9 @@ def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
     elif asked.verifier or asked.tree:
         spec = spec.configured(asked.tree, asked.verifier or "auto", state.config.allow_lossy)
 
-    # 2. Its cycles. seconds: without the prompt's prefill.
+    # 2. Its cycles.
     options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
-    tokens, seconds = 0, 0.0
     for cycle in trace(spec, prompt, seed=asked.seed, memory=memory, **options):
-        tokens += cycle.new_tokens
-        seconds += sum(cycle.seconds[stage] for stage in STAGES)
-        yield {
-            "tokens": tokens,
-            "cycles": cycle.number,
-            "tau": tokens / cycle.number,
-            "rate": tokens / seconds if seconds > 0 else 0.0,
-            "parts": parts_of(cycle),
-            "tree": tree_of(cycle) if spec.source else None,
-        }
-
-
-def tree_of(cycle: Cycle) -> Fields:
-    """The drafted tree as the page draws it."""
-    told = cycle.to_json() | {"texts": [visible(text) for text in cycle.texts]}
-    told["own"]["text"] = visible(cycle.own.text)
-    return told | {"explained": explained(cycle)}
-
-
-def parts_of(cycle: Cycle) -> list[Fields]:
-    """The answer's new text, a part for each token.
-
-    Where a character spreads over tokens, its piece is one part with all of its tokens.
-    """
-    own, said = cycle.own, list[Fields]()
-    for node in cycle.path:
-        said.append({"text": cycle.texts[node], "p": cycle.p[node], "q": cycle.q[node]})
-    rest, parts = iter([*said, {"text": own.text, "p": own.p, "q": own.q}]), list[Fields]()
-    for piece in cycle.answer:
-        tokens = list(islice(rest, len(piece.token_ids)))
-        alone = "".join(token["text"] for token in tokens) == piece.text
-        groups = [(token["text"], [token]) for token in tokens] if alone else [(piece.text, tokens)]
-        for text, group in groups:
-            shown = [token | {"text": visible(token["text"])} for token in group]
-            parts.append({"text": text, "drafted": piece.drafted, "tokens": shown})
-    return parts
+        told = cycle.to_json() | {"shown": [visible(text) for text in cycle.texts]}
+        told["own"]["shown"] = visible(cycle.own.text)
+        yield told | {"explained": explained(cycle)}

@@ -1,10 +1,10 @@
 """Run the server until a signal ends it; its connections, and how long each may take."""
 
 import asyncio
-import copy
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any, final
 
 import uvicorn
@@ -24,19 +24,18 @@ TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length:
 class Connection(H11Protocol):
     """A client's connection, closed where the client is too slow.
 
-    arriving    headers and body: ARRIVAL seconds
+    arriving    headers and body: ARRIVAL seconds; uvicorn closes it earlier where nothing comes
     answering   --timeout, and LATE to read the end
-    idle        uvicorn's own time for a further request
     """
 
     seconds: float  # that an answer may take
     most: int  # connections; beyond it the longest one that is not answering gives way
+    timer: asyncio.TimerHandle | None = None
+    timed: object = None  # the request whose answer is timed
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.timer: asyncio.TimerHandle | None = None
-        self.timed: object = None  # the request whose answer is timed
-        self._arriving()
+        self._begin(ARRIVAL, self._refuse)
         opened: Any = [one for one in self.connections if not one.transport.is_closing()]
         if len(opened) > self.most:
             waiting = [one for one in opened if not one.answering]
@@ -49,17 +48,13 @@ class Connection(H11Protocol):
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        if self.timer is None:
-            self._arriving()
         super().data_received(data)
         self._time_answer()
 
     def on_response_complete(self) -> None:
-        self._stop()
+        self._begin(ARRIVAL, self._refuse)
         super().on_response_complete()  # may begin a request that has arrived since
-        if not self.cycle.response_complete:
-            self._arriving()
-            self._time_answer()
+        self._time_answer()
 
     def shutdown(self) -> None:
         """The server ends: what is still arriving is not waited for."""
@@ -69,25 +64,21 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        if self.timer:
+            self.timer.cancel()
         super().connection_lost(exc)
-
-    def _arriving(self) -> None:
-        self._stop()
-        self.timer = self.loop.call_later(ARRIVAL, self._refuse)
 
     def _time_answer(self) -> None:
         if self.answering and self.timed is not self.cycle:
-            self._stop()
             self.timed = self.cycle
-            self.timer = self.loop.call_later(self.seconds + LATE, self.transport.abort)
+            self._begin(self.seconds + LATE, self.transport.abort)
 
-    def _stop(self) -> None:
-        """Begin another state, without a timer."""
+    def _begin(self, seconds: float, over: Callable[[], None]) -> None:
+        """Begin another state, which may last for so many seconds."""
         self.since = self.loop.time()
         if self.timer:
             self.timer.cancel()
-        self.timer = None
+        self.timer = self.loop.call_later(seconds, over)
 
     def _refuse(self) -> None:
         if self.cycle is None or not self.cycle.response_started:
@@ -149,12 +140,11 @@ def config_of(state: State) -> uvicorn.Config:
     class Limited(Connection):
         seconds, most = state.config.timeout, state.engine.batch + state.engine.queue + SPARE
 
-    log, logging_config = state.config.log, copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    logging_config["handlers"]["access"]["stream"] = "ext://sys.stderr"  # requests, too
+    log = state.config.log
+    uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
         app_of(state),
         http=Limited,
-        log_config=logging_config,
         log_level="info" if log else "error",
         access_log=log,
         server_header=False,

@@ -29,16 +29,6 @@ HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "p
 HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
 # Fields that may ask for what this server does anyway.
 DONE = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
-INSTEAD = {
-    "functions": "give tools",
-    "function_call": "give tool_choice",
-    "best_of": "ask for n answers",
-    "suffix": "answers follow the prompt",
-    "reasoning_effort": "give chat_template_kwargs, such as enable_thinking, to a template with thoughts",
-    "guided_json": "give response_format",
-    "guided_regex": "give regex",
-    "guided_grammar": "give grammar",
-}
 
 
 class Body(BaseModel):
@@ -59,7 +49,7 @@ class StrictBody(Body):
             if name in (*names, *HARMLESS) or value is None or DONE.get(name) == value:
                 continue
             close = difflib.get_close_matches(name[:80], names, 1, 0.8)
-            hint = INSTEAD.get(name) or (f"did you mean '{close[0]}'?" if close else "leave it out")
+            hint = f"did you mean '{close[0]}'?" if close else "leave it out"
             told = {"name": one_line(name[:80]), "hint": hint}
             raise PydanticCustomError("unknown_field", "{hint}", told)
         return given
@@ -143,12 +133,12 @@ class ResponseFormat(Body):
     @property
     def schema_of_answer(self) -> object:
         """What the answer is held to; None: nothing. Raises ApiError where a schema is missing."""
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is None:
             name = "response_format.json_schema"
             raise ApiError(400, f"Missing required parameter: '{name}'", name)
-        if self.type == "json_schema" and self.json_schema:
-            return self.json_schema.json_schema
-        return {"type": "object"} if self.type == "json_object" else None
+        return self.json_schema.json_schema
 
 
 class ChatRequest(Sampled):

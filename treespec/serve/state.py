@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from anyio import CapacityLimiter
 from fastapi import Request
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
@@ -30,14 +30,13 @@ COUNTERS = {  # what each counts, and its labels
     "accepted_tokens": ("drafted tokens that answers kept",),
     "cycles": ("cycles of answers",),
 }
-SHORT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-TAUS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10)
+SECONDS = [0.002 * 2**power for power in range(19)]  # up to 524
+TAUS = [quarters / 4 for quarters in range(4, 41)]  # 1, 1.25, … 10
 HISTOGRAMS = {  # what each measures, and its buckets
     "acceptance_length": ("tokens per cycle, by answer", TAUS),
-    "cycle_seconds": ("seconds between an answer's cycles", SHORT),
-    "first_token_seconds": ("seconds to the first tokens", LONG),
-    "answer_seconds": ("seconds of a whole answer", LONG),
+    "cycle_seconds": ("seconds between an answer's cycles", SECONDS),
+    "first_token_seconds": ("seconds to the first tokens", SECONDS),
+    "answer_seconds": ("seconds of a whole answer", SECONDS),
 }
 
 
@@ -98,12 +97,9 @@ class Metrics:
 
     def mean_seconds(self) -> float:
         """Mean seconds of the answers so far; 1 before the first."""
-        count = self.registry.get_sample_value("treespec_answer_seconds_count")
-        total = self.registry.get_sample_value("treespec_answer_seconds_sum")
-        return total / count if total and count else 1.0
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+        value = self.registry.get_sample_value
+        count = value("treespec_answer_seconds_count")
+        return (value("treespec_answer_seconds_sum") or 0.0) / count if count else 1.0
 
 
 @final
@@ -156,24 +152,11 @@ class State:
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""
-        count, context, limit = len(ids), self.spec.target.context_length, self.config.max_prompt
-        if count >= context:
-            room = f"the model's context holds {context} with the answer"
-        elif limit is not None and count > limit:
-            room = f"this server takes {limit}"
-        else:
-            return
-        message = f"the prompt has {count} tokens, {room}: shorten it"
-        raise ApiError(400, message, param, "context_length_exceeded")
-
-
-def memory_of(request: Request) -> str:
-    """The name of the answers that a request may be drafted from: those to the same key.
-
-    The guard has set it. Without keys all requests share one.
-    """
-    name: str = request.scope.get("treespec.memory", "")
-    return name
+        most = self.spec.target.context_length - 1
+        most = min(most, most if self.config.max_prompt is None else self.config.max_prompt)
+        if len(ids) > most:
+            message = f"the prompt has {len(ids)} tokens, this server takes {most}: shorten it"
+            raise ApiError(400, message, param, "context_length_exceeded")
 
 
 def state_of(request: Request) -> State:

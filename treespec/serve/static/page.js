@@ -1,152 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>treespec</title>
-<link rel="icon" href="data:,">
-<style>
-:root {
-  --page: #f6f7f5; --card: #ffffff; --ink: #1c211e; --soft: #5b655f; --line: #d9dedb;
-  --drafted: #0b5d35; --drafted-back: #d8f0e2; --own: #8a4b00; --own-back: #fdecd2;
-  --accent: #14663f; --on-accent: #ffffff; --bad: #a3231f; --bad-back: #fde8e6;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #121614; --card: #1b201d; --ink: #e6ebe8; --soft: #9aa69f; --line: #333b36;
-    --drafted: #9fe5bd; --drafted-back: #1c3b2b; --own: #f3c98b; --own-back: #40311b;
-    --accent: #5fc48e; --on-accent: #0d1a13; --bad: #ffb4ad; --bad-back: #44201e;
-  }
-}
-* { box-sizing: border-box; }
-[hidden] { display: none !important; }
-html, body { height: 100%; }
-body {
-  margin: 0; display: flex; flex-direction: column; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; overflow-x: hidden;
-}
-header { display: flex; gap: .75rem; align-items: baseline; padding: .7rem 1.25rem; }
-header h1 { margin: 0; font-size: 1.15rem; letter-spacing: .01em; }
-header span { color: var(--soft); font-size: .85rem; overflow-wrap: anywhere; }
-main {
-  flex: 1; min-height: 0; display: grid; grid-template-columns: minmax(0, 1fr) 25rem; gap: 1rem;
-  width: 100%; max-width: 84rem; margin: 0 auto; padding: 0 1.25rem 1.25rem;
-}
-#chat, aside > * { background: var(--card); border: 1px solid var(--line); border-radius: .75rem; }
-#chat { display: flex; flex-direction: column; min-height: 0; }
-#log { flex: 1; overflow-y: auto; padding: 1rem 1.25rem; }
-#log:empty::before { content: attr(data-hint); color: var(--soft); }
-.turn { margin: 0 0 1.1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-.user { margin-left: auto; width: fit-content; max-width: 85%; padding: .5rem .85rem;
-  background: var(--page); border: 1px solid var(--line); border-radius: .75rem; }
-.drafted { color: var(--drafted); background: var(--drafted-back); border-radius: .2rem; }
-.token { cursor: default; }
-.token.chosen { outline: 2px solid var(--accent); border-radius: .2rem; }
-.figures, .hint, figcaption { color: var(--soft); font-size: .85rem; }
-.figures { margin-top: .3rem; }
-.error { color: var(--bad); background: var(--bad-back); border-radius: .5rem;
-  padding: .5rem .85rem; }
-#ask { display: flex; gap: .6rem; padding: .8rem; border-top: 1px solid var(--line); }
-textarea, input, select, button { font: inherit; color: inherit; }
-textarea, input:not([type=checkbox]), select {
-  background: var(--page); border: 1px solid var(--line); border-radius: .5rem;
-  padding: .45rem .65rem; min-width: 0;
-}
-textarea { flex: 1; resize: none; max-height: 10rem; }
-button { border: 1px solid var(--line); border-radius: .5rem; padding: .45rem .9rem;
-  cursor: pointer; background: var(--page); }
-#send { background: var(--accent); border-color: var(--accent); color: var(--on-accent);
-  font-weight: 600; }
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
-#log:focus-visible { outline-offset: -3px; border-radius: .75rem; }
-aside { display: flex; flex-direction: column; gap: 1rem; overflow-y: auto; }
-aside > * { padding: .9rem 1rem; margin: 0; flex-shrink: 0; }
-dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: .5rem; }
-dl div { display: flex; flex-direction: column; justify-content: space-between; }
-dt { color: var(--soft); font-size: .78rem; line-height: 1.25; }
-dd { margin: 0; font-size: 1.5rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-summary { cursor: pointer; font-weight: 600; }
-#how { display: grid; grid-template-columns: repeat(6, minmax(0, 1fr)); gap: .55rem .7rem;
-  padding: 0; border: 0; margin-top: .6rem; }
-#how label { display: flex; flex-direction: column; gap: .15rem; grid-column: span 2;
-  font-size: .82rem; color: var(--soft); }
-#how label.half { grid-column: span 3; }
-#how label.row { grid-column: 1 / -1; }
-#how label.switch { flex-direction: row; align-items: center; gap: .55rem; color: var(--ink);
-  font-size: 1rem; }
-#how button { grid-column: 1 / -1; justify-self: start; font-size: .9rem; }
-.switch input { width: 1.15rem; height: 1.15rem; accent-color: var(--accent); }
-#picture { overflow: auto; max-height: 19rem; margin: .5rem 0; }
-#picture svg { display: block; font: 12px ui-monospace, monospace; }
-#picture rect { fill: var(--page); stroke: var(--line); }
-#picture text { fill: var(--ink); }
-#picture path { fill: none; stroke: var(--line); stroke-width: 1.5; }
-#picture .kept rect { fill: var(--drafted-back); stroke: var(--drafted); }
-#picture .kept text { fill: var(--drafted); }
-#picture .own rect { fill: var(--own-back); stroke: var(--own); stroke-dasharray: 3 2; }
-#picture .own text { fill: var(--own); }
-#picture path.kept { stroke: var(--drafted); }
-#tip { position: fixed; z-index: 2; pointer-events: none; padding: .35rem .6rem;
-  border-radius: .5rem; background: var(--ink); color: var(--page); font-size: .82rem;
-  white-space: pre; max-width: 90vw; }
-@media (max-width: 56rem) {
-  html, body { height: auto; }
-  body { min-height: 100vh; min-height: 100dvh; }
-  header { padding: .6rem .9rem; }
-  main { display: flex; flex-direction: column; padding: 0 .6rem .6rem; gap: .6rem; }
-  #chat { flex: 1; }
-  #log { overflow-y: visible; padding: .8rem .9rem; min-height: 8rem; }
-  #ask { position: sticky; bottom: 0; background: var(--card); border-radius: 0 0 .75rem .75rem; }
-  aside { overflow-y: visible; gap: .6rem; }
-}
-</style>
-</head>
-<body>
-<header><h1>treespec</h1><span id="model"></span></header>
-<main>
-  <section id="chat" aria-label="Conversation">
-    <div id="log" role="log" tabindex="0" aria-label="Answers: arrow keys go from token to token"
-      data-hint="Ask something. Tokens that were drafted and accepted are green."></div>
-    <form id="ask">
-      <textarea id="message" rows="1" aria-label="Message" placeholder="Message"
-        autofocus></textarea>
-      <button id="send" type="submit">Send</button>
-      <button id="stop" type="button" hidden>Stop</button>
-    </form>
-  </section>
-  <aside>
-    <dl aria-label="The present answer">
-      <div><dt>tokens per forward, τ</dt><dd id="tau">–</dd></div>
-      <div><dt>tokens per second</dt><dd id="rate">–</dd></div>
-      <div><dt>tokens</dt><dd id="tokens">–</dd></div>
-    </dl>
-    <details id="settings" open>
-      <summary>How to decode</summary>
-      <form id="how">
-        <label class="row switch"><input id="drafts" type="checkbox" checked> Draft trees
-          <span class="hint">off: one token at a time</span></label>
-        <label class="half">Verifier <select id="verifier"></select></label>
-        <label class="half">Tree <select id="tree"></select></label>
-        <label>Temperature
-          <input id="temperature" type="number" min="0" max="100" step="0.1" value="0"></label>
-        <label>Most tokens <input id="most" type="number" min="1" step="1" value="256"></label>
-        <label>Seed <input id="seed" type="number" min="0" step="1" placeholder="any"></label>
-        <label class="row" id="key-label" hidden>API key
-          <input id="key" type="password" autocomplete="off"></label>
-        <button id="fresh" type="button">New conversation</button>
-      </form>
-    </details>
-    <figure id="drawing" aria-label="The last cycle's tree">
-      <strong>The last cycle's tree</strong>
-      <div id="picture"></div>
-      <figcaption id="why">It appears with an answer. Green: drafted and accepted. Dashed: the
-        target's own token.</figcaption>
-    </figure>
-  </aside>
-</main>
-<div id="tip" role="status" hidden></div>
-<script>
 "use strict";
 // Text of the model reaches the page by textContent and setAttribute alone; the
 // Content-Security-Policy forbids every other script, style and address.
@@ -238,7 +89,7 @@ async function ask(text) {
   const words = element("span", ""), figures = element("div", "", "figures");
   answer.append(words, figures);
   log.append(element("div", text, "turn user"), answer);
-  show({tokens: 0});
+  show(0);
   const messages = [...before, {role: "user", content: text}];
   running = new AbortController();
   by("send").hidden = true;
@@ -254,19 +105,22 @@ async function ask(text) {
   if (drafts && by("tree").value) body.tree = by("tree").value;
   const how = drafts ? [by("verifier"), by("tree")].map((one) => one.selectedOptions[0].textContent)
     .map((name) => name.replace("as started: ", "")).join(", ") : "one token at a time";
-  let said = "", last = null;
+  let said = "", count = 0, seconds = 0, last = null;
   try {
-    for await (const told of cycles(body, running.signal)) {
+    for await (const cycle of cycles(body, running.signal)) {
       const below = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-      for (const part of told.parts) {
+      for (const part of parts(cycle)) {
         if (part.text) words.append(token(part));
         said += part.text;
+        count += part.tokens.length;
       }
-      last = told;
-      show(told);
-      figures.textContent = `${told.tokens} tokens · τ ${told.tau.toFixed(2)} · `
-        + `${told.rate.toFixed(1)} tokens/s · ${how}`;
-      draw(told.tree);
+      // Without the prompt's prefill; the head's seconds are a part of the drafting's.
+      for (const stage of ["draft", "target", "verify", "commit"]) seconds += cycle.seconds[stage];
+      last = cycle;
+      const tau = (count / cycle.number).toFixed(2), rate = (count / seconds).toFixed(1);
+      show(count, tau, rate);
+      figures.textContent = `${count} tokens · τ ${tau} · ${rate} tokens/s · ${how}`;
+      draw(drafts ? cycle : null);
       if (below) log.scrollTop = log.scrollHeight;
     }
   } catch (error) {
@@ -283,14 +137,28 @@ async function ask(text) {
   by("stop").hidden = true;
 }
 
-function show(told) {
-  by("tau").textContent = told.tokens ? told.tau.toFixed(2) : "–";
-  by("rate").textContent = told.tokens ? told.rate.toFixed(1) : "–";
-  by("tokens").textContent = told.tokens || "–";
+function show(tokens, tau = "–", rate = "–") {
+  by("tau").textContent = tau;
+  by("rate").textContent = rate;
+  by("tokens").textContent = tokens || "–";
+}
+
+// A cycle's part of the answer, a part for each token. Where a character spreads over tokens, its
+// piece is one part with all of its tokens.
+function parts(cycle) {
+  const rest = cycle.path.map((node) => ({text: cycle.texts[node], shown: cycle.shown[node],
+                                          p: cycle.p[node], q: cycle.q[node]}));
+  rest.push(cycle.own);
+  return cycle.answer.flatMap((piece) => {
+    const tokens = rest.splice(0, piece.token_ids.length), drafted = piece.drafted;
+    const alone = tokens.map((one) => one.text).join("") === piece.text;
+    return alone ? tokens.map((one) => ({text: one.text, drafted, tokens: [one]}))
+      : [{text: piece.text, drafted, tokens}];
+  });
 }
 
 function chances(of) {
-  return `${of.text}   draft ${chance(of.q)}   target ${chance(of.p)}`;
+  return `${of.shown}   draft ${chance(of.q)}   target ${chance(of.p)}`;
 }
 
 function token(part) {
@@ -347,9 +215,9 @@ function draw(tree) {
     return;
   }
   // 1. Nodes, and as one more the target's own token; parents come before children.
-  const nodes = tree.texts.map((text, i) => {
+  const nodes = tree.shown.map((shown, i) => {
     const kind = i === 0 || tree.path.includes(i) ? "kept" : "";
-    return {text, parent: tree.parents[i], q: tree.q[i], p: tree.p[i], kind};
+    return {shown, parent: tree.parents[i], q: tree.q[i], p: tree.p[i], kind};
   });
   nodes.push({...tree.own, parent: tree.own.at, kind: "own"});
   nodes.forEach((node) => { node.children = []; });
@@ -381,10 +249,10 @@ function draw(tree) {
   }
   for (const node of nodes) {
     const group = drawn("g", {class: node.kind, transform: `translate(${x(node)} ${y(node)})`});
-    const label = drawn("text", {x: 6, y: 14.5}), letters = [...node.text];
+    const label = drawn("text", {x: 6, y: 14.5}), letters = [...node.shown];
     const most = Math.floor((box - 10) / 7.3);
     const cut = letters.slice(0, most - 1).join("") + "…";
-    label.textContent = letters.length > most ? cut : node.text;
+    label.textContent = letters.length > most ? cut : node.shown;
     group.append(drawn("rect", {width: box, height: 20, rx: 5}), label);
     if (node !== nodes[0]) group.dataset.tip = chances(node);
     svg.append(group);
@@ -428,6 +296,3 @@ by("how").addEventListener("submit", (event) => event.preventDefault());
 by("key").addEventListener("change", begin);
 if (matchMedia("(max-width: 56rem)").matches) by("settings").open = false;
 begin();
-</script>
-</body>
-</html>

@@ -13,13 +13,13 @@ from treespec import load
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import (
     DATASTORE,
+    ORDER,
     Datastore,
     build,
     encoded,
     open_datastore,
     suffix_array,
 )
-from treespec.draft.options import ORDER
 from treespec.files.atomic import read_tensors, write_tensors
 
 END = -1
@@ -64,8 +64,8 @@ class TestSuffixes:
         store = store_of(tokens)
         for length in (1, 2, 4, 16):
             for pattern in (tokens[77 : 77 + length].tolist(), random_tokens(seed + 9, length).tolist(), [9] * length):
-                first, last = store.places_of(pattern)
-                assert sorted(store.suffixes[first:last].tolist()) == brute(tokens, pattern)
+                ranks = store.places_of(np.array(pattern))
+                assert sorted(store.suffixes[list(ranks)].tolist()) == brute(tokens, pattern)
 
 
 class TestContinuations:
@@ -79,12 +79,12 @@ class TestContinuations:
             following = tokens[place + known : place + known + 5].tolist()
             following = following[: following.index(END)] if END in following else following
             wanted[tuple(following + [-1] * (5 - len(following)))] += 1
-        found = store_of(tokens).continuations(text.astype(np.int64), 2, ORDER, 5000, 5)
+        found = store_of(tokens).continuations(text.astype(np.int64), 5000, 5)
         assert Counter(map(tuple, found.tolist())) == wanted
 
     def test_of_too_many_each_kind_keeps_its_share(self):
         tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.int32)
-        found = store_of(tokens).continuations(np.array([0, 1]), 2, ORDER, 30, 1)
+        found = store_of(tokens).continuations(np.array([0, 1]), 30, 1)
         assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
 
 

@@ -124,7 +124,7 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
     DrafterSpec.parse("mtp").check("org/of-the-hub")
     with complains("takes no value"):
         DrafterSpec.parse("mtp:2")
-    with complains("has none: name a directory"):
+    with complains("has no safetensors files: name a directory"):
         load_mtp(MTP, Target(random_model(CONFIGS["mimo"]())))
 
 

@@ -8,12 +8,10 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped
 from treespec.heads.folder import check_files as check_head_files
-from treespec.heads.folder import head_folder, inside
+from treespec.heads.folder import head_folder
 from treespec.heads.mtp_layouts import Layout, mtp_layer
 from treespec.heads.registry import kind_in
 from treespec.model.folder import check_files
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_head(spec: DrafterSpec, target: str) -> None:
@@ -79,25 +77,24 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
+    found: dict[str, Path] = {}
     try:
         folder = Path(name)
         if name and not folder.is_dir():
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        if name and (folder / INDEX).exists():
-            places: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            if all(map(inside, places.values())):
-                return {tensor: folder / file for tensor, file in places.items()}
-        elif name and (folder / SINGLE).exists():
-            with safe_open(folder / SINGLE, framework="numpy") as stored:
-                return dict.fromkeys(stored.keys(), folder / SINGLE)
+        for file in sorted(folder.glob("*.safetensors")) if name else ():
+            with safe_open(file, framework="numpy") as stored:
+                found |= dict.fromkeys(stored.keys(), file)
     except Exception as error:  # a damaged file may raise anything
         raise InputError(
             f"--drafter mtp: cannot read the safetensors files of {name}: {first_line(error)}"
         ) from error
-    raise InputError(
-        f"--drafter mtp reads the target's own safetensors files, {name or 'this model object'} "
-        "has none: name a directory or a hub id with them"
-    )
+    if not found:
+        raise InputError(
+            f"--drafter mtp: {name or 'this model object'} has no safetensors files: name a directory "
+            "or a hub id with them"
+        )
+    return found
 
 
 def check_datastore(spec: DrafterSpec, target: str) -> None:
@@ -110,9 +107,9 @@ def check_datastore(spec: DrafterSpec, target: str) -> None:
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.model_free.suffix_cache import checked_files
+        from treespec.draft.model_free.suffix_cache import check_files as check_caches
 
-        checked_files(Path(spec.place).expanduser())
+        check_caches(Path(spec.place).expanduser())
 
 
 def check_there(name: str, what: str) -> None:

@@ -11,7 +11,6 @@ from treespec.errors import InputError
 from treespec.heads.registry import HEADS
 from treespec.options import MANY, TOKENS, Options, either, installed, option
 
-ORDER = 16  # tokens that a datastore's suffixes are sorted by: the longest pattern of a search
 SINKS = 4  # first tokens of a sequence that sparse drafts see
 HEAD = "treespec.draft.trained.kinds:load_trained"
 
@@ -62,20 +61,9 @@ class LookupOptions(DrafterOptions):
 
 @dataclass(frozen=True)
 class RestOptions(DrafterOptions):
-    """Raises InputError also where `longest` is below `shortest`."""
-
     nodes: int = option("of the tree, the root too", 64, least=2, most=4096)
     tokens: int = option("of a continuation", 10, least=1, most=4095)
     matches: int = option("continuations at most", 5000, least=1, most=TOKENS)
-    longest: int = option("tokens of the suffix to search for", ORDER, least=1, most=ORDER)
-    shortest: int = option("and the least of them", 2, least=1, most=ORDER)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.longest < self.shortest:
-            raise InputError(
-                f"longest is {self.longest}, must be at least shortest, {self.shortest}"
-            )
 
 
 @dataclass(frozen=True)
@@ -99,7 +87,6 @@ class SuffixOptions(DrafterOptions):
         most=TOKENS,
     )
     longest: int = option("tokens of the suffix to look for", 64, least=1, most=1024)
-    count: int = option("places that the suffix must have", 1, least=1, most=64)
     nodes: int = option("draft tokens at most", 48, least=1, most=4095)
     growth: int = option("draft tokens for each token of the match", 2, least=1, most=64)
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)

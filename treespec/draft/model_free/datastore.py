@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from treespec.draft.options import ORDER
 from treespec.errors import InputError
 from treespec.files.atomic import read_about, read_tensors, remove_leftovers, write_tensors
 from treespec.text.conversations import CONVERSATIONS, read_conversations
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT, DATASTORE = "2", "datastore.safetensors"
 AGAIN = "build it again with treespec datastore build --target TARGET"
+ORDER, SHORTEST = 16, 2  # tokens of a suffix that is looked for, at most and at least
 END = -1  # after each of several sequences
 MOST = 1 << 31  # tokens: a position must fit 32 bits, a pair of ranks 64
 BLOCK = 1 << 16  # characters of plain text encoded as one string, up to the end of a line
@@ -44,43 +44,37 @@ class Datastore:
     suffixes: np.ndarray
     end: int
 
-    def continuations(
-        self, text: np.ndarray, shortest: int, longest: int, most: int, length: int
-    ) -> np.ndarray:
+    def continuations(self, text: np.ndarray, most: int, length: int) -> np.ndarray:
         """[M, length] int64 continuations of the text's longest suffix in the store, -1 after the
         end of a text.
 
-        text: [n] int64. shortest, longest: bounds of the suffix, at most ORDER. most: the largest
-        M. Of more matches it takes evenly spaced ones in suffix order, so that each continuation
-        keeps its share.
+        text: [n] int64. most: the largest M. Of more matches it takes evenly spaced ones in suffix
+        order, so that each continuation keeps its share. A suffix has SHORTEST to ORDER tokens.
         """
-
         # 1. If a suffix occurs, shorter ones do: a binary search finds the longest.
-        def is_missing(known: int) -> bool:
-            begin, end = self.places_of(text[-known:].tolist())
-            return begin == end
-
-        lengths = range(shortest, min(longest, ORDER, len(text)) + 1)
-        known = shortest - 1 + bisect_left(lengths, True, key=is_missing)
-        if known < shortest:
+        lengths = range(SHORTEST, min(ORDER, len(text)) + 1)
+        found = bisect_left(lengths, True, key=lambda size: not self.places_of(text[-size:]))
+        if not found:
             return np.empty((0, length), dtype=np.int64)
-        first, last = self.places_of(text[-known:].tolist())
+        known = lengths[found - 1]
+        ranks = self.places_of(text[-known:])
 
         # 2. What follows there.
-        matches = np.linspace(first, last - 1, min(last - first, most)).round().astype(np.int64)
+        matches = np.linspace(ranks[0], ranks[-1], min(len(ranks), most)).round().astype(np.int64)
         places = self.suffixes[matches].astype(np.int64)[:, None] + known + np.arange(length)
-        found = self.tokens[places.clip(max=len(self.tokens) - 1)].astype(np.int64)
-        ended = (found < 0) | (found >= self.end)
-        return np.where(np.cumsum(ended, axis=1) > 0, -1, found)
+        following = self.tokens[places.clip(max=len(self.tokens) - 1)].astype(np.int64)
+        ended = (following < 0) | (following >= self.end)
+        return np.where(np.cumsum(ended, axis=1) > 0, -1, following)
 
-    def places_of(self, pattern: list[int]) -> tuple[int, int]:
-        """The range [first, end) of the suffixes that begin with a pattern of at most ORDER tokens."""
+    def places_of(self, pattern: np.ndarray) -> range:
+        """The ranks of the suffixes that begin with a pattern of at most ORDER tokens."""
+        wanted = pattern.tolist()
 
         def beginning(place: np.integer) -> list[int]:
-            return self.tokens[int(place) : int(place) + len(pattern)].tolist()
+            return self.tokens[int(place) : int(place) + len(wanted)].tolist()
 
-        first = bisect_left(self.suffixes, pattern, key=beginning)
-        return first, bisect_right(self.suffixes, pattern, lo=first, key=beginning)
+        first = bisect_left(self.suffixes, wanted, key=beginning)
+        return range(first, bisect_right(self.suffixes, wanted, lo=first, key=beginning))
 
 
 def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:

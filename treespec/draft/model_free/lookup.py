@@ -46,14 +46,12 @@ class Lookup(TextDrafter):
 @final
 @dataclass(frozen=True)
 class Rest(TextDrafter):
-    """A sequence of fewer tokens than the shortest suffix gets no drafts."""
-
     store: Datastore
     options: RestOptions
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         by = self.options
-        found = self.store.continuations(text, by.shortest, by.longest, by.matches, by.tokens)
+        found = self.store.continuations(text, by.matches, by.tokens)
         return tree_of(found.tolist(), by.nodes - 1)
 
 
@@ -100,7 +98,7 @@ class Suffix(TextDrafter):
 
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
         by = self.options
-        length, places = longest_match(tokens, text, by.longest, by.count)
+        length, places = longest_match(tokens, text, by.longest)
         latest = places[::-1][:NEWEST].tolist()
         following = [tokens[place : place + by.nodes].tolist() for place in latest]
         nodes = min(by.nodes, by.growth * length)

@@ -20,29 +20,24 @@ from treespec.draft.model_free.datastore import END
 from treespec.draft.model_free.guess import Guess
 
 
-def longest_match(
-    tokens: np.ndarray, context: np.ndarray, longest: int, least: int = 1
-) -> tuple[int, np.ndarray]:
-    """The context's longest suffix in the tokens, and the places after one that occurs `least` times.
+def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tuple[int, np.ndarray]:
+    """The length of the context's longest suffix in the tokens, and [M] ascending places after it.
 
-    Returns its length, and [M] ascending places that a token follows. tokens: [T], END after each
-    sequence; the context's own, for one. longest: the most tokens to compare. The suffix `c a b`
-    of 3 tokens ends before place 5:
+    A token follows at each place. tokens: [T], END after each sequence; the context's own, for one.
+    longest: the most tokens to compare. The suffix `c a b` of 3 tokens ends before place 5:
 
         place      0 1 2 3 4 5 6 7
         tokens     a b c a b c a b
     """
-    found = np.flatnonzero(tokens[:-1] == context[-1]) + 1
-    found = found[tokens[found] != END]
-    length, places = 0, found[:0]
-    while len(found):
-        length += 1
-        places = found if len(found) >= least else places
-        if length == min(longest, len(context)):
+    places, length = np.flatnonzero(tokens[:-1] == context[-1]) + 1, 1
+    places = places[tokens[places] != END]
+    while len(places) and length < min(longest, len(context)):
+        longer = places[places > length]
+        longer = longer[tokens[longer - length - 1] == context[-length - 1]]
+        if not len(longer):
             break
-        found = found[found > length]
-        found = found[tokens[found - length - 1] == context[-length - 1]]
-    return length if len(places) else 0, places
+        places, length = longer, length + 1
+    return length * bool(len(places)), places
 
 
 def tree_of(

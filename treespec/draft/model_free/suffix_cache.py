@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -22,7 +21,7 @@ from treespec.draft.model_free.datastore import END, FORMAT, check_header
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors
 
-NAMES = 256  # caches at a time; the one that was not used for longest is forgotten
+NAMES = 256  # caches in memory; the one that was not used for longest leaves it
 FORGET = "delete it to forget its answers, or name another folder"
 WITHOUT = "the suffix cache goes on without its folder: %s"
 
@@ -91,8 +90,7 @@ class SuffixCaches:
         self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
-            for file in checked_files(root, tokenizer)[:-NAMES]:
-                delete(file)
+            check_files(root, tokenizer)
             self._by_name[""] = self._begun("")
 
     def named(self, name: str) -> SuffixCache:
@@ -105,9 +103,7 @@ class SuffixCaches:
                 self._by_name[name] = SuffixCache(self.tokens)
         self._by_name.move_to_end(name)
         if len(self._by_name) > NAMES:
-            _, forgotten = self._by_name.popitem(last=False)
-            if forgotten.file:
-                delete(forgotten.file)
+            self._by_name.popitem(last=False)
         return self._by_name[name]
 
     def _begun(self, name: str) -> SuffixCache:
@@ -116,20 +112,9 @@ class SuffixCaches:
         return SuffixCache(self.tokens, file, *self._of_target)
 
 
-def delete(file: Path) -> None:
-    """Forget all completions, but for those in a file that this process may not delete."""
-    with suppress(OSError):
-        file.unlink()
-
-
-def checked_files(root: Path, tokenizer: str | None = None) -> list[Path]:
-    """The files of the caches, the one that was written last at the end.
-
-    Raises InputError if the root is a file, and as `check_header` does.
-    """
+def check_files(root: Path, tokenizer: str | None = None) -> None:
+    """Raises InputError if the root is a file, and as `check_header` does for the caches' files."""
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")
-    files = [*root.glob("*.safetensors")]
-    for file in files:
+    for file in root.glob("*.safetensors"):
         check_header(file, FORGET, tokenizer)
-    return sorted(files, key=lambda file: file.stat().st_mtime)

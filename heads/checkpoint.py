@@ -11,11 +11,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
-from treespec.heads.folder import AGAIN, config_of, head_folder, inside, tensor_file
+from treespec.heads.folder import AGAIN, WHOLE, config_of, head_folder, inside, tensor_file
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEADS, kind_of
 
@@ -34,35 +34,29 @@ def load_head(
     # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
     config, tensors = config_of(folder), tensors_in(folder)
+    kind = HEADS[kind_of(config, tensors)]
+    build, named = kind.build(), config.get("architectures")
     try:
-        kind = HEADS[kind_of(config, tensors)]
-        build = kind.build()
         config, tensors = resolve_name(kind.read)(config, tensors)
-    except Exception as error:  # a file may say anything
-        raise InputError(f"{folder}: {_line(error)}") from error
-
-    # 2. Compare the tensors with those that the config describes.
-    try:
         with torch.device("meta"):
             described = build(config)
-    except Exception as error:
+    except Exception as error:  # a file may say anything
+        words = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(
-            f"{folder / 'config.json'} does not describe {build.known_as}: {_line(error)}"
+            f"{folder / 'config.json'} does not describe {build.known_as}: {' '.join(words.split())}"
         ) from error
+
+    # 2. Compare the tensors with those that the config describes, and build the head itself: some of
+    #    its buffers follow from the config.
     try:
         check_shapes(described, tensors, described.optional)
-    except ValueError as error:
-        named = config.get("architectures") or build.known_as
-        raise InputError(f"{folder}: {error}; is {named} {build.known_as}?") from None
-    if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
-
-    # 3. Build the head itself: some of its buffers follow from the config.
-    head: Head = build(config)
-    try:
+        if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
+            raise ValueError(f"{listed(broken)} hold values that are not finite")
+        head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
-        raise InputError(f"{folder}: {error}; {AGAIN}") from error
+        known = f"if {named or 'it'} is {build.known_as}"
+        raise InputError(f"{folder}: {error}; {known}, {AGAIN}") from error
     return head.to(device=device, dtype=dtype)
 
 
@@ -90,12 +84,6 @@ def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
     """Write config.json and the tensors with their checksum. Raises InputError as `save_head`."""
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _line(error: Exception) -> str:
-    """The whole message in one line."""
-    lacking = isinstance(error, KeyError)
-    return f"{error} is missing" if lacking else " ".join(str(error).split())
 
 
 def listed(names: Iterable[str]) -> str:
@@ -131,36 +119,35 @@ def tensors_in(folder: Path) -> Tensors:
 
     Raises InputError where there is none, or it holds something else.
     """
-    index = tensor_file(folder)
-    if index.suffix != ".json":
-        return _loaded(index)
-    try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        of_heads = {places[name] for name in places if name.startswith("medusa_head.")}
-        files = sorted(of_heads or set(places.values()))  # without the model around the heads
-        outside = [name for name in files if not inside(name)]
-    except Exception as error:  # a file may say anything
-        raise InputError(f"{index} is damaged: it names no files of tensors; {AGAIN}") from error
-    if outside:
-        raise InputError(f"{index} names {outside[0]!r}, a file outside the head's folder; {AGAIN}")
-    return {name: value for file in files for name, value in _loaded(folder / file).items()}
+    index, tensors = tensor_file(folder), Tensors()
+    files = [index]
+    if index.suffix == ".json":
+        try:
+            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            heads = {places[name] for name in places if name.startswith(WHOLE)}
+            names = sorted(heads or set(places.values()))  # without the model around the heads
+            outside = [name for name in names if not inside(name)]
+        except Exception as error:  # a file may say anything
+            raise InputError(
+                f"{index} is damaged: it names no files of tensors; {AGAIN}"
+            ) from error
+        if outside:
+            raise InputError(
+                f"{index} names {outside[0]!r}, a file outside the head's folder; {AGAIN}"
+            )
+        files = [folder / name for name in names]
+    for file in files:
+        tensors |= read_tensors(file, AGAIN)[0] if file.suffix == ".safetensors" else pickled(file)
+    return tensors
 
 
-def _loaded(file: Path) -> Tensors:
-    """The tensors of one file. Raises InputError for a pickle that holds anything else."""
-    if not file.is_file():
-        raise InputError(f"{file} is missing; {AGAIN}")
-    if file.suffix == ".safetensors":
-        return read_tensors(file, AGAIN)[0]
+def pickled(file: Path) -> Tensors:
+    """The tensors of a pickle. Raises InputError for one that holds anything else."""
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise InputError(f"{file} is damaged: {error}; {AGAIN}") from error
+        held = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: value.detach() for name, value in held.items()}
     except Exception as error:
         raise InputError(
-            f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
+            f"{file} is damaged, or holds more than tensors by name and is not loaded: "
+            f"{first_line(error)}; {AGAIN}"
         ) from error
-    named = isinstance(tensors, dict)
-    if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise InputError(f"{file} is no file of tensors by name; {AGAIN}")
-    return tensors

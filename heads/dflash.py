@@ -49,7 +49,10 @@ class DFlashHead(BlockHead):
         super().__init__(config)
         width, eps = self.hidden_size, self.llama.rms_norm_eps
         self.aux_layers = tuple(int(k) for k in config["aux_hidden_state_layer_ids"])
-        self.block, self.from_anchor = config.get("block_size") or 0, config.get("sample_from_anchor")
+        self.block, self.from_anchor = (
+            config.get("block_size") or 0,
+            config.get("sample_from_anchor"),
+        )
         self.max_depth = self.block if self.from_anchor else self.block - 1
         if self.max_depth < 1:
             raise ValueError(f"block_size is {self.block}, must be at least 2")

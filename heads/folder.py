@@ -28,12 +28,6 @@ HYDRA = r"hydra_mlp\.(\d+)\."  # the number of a head
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
 
 
-def shipped_head(name: str) -> Path | None:
-    """The directory of a head that comes with treespec; None where this one does not."""
-    folder = PRETRAINED / name
-    return folder if (folder / "config.json").is_file() else None
-
-
 def head_folder(path: str | Path) -> Path:
     """The directory itself, or a local copy of the hub repository.
 
@@ -132,9 +126,8 @@ def check_new(out: Path) -> None:
 
 def medusa_levels(config: Config, names: Iterable[str]) -> int:
     """The number of heads that `read` finds. Raises TypeError where the config says no number."""
-    configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
-    plain = (BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    return max([medusa_heads(plain), *configured])
+    configured = [config.get(name, 0) for name in ("num_heads", "medusa_num_heads")]
+    return max(medusa_heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names), *configured)
 
 
 def medusa_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -80,9 +81,8 @@ class HeadKind:
     to write, which raises ValueError for a head that the format cannot describe. embedded: whether
     these formats store the target's embedding. training: None where treespec does not train it.
 
-    A directory is of this kind by any of its marks, where the field `needs` has its value. types:
-    of the fields model_type and speculators_model_type. fields: of config.json. architecture: a
-    part of a name in `architectures`. tensors: how a tensor's name begins.
+    marks: a pattern. A directory is of this kind if it matches the beginning of a line
+    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
     """
@@ -97,11 +97,7 @@ class HeadKind:
     engines: tuple[str, ...] = ()
     embedded: bool = False
     training: Training | None = None
-    types: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    architecture: str | None = None
-    tensors: str | None = None
-    needs: tuple[str, str] | None = None
+    marks: str
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
 
     def build(self) -> Any:
@@ -110,15 +106,9 @@ class HeadKind:
 
     def fits(self, config: Config, names: Collection[str]) -> bool:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
-        if self.needs and config.get(self.needs[0]) != self.needs[1]:
-            return False
-        pattern, architecture = self.tensors, str(config.get("architectures")).lower()
-        return (
-            any(config.get(name) in self.types for name in ("model_type", KIND))
-            or any(name in config for name in self.fields)
-            or (self.architecture is not None and self.architecture in architecture)
-            or (pattern is not None and any(re.match(pattern, name) for name in names))
-        )
+        fields = [f"{name}={value}" for name, value in config.items()]
+        lines = chain(fields, (f"tensor {name}" for name in names))
+        return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
 EAGLE3_PARTS = (
@@ -131,9 +121,7 @@ HYDRA = HeadKind(
     read=f"{FORMATS}.depths:read_hydra",
     summary="the same, each sees the drafts before",
     source="Hydra, Ankner et al. 2024",
-    types=("hydra",),
-    fields=("hydra_num_heads",),
-    tensors=r"hydra_(mlp|lm_head)\.",
+    marks=r"model_type=hydra$|hydra_num_heads=|tensor hydra_(mlp|lm_head)\.",
     levels=folders.hydra_levels,
 )
 # `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
@@ -147,7 +135,7 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        architecture="",  # all others have marks
+        marks="",  # all others have some
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
@@ -162,8 +150,7 @@ HEADS: dict[str, HeadKind] = {
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "eagle"),
-        fields=("draft_vocab_size", KIND),
-        architecture="eagle3",
+        marks=rf"draft_vocab_size=|{KIND}=|architectures=.*eagle3",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
@@ -183,9 +170,7 @@ HEADS: dict[str, HeadKind] = {
         at_once=True,
         write=f"{FORMATS}.depths:write_medusa",
         engines=("vllm",),
-        types=("medusa",),
-        fields=("medusa_num_heads",),
-        tensors=r"\d+\.|blocks\.\d+\.|medusa_heads?\.",
+        marks=r"model_type=medusa$|medusa_num_heads=|tensor (\d+|blocks\.\d+|medusa_heads?)\.",
         levels=folders.medusa_levels,
         training=Training(
             objective=f"{LOSSES}.objectives:depth_objective",
@@ -215,7 +200,7 @@ HEADS: dict[str, HeadKind] = {
         HYDRA,
         head="treespec.heads.hydra:HydraPlusHead",
         summary="Hydra with a layer of its own",
-        needs=("hydra_head_arch", "prefix-mlp"),
+        marks="hydra_head_arch=prefix-mlp$",
         training=Training(
             objective=f"{LOSSES}.objectives:depth_objective",
             recipe=Recipe(
@@ -240,9 +225,7 @@ HEADS: dict[str, HeadKind] = {
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
         at_once=True,
-        types=(DFLASH,),
-        fields=("dflash_config",),
-        architecture="dflash",
+        marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
     ),
     "p-eagle": HeadKind(
@@ -252,9 +235,7 @@ HEADS: dict[str, HeadKind] = {
         summary="all levels in one forward of EAGLE-3's head",
         source="P-EAGLE, 2602.01469",
         at_once=True,
-        types=(P_EAGLE, "peagle"),
-        architecture="peagle",
-        tensors=r"mask_hidden\Z",
+        marks=rf"(model_type|{KIND})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
         levels=folders.p_eagle_levels,
     ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},
@@ -276,13 +257,8 @@ def kind_in(folder: Path) -> str | None:
 def levels_in(folder: Path) -> int | None:
     """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
     config, names = written(folder)
-    return None if names is None else levels_of(config, names)
-
-
-def levels_of(config: Config, names: Collection[str]) -> int | None:
-    """As `levels_in`, of a directory's config.json and the names of its tensors."""
     try:
-        return HEADS[kind_of(config, names)].levels(config, names) or None
+        return HEADS[kind_of(config, names or ())].levels(config, names) if names else None
     except Exception:  # a file may say anything: loading it raises the error
         return None
 

@@ -11,7 +11,7 @@ from test_formats import write
 from treespec.draft.trained.kinds import new_head, trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.registry import kind_of, levels_of
+from treespec.heads.registry import HEADS, kind_of
 
 QWEN3 = {
     "hidden_size": 32,
@@ -144,7 +144,7 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
     expected = own_output(head) if "lm_head.weight" in tensors and make is dflash else head
     close(levels(loaded), levels(expected), 1e-5, 1e-4)
     assert kind_of(config, tensors) == loaded.kind
-    assert levels_of(config, tensors) == loaded.max_depth == len(levels(loaded))
+    assert HEADS[loaded.kind].levels(config, tensors) == loaded.max_depth == len(levels(loaded))
     save_head(loaded, tmp_path / "again")
     close(levels(load_head(tmp_path / "again")), levels(expected), 1e-5, 1e-4)
 

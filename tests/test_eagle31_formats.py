@@ -122,9 +122,9 @@ def test_layers_that_cannot_be_are_refused_in_a_line(parts, complaint, tmp_path)
         (THREE | {"eagle_config": {"norm_before_fc": True}}, r"lacks input_norm\.weight"),
         (
             LLAMA | {"architectures": ["MLPSpeculatorPreTrainedModel"]},
-            "is .*MLPSpeculator.* an EAGLE-1",
+            "if .*MLPSpeculator.* is an EAGLE-1",
         ),
-        (THREE | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "is .*Eagle3Deepseek.* an EAGLE-3 head"),
+        (THREE | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "if .*Eagle3Deepseek.* is an EAGLE-3 head"),
     ],
 )
 def test_a_head_of_other_parts_is_refused_by_its_tensors_and_its_architecture(config, complaint, tmp_path):

@@ -31,7 +31,7 @@ CAREFUL = Walk(TopK())
 from treespec.heads.registry import HeadKind
 
 MEDUSA = "treespec.heads.medusa:MedusaHead"
-ROW = HeadKind(head=MEDUSA, proposer="", read="my_kind:read", types=("mine",))
+ROW = HeadKind(head=MEDUSA, proposer="", read="my_kind:read", marks="model_type=mine")
 """,
     "my_kind": """
 def read(config, tensors):

@@ -7,13 +7,13 @@ import pytest
 from treespec.demo.known import DEMO_MODEL
 from treespec.draft.calibration import load_calibration
 from treespec.heads.checkpoint import load_head
-from treespec.heads.folder import PRETRAINED, shipped_head
+from treespec.heads.folder import PRETRAINED
 
 HEADS = sorted(folder for folder in PRETRAINED.iterdir() if folder.is_dir())
 
 
 def test_the_demo_target_has_a_head():
-    assert shipped_head(DEMO_MODEL.folder) in HEADS
+    assert PRETRAINED / DEMO_MODEL.folder in HEADS
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 
-from treespec.heads.folder import shipped_head
+from treespec.heads.folder import PRETRAINED
 
 DEMO = "demo"
 DRAFTER = f"suffix:tokens=0+head:{DEMO}"  # drafts for `demo`: the sequence's own past, and the head
@@ -69,5 +69,4 @@ def default_drafter(target: object) -> str | None:
 
 def head_of(target: object) -> str | None:
     """The directory of the head that treespec brings for a target; None where it brings none."""
-    head = shipped_head(DEMO_MODEL.folder) if is_demo(target) else None
-    return str(head) if head else None
+    return str(PRETRAINED / DEMO_MODEL.folder) if is_demo(target) else None

@@ -68,7 +68,6 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
         # 5. The head as it will be served, without what mixed precision wraps around its forward.
         accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-        check_weights(run.served(), f"the head in {target.dtype}", run.folder)
         with whole(target, config, accelerator, "validate and calibrate the head") as target:
             result = finish(replace(run, target=target), place)
         accelerator.wait_for_everyone()
@@ -80,7 +79,9 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 def finish(run: Run, place: Place) -> Validation:
     """Validate the head, and save it with its calibration and its card. place: where the run ended."""
     config, accelerator, data, out = run.config, run.accelerator, run.data, Path(run.config.out)
-    served, result = run.served(), validation(run)
+    served = run.served()
+    check_weights(served, f"the head in {run.target.dtype}", run.folder)
+    result = validation(run)
     accelerator.log(result.figures(), step=place.step)
     if accelerator.is_main_process:
         save_head(run.head, out, run.target.dtype, leave_out=served.optional)

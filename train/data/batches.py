@@ -58,11 +58,11 @@ def forwards(
 
 
 def read_ahead(
-    coming: Iterator[Forward], read: Callable[[Forward], Tensor]
+    coming: Iterator[Forward], read: Callable[[list[int]], Tensor]
 ) -> Iterator[tuple[Forward, Tensor]]:
     """Endless forwards with their features; a thread reads those of the next one meanwhile."""
     with ThreadPoolExecutor(1, "features") as reader:
-        asked = ((forward, reader.submit(read, forward)) for forward in coming)
+        asked = ((forward, reader.submit(read, forward.conversations)) for forward in coming)
         for (forward, features), _ in pairwise(asked):
             yield forward, features.result()
 

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -77,41 +78,26 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     Returns where the run ended. Raises InputError for a run that diverges.
     """
     # 1. Where the run is, and how long it goes.
-    config, accelerator, recipe = run.config, run.accelerator, run.config.recipe
+    config, accelerator, recipe, data = run.config, run.accelerator, run.config.recipe, run.data
     place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer)
-    processes, first, saved, in_a_row = accelerator.num_processes, place.step, place.step, 0
+    processes, first, in_a_row = accelerator.num_processes, place.step, 0
     each = accelerator.gradient_accumulation_steps = config.forwards(processes)
-    lengths = [len(example.input_ids) for example in run.data.train]
-
-    def batches_of(epoch: int) -> list[list[int]]:
-        return epoch_batches(lengths, config.batch_size * processes, config.seed, epoch)
-
+    lengths = [len(example.input_ids) for example in data.train]
+    batches_of = partial(epoch_batches, lengths, config.batch_size * processes, config.seed)
     steps = config.max_steps or max(1, recipe.epochs * len(batches_of(0)) // each)
     clock, started = Clock(steps, config.minutes), time.perf_counter() - place.seconds
 
     # 2. The forwards of this process, with the target's features.
     mine = forwards(place.step * each, batches_of, accelerator.process_index, processes)
-
-    def features(forward: Forward) -> Tensor:
-        return run.data.features(forward.conversations)
-
-    live = ((forward, features(forward)) for forward in mine)
-    ready = live if config.features is None else read_ahead(mine, features)
+    live = ((forward, data.features(forward.conversations)) for forward in mine)
+    ready = live if config.features is None else read_ahead(mine, data.features)
 
     def elapsed() -> float:
         """Seconds by the main process's clock: by their own, processes would decide otherwise."""
         own = torch.tensor(time.perf_counter() - started, device=accelerator.device)
         return float(broadcast(own))
 
-    def save() -> int:
-        """Write the checkpoint of this step, if its weights are finite."""
-        if accelerator.is_main_process:
-            check_weights(run.head, f"the head after step {place.step}", run.folder)
-            write_json(run.folder / "config.json", run.record)
-            checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
-        return place.step
-
-    meter, rate = Meter(accelerator, run.folder / "metrics.jsonl", place), 0.0
+    meter = Meter(accelerator, run.folder / "metrics.jsonl", place)
     place.seconds = elapsed()
     while (behind := clock.behind(place.step, place.seconds)) < 1:
         # 3. A step; one whose gradient is not finite is skipped.
@@ -121,31 +107,32 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
         losses, good = optimizer_step(run, islice(ready, each), draft_steps_at(recipe, behind))
         place.step += 1
         place.seconds = elapsed()
-        in_a_row = 0 if good else in_a_row + 1
+        behind = clock.behind(place.step, place.seconds)
         if good:
+            in_a_row = 0
             meter.count(losses)
         else:
+            in_a_row += 1
             meter.write({"step": place.step, "skipped": in_a_row})
-        if in_a_row == IN_A_ROW:
-            since = f"since step {place.step - IN_A_ROW + 1}"
+        if in_a_row == IN_A_ROW or (behind == 1 and 0 < in_a_row == place.step - first):
+            since = f"since step {place.step - in_a_row + 1}"
             raise diverged(f"the loss or its gradient is not finite {since}", run.folder)
-        behind = clock.behind(place.step, place.seconds)
-        if meter.due(place.step, place.seconds):
+        if behind == 1 or meter.due(place.step, place.seconds):
             meter.line(place.step, place.seconds, behind, rate)
 
         # 4. Validate and save, where it is time. The end of the run is validated later.
+        # Weights that are not finite are never saved.
         if behind < 1 and config.validate_every and place.step % config.validate_every == 0:
             look(run, place, meter)
-        if good and place.step % config.checkpoint_every == 0:
-            saved = save()
+        if (
+            good
+            and accelerator.is_main_process
+            and (behind == 1 or place.step % config.checkpoint_every == 0)
+        ):
+            check_weights(run.head, f"the head after step {place.step}", run.folder)
+            write_json(run.folder / "config.json", run.record)
+            checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
         after_step(place.step)
-
-    # 5. The last checkpoint.
-    meter.line(place.step, place.seconds, 1.0, rate)
-    if 0 < in_a_row == place.step - first:
-        raise diverged("the loss or its gradient was not finite at any step", run.folder)
-    if not in_a_row and place.step > saved:
-        save()
     return place
 
 

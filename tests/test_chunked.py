@@ -26,7 +26,7 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
         torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
         for i in range(3)
     ]
-    guesses = [Guess.by_layer(own, layer, 0.5**i) for i, (own, layer) in enumerate(zip(states, layers, strict=True))]
+    guesses = Guess.by_layers(states, layers, 0.5)
     found = token_losses(guesses, Teacher(20, lambda chunk: p[chunk]), places, name, rows=rows)
     expected = [
         losses_of(name, p[places >= i], layer(own).softmax(-1)).mean()

@@ -73,15 +73,6 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     assert (tmp_path / "out" / OUT).read_bytes() == before
 
 
-def test_a_damaged_row_is_named(whole, tmp_path):
-    config = replace(whole, out=f"{tmp_path}/out", limit=3)
-    regenerate(config)
-    file = tmp_path / "out" / OUT
-    file.write_text(file.read_text().replace('"temperature": ', '"temperature": 1', 1))
-    with complains(r"conversations.jsonl:1 is damaged \(its checksum does not match\)"):
-        regenerate(config)
-
-
 def test_parts_make_up_the_whole(whole, tmp_path):
     rows = {}
     for i in (1, 2, 3):

@@ -61,8 +61,8 @@ class Eagle3Options(CommandOptions):
 
     def parts(self) -> dict[str, object]:
         """The fields of the head's config.json; none for EAGLE-3 as published."""
-        norms = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-        parts: dict[str, object] = {name: True for name in norms if getattr(self, name)}
+        own = {known.name: getattr(self, known.name) for known in fields(Eagle3Options)}
+        parts: dict[str, object] = {name: True for name, value in own.items() if value is True}
         if self.layer_family == "qwen3":
             parts["qk_norm"] = True
         if self.head_layers > 1:
@@ -237,16 +237,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
     @property
     def recipe(self) -> Recipe:
         """The recipe's options as the run sets them, and the kind's own for the rest."""
-        options = {field.name: getattr(self, field.name, None) for field in fields(Recipe)}
-        chosen = {name: value for name, value in options.items() if value is not None}
+        known = {part.name: getattr(self, part.name, None) for part in fields(Recipe)}
+        chosen = {name: value for name, value in known.items() if value is not None}
         return replace(self.training.recipe, **chosen)
 
     def forwards(self, processes: int) -> int:
         """Forwards of a process per optimizer step: as set, or what the recipe's batch needs."""
-        if self.accumulate is not None:
-            return self.accumulate
-        batch = self.recipe.batch
-        return max(1, round(batch / (self.batch_size * processes))) if batch else 1
+        together = self.batch_size * processes
+        return self.accumulate or max(1, round((self.recipe.batch or 0) / together))
 
 
 def check_folders(config: TrainConfig) -> None:

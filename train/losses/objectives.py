@@ -33,6 +33,7 @@ A position's place says how many draft steps reach it:
     place                 0  1  2           from the second state on
 """
 
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -132,9 +133,7 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     head: Eagle3Head = extract_model_from_parallel(model)
     inputs, last = target.parted(batch.features, head.aux_layers)
     steps = model(batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps)
-    guesses = [
-        Guess.by_layer(states, head.lm_head, STEP_DECAY**step) for step, states in enumerate(steps)
-    ]
+    guesses = Guess.by_layers(steps, repeat(head.lm_head), STEP_DECAY)
     teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
     return token_losses(guesses, teacher, batch.places, config.loss)
 
@@ -157,11 +156,7 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     teacher = teacher_of(target, batch.states(batch.features))
     if medusa and config.loss == "published":
         teacher = text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
-    decay = STEP_DECAY if medusa else 1.0
-    guesses = [
-        Guess.by_layer(own, layer, decay**i)
-        for i, (own, layer) in enumerate(zip(states, heads.output_layers, strict=True))
-    ]
+    guesses = Guess.by_layers(states, heads.output_layers, STEP_DECAY if medusa else 1.0)
     return token_losses(guesses, teacher, batch.places, config.loss)
 
 

@@ -26,7 +26,7 @@ weights, which the backward pass scales:
     keeps        [H] a position and step, and the output weights' gradients
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -134,10 +134,16 @@ class Guess(NamedTuple):
     weights: tuple[nn.Parameter, ...] = ()
 
     @classmethod
-    def by_layer(cls, states: Tensor, layer: nn.Module, share: float = 1.0) -> "Guess":
-        """A guess whose output layer is the head's own."""
-        weights = (weight for weight in layer.parameters() if weight.requires_grad)
-        return cls(states, layer, share, tuple(weights))
+    def by_layers(
+        cls, steps: Iterable[Tensor], layers: Iterable[nn.Module], decay: float
+    ) -> list["Guess"]:
+        """A guess for each step, by output layers of the head's own. Each has `decay` of the share
+        of the one before.
+        """
+        return [
+            cls(states, layer, decay**i, tuple(layer.parameters()))
+            for i, (states, layer) in enumerate(zip(steps, layers, strict=False))
+        ]
 
 
 class Loss(NamedTuple):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.options import DRAFTERS
-from treespec.errors import InputError
 from treespec.heads.registry import kind_in, levels_in
+from treespec.options import MANY, refuse
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
@@ -45,48 +45,36 @@ ANY = DraftModel(calibrated=True, at_once=True)  # a draft model that goes with 
 
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
-    # 1. Where children come from.
-    if policy.at_once and not model.at_once:
-        raise InputError(
-            f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): "
-            "take --tree dynamic with --verifier topk, or --tree eagle"
-        )
-    if not (policy.may_draw or scheme.deterministic):
-        raise InputError(
-            f"the {policy.name} tree cannot go with verifier {scheme.name}: it keeps children by "
-            "the probability of what was drawn, which biases sampled draws; take --tree eagle (or "
-            "another static tree), or --verifier topk"
-        )
-    if policy.sure_tokens and not scheme.sure_tokens:
-        raise InputError(
-            f"the {policy.name} tree cannot go with verifier {scheme.name}: it takes tops and "
-            "draws from the rest of the draft law, which rrs-wo, traversal and optimal answer; "
-            "take one of them, or --tree eagle"
-        )
+    # 1. What does not fit.
+    draws, most, deepest = policy.max_draws or 0, scheme.max_draws or MANY, model.deepest or MANY
+    by_level = policy.at_once and not model.at_once
+    biased = not (policy.may_draw or scheme.deterministic)
+    mixed = policy.sure_tokens and not scheme.sure_tokens
+    too_deep = policy.max_depth > deepest and not policy.at_once
+    uncalibrated = policy.sure_tokens and not model.calibrated
 
-    # 2. Its width and depth.
-    draws, most = policy.max_draws, scheme.max_draws
-    if draws and most and draws > most:
-        remedy = "chain:5" if most == 1 else f"balanced:{most}x3"
-        raise InputError(
+    # 2. What to do.
+    pair = f"the {policy.name} tree cannot go with verifier {scheme.name}"
+    narrower = "chain:5" if most == 1 else f"balanced:{most}x3"
+    form = "chain:" if policy.name == "static" else f"{policy.name}:depth="
+    make_it = "make it with treespec calibrate, or take" if model.trained else "without a head take"
+    refuse(
+        {
+            f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): take "
+            "--tree dynamic with --verifier topk, or --tree eagle": by_level,
+            f"{pair}: it keeps children by the probability of what was drawn, which biases sampled "
+            "draws; take --tree eagle (or another static tree), or --verifier topk": biased,
+            f"{pair}: it takes tops and draws from the rest of the draft's distribution, which rrs-wo, "
+            "traversal and optimal answer; take one of them, or --tree eagle": mixed,
             f"verifier {scheme.name} answers at most {most} draws a node, this tree makes {draws}; "
-            f"take --tree {remedy}"
-        )
-    deepest, levels = model.deepest, policy.max_depth
-    if deepest is not None and levels > deepest and not policy.at_once:
-        form = "chain:" if policy.name == "static" else f"{policy.name}:depth="
-        raise InputError(
-            f"the tree is {levels} deep, the head drafts {deepest} tokens: take --tree "
-            f"{form}{deepest}"
-        )
-
-    # 3. A calibration.
-    if policy.sure_tokens and not model.calibrated:
-        make_it = "make it with treespec calibrate, or take"
-        remedy = make_it if model.trained else "without a head take"
-        raise InputError(
-            f"the {policy.name} tree needs a head's calibration.json: {remedy} --tree eagle"
-        )
+            f"take --tree {narrower}": draws > most,
+            f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: take --tree "
+            f"{form}{deepest}": too_deep,
+            f"the {policy.name} tree needs a head's calibration.json: {make_it} --tree eagle": (
+                uncalibrated
+            ),
+        }
+    )
 
 
 def default_tree(
@@ -149,13 +137,12 @@ def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
     where all schemes agree.
     """
-    if not (verifier.scheme.deterministic or verifier.paced):
-        raise InputError(
-            f"{name} hands over given tokens, which have no draft law for verifier "
-            f"{verifier.name}: take --verifier topk, or auto"
-        )
-    if tree is not None:
-        raise InputError(
+    takes = verifier.scheme.deterministic or verifier.paced
+    refuse(
+        {
+            f"{name} hands over given tokens, which have no draft distribution for verifier "
+            f"{verifier.name}: take --verifier topk, or auto": not takes,
             f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its "
-            "options"
-        )
+            "options": tree is not None,
+        }
+    )

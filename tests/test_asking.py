@@ -20,17 +20,14 @@ def spec():
     return Spec(target, random_head(target, seed=1), "3x2", "rrs-wo")
 
 
-def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec):
-    free = spec.generate(PROMPT, max_new_tokens=40)
-    end = free.token_ids[3]
-    other = Spec(Target(random_model(spec.target.model.config), spec.target.tokenizer), spec.head, "3x2")
-    other.target.model.load_state_dict(spec.target.model.state_dict())
-    other.target.eos = frozenset([end])
-    assert len(other.generate(PROMPT, max_new_tokens=40).token_ids) == 4
-    longer = other.generate(PROMPT, max_new_tokens=40, min_tokens=12).token_ids
+def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec, monkeypatch):
+    end = spec.generate(PROMPT, max_new_tokens=40).token_ids[3]
+    monkeypatch.setattr(spec.target, "eos", frozenset([end]))
+    answers = [{}, {"min_tokens": 12}, {"ignore_eos": True}]
+    short, longer, whole = (spec.generate(PROMPT, max_new_tokens=40, **own).token_ids for own in answers)
+    assert (len(short), len(whole)) == (4, 40)
     assert len(longer) >= 12
     assert end not in longer[:11]
-    assert len(other.generate(PROMPT, max_new_tokens=40, ignore_eos=True).token_ids) == 40
 
 
 def test_a_stop_string_that_is_complete_before_min_tokens_is_part_of_the_text(spec):
@@ -61,29 +58,25 @@ def test_samples_are_the_answers_alone_from_one_prefill(spec, monkeypatch, batch
     one = spec.new() if drafts else spec.baseline()
     options = {"temperature": 1.0, "max_new_tokens": 9}
     alone = [one.new().generate(PROMPT, seed=7 + i, **options).token_ids for i in range(4)]
-    filled, prefill = [], type(spec.target).prefill
-    monkeypatch.setattr(
-        type(spec.target),
-        "prefill",
-        lambda self, cache, ids, *rest: (filled.append(ids), prefill(self, cache, ids, *rest))[1],
-    )
+    filled, kind = [], type(spec.target)
+    prefill = kind.prefill
+
+    def counted(self, cache, ids, *rest):
+        filled.append(ids.shape[1])
+        return prefill(self, cache, ids, *rest)
+
+    monkeypatch.setattr(kind, "prefill", counted)
     outputs = one.generate(PROMPT, n=4, seed=7, batch=batch, **options)
     assert [output.token_ids for output in outputs] == alone
-    assert (
-        sum(ids.shape[1] for ids in filled) - (len(PROMPT) - 1) <= 3
-    )  # a shared prefix's last position is computed again
+    assert sum(filled) - (len(PROMPT) - 1) <= 3  # a shared prefix's last position is computed again
     assert [output.stats.prompt_tokens for output in outputs] == [len(PROMPT)] * 4
 
 
 def test_several_prompts_have_a_list_of_samples_each(spec):
     options = {"temperature": 1.0, "max_new_tokens": 5}
     outputs = spec.generate([PROMPT, [3, 4]], n=2, seed=7, batch=3, **options)
-    alone = [
-        spec.generate(prompt, seed=seed, **options)
-        for prompt, seed in zip([PROMPT] * 2 + [[3, 4]] * 2, range(7, 11), strict=True)
-    ]
-    assert [one.token_ids for samples in outputs for one in samples] == [one.token_ids for one in alone]
-    assert [len(samples) for samples in outputs] == [2, 2]
+    alone = [spec.generate([PROMPT, [3, 4]][i // 2], seed=7 + i, **options).token_ids for i in range(4)]
+    assert [[one.token_ids for one in samples] for samples in outputs] == [alone[:2], alone[2:]]
 
 
 def failing(input_ids, scores):

@@ -45,16 +45,17 @@ def options(home, out, **changes):
 
 def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp_path):
     whole, config = evaluate(options(home, tmp_path / "whole")), options(home, tmp_path / "out")
+    file, before = tmp_path / "out" / "ledger.jsonl", b""
     for completions in (1, 4):
-        before = (tmp_path / "out" / "ledger.jsonl").read_bytes() if completions > 1 else b""
         begun(config, completions)
-        assert (tmp_path / "out" / "ledger.jsonl").read_bytes().startswith(before)
+        assert file.read_bytes().startswith(before)
+        before = file.read_bytes()
     evaluate(config)
     assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
-    assert len(Ledger(tmp_path / "out").of("completion")) == len(Ledger(tmp_path / "out").of("head")) + 5 == 6
-    content = (tmp_path / "out" / "ledger.jsonl").read_bytes()
+    assert [len(Ledger(tmp_path / "out").of(kind)) for kind in ("head", "completion")] == [1, 6]
+    before = file.read_bytes()
     again = evaluate(config)
-    assert (tmp_path / "out" / "ledger.jsonl").read_bytes() == content
+    assert file.read_bytes() == before
     assert [row["name"] for row in again["rows"]] == [row["name"] for row in whole["rows"]]
 
 

@@ -101,7 +101,10 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
     options = options_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4)
     assert run_command(options) == 0
     said = (tmp_path / "report.md").read_text()
-    assert said == capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert said == printed.out
+    assert "left out: questions.jsonl:4" in printed.err
+    assert "Ledger and report are in" in printed.err
     (failed,) = {entry["why"] for entry in Ledger(tmp_path).of("failed")}
     assert f"target-prompt-lookup-3-t0 failed: {' '.join(failed.split())}." in " ".join(said.split())
     assert "target-prompt-lookup-3-t0" not in answered(tmp_path)

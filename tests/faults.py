@@ -14,32 +14,20 @@ from treespec.trees.tree import Drafts
 
 @dataclass(frozen=True)
 class Changed:
-    """A scheme with another draw or plan. It has the name of the one that it changes."""
+    """A scheme with another draw or plan. In all else it is the one that it changes."""
 
     scheme: Any
     drawing: Callable | None = None
     planning: Callable | None = None
-    deterministic: bool = False
-    lossless: bool = True
-    max_draws: int | None = None
-    draft_temperatures = ()
 
-    @property
-    def name(self):
-        return self.scheme.name
-
-    @property
-    def chance(self):
-        return self.scheme.chance
+    def __getattr__(self, name):
+        return getattr(self.scheme, name)
 
     def draw(self, q, k, generator):
         return (self.drawing or type(self.scheme).draw)(self.scheme, q, k, generator)
 
     def plan(self, p, q, draws):
         return (self.planning or type(self.scheme).plan)(self.scheme, p, q, draws)
-
-    def acceptance_rate(self, p, q, k):
-        return None
 
 
 def change(spec, drawing=None, planning=None):
@@ -49,9 +37,8 @@ def change(spec, drawing=None, planning=None):
     spec.decoder.drafter.scheme = scheme
 
 
-def redraft(spec, before=None, after=None):
+def redraft(drafter, before=None, after=None):
     """Around every draft: before(generators) and after(tree)."""
-    drafter = spec.decoder.drafter
 
     def draft_trees(roots, laws, generators, *rest):
         if before:
@@ -60,11 +47,7 @@ def redraft(spec, before=None, after=None):
         return [after(tree) for tree in trees] if after else trees
 
     drafter.draft_trees = draft_trees
-    drafter.new = lambda: redrafted(type(drafter).new(drafter), before, after)
-
-
-def redrafted(drafter, before, after):
-    redraft(type("Of", (), {"decoder": type("One", (), {"drafter": drafter})})(), before, after)
+    drafter.new = lambda: redraft(type(drafter).new(drafter), before, after)
     return drafter
 
 
@@ -85,13 +68,13 @@ def phantoms_dropped(spec):
         kept = draws.tokens.masked_fill(~child.any(-1) | repeat, -1)
         return replace(tree, drafts=Drafts(nodes, tree.drafts.q, replace(draws, tokens=kept)))
 
-    redraft(spec, after=dropped)
+    redraft(spec.decoder.drafter, after=dropped)
 
 
 def coins_reused(spec):
     """The verifier's uniform numbers are those that the draft was drawn by."""
     states: dict[torch.Generator, torch.Tensor] = {}
-    redraft(spec, before=lambda generators: states.update({one: one.get_state() for one in generators}))
+    redraft(spec.decoder.drafter, before=lambda generators: states.update({one: one.get_state() for one in generators}))
     verifier = spec.decoder.verifier
 
     class Reusing:
@@ -109,7 +92,7 @@ def coins_reused(spec):
 
 def seeded_anew(spec):
     """Every cycle begins with the seed of the text."""
-    redraft(spec, before=lambda generators: [one.manual_seed(one.initial_seed()) for one in generators])
+    redraft(spec.decoder.drafter, before=lambda generators: [one.manual_seed(one.initial_seed()) for one in generators])
 
 
 def doubted_token_dropped(monkeypatch):

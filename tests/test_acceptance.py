@@ -20,33 +20,23 @@ from treespec.eval.texts import Passage
 from treespec.verify.registry import scheme_by_name
 
 
-@pytest.fixture(scope="module")
-def figure_2(tmp_path_factory):
-    out = tmp_path_factory.mktemp("figure")
-    [rows] = accept(AcceptanceConfig(out=str(out), preset="khisti-figure2", samples=16))["sweeps"]
-    return rows
-
-
-def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2):
-    table = table_of(figure_2, "rate")
-    assert len(table.rows) == 2 * 13 + 1
-    assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
-
-
-def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(figure_2):
+def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
     """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
     values = torch.randn(30, dtype=torch.float64, generator=seeded(3))
-    group = torch.arange(30) // 5
-    for means, groups in ((values.view(6, 5).mean(1), group), (values, torch.arange(30))):
-        error = means.std().item() / len(means) ** 0.5
-        found = average(values, groups)
+    for means, groups in ((values.view(6, 5).mean(1), torch.arange(30) // 5), (values, torch.arange(30))):
+        found, error = average(values, groups), means.std().item() / len(means) ** 0.5
         assert (found["value"], found["high"] - found["value"]) == pytest.approx((means.mean().item(), Z * error))
     assert average(values, torch.zeros(30, dtype=torch.int64))["high"] is None
     assert average(torch.full((3,), 0.5), torch.arange(3), noise=0.2)["low"] == 0.5 - Z * 0.2
-    sampled = [row for row in figure_2 if row["noise"] is not None]
-    assert len(sampled) > 9
-    means = [(row[kind], row["noise"]) for row in sampled for kind in ("rate", "gap") if row[kind]]
+
+    # the table of figure 2 has a line for each law and a column for each method
+    [rows] = accept(AcceptanceConfig(out=str(tmp_path), preset="khisti-figure2", samples=16))["sweeps"]
+    means = [(row[kind], row["noise"]) for row in rows for kind in ("rate", "gap") if row[kind] and row["noise"]]
+    assert len(means) > 9
     assert [mean["high"] - mean["value"] for mean, _ in means] == pytest.approx([Z * noise for _, noise in means])
+    table = table_of(rows, "rate")
+    assert len(table.rows) == 2 * 13 + 1
+    assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
 
 
 def text(length, prompt=0, seed=4):
@@ -88,15 +78,6 @@ def test_fewer_positions_are_some_of_all_evenly_spread():
     assert torch.equal(whole.group[rows], some.group)
 
 
-@pytest.fixture(scope="module")
-def lab(home):
-    """`home`, with conversations and a text."""
-    turns = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the user answers"}]
-    (home / "data.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
-    (home / "words.txt").write_text("the assistant answers the question " * 40)
-    return home
-
-
 def config_in(home, out, **changes):
     options = {"questions": f"{home}/questions.jsonl", "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
     options |= {"draws": "2", "temperature": "1", "dtype": "float32"}
@@ -114,15 +95,17 @@ def test_the_report_of_a_run_has_the_rates_and_their_optima(home, tmp_path):
     assert "α* without replacement" in (tmp_path / "acceptance.md").read_text()
 
 
-def test_given_text_is_read_as_what_it_is(lab, tmp_path):
+def test_given_text_is_read_as_what_it_is(home, tmp_path):
     """One token a byte: the pieces of a text without their first two, and the answers with what ends them."""
-    words = accept(config_in(lab, tmp_path / "words", text=str(lab / "words.txt"), positions=0))
-    length, piece = len("the assistant answers the question " * 40), 256  # of the target's context
-    pieces = [piece] * (length // piece) + [length % piece]
-    assert words["sweeps"][0][0]["positions"] == sum(max(0, piece - 2) for piece in pieces)
-    data = accept(config_in(lab, tmp_path / "data", text=f"{lab}/data.jsonl"))
-    answer = len(" the user answers\nassistant:")  # as `home`'s template ends every text
-    assert data["sweeps"][0][0]["positions"] == 3 * answer
+    words, turns = "the assistant answers the question " * 40, {"user": "the question", "assistant": "the user answers"}
+    messages = [{"role": role, "content": content} for role, content in turns.items()]
+    (tmp_path / "words.txt").write_text(words)
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 3))
+    pieces = [words[at : at + 256] for at in range(0, len(words), 256)]  # of the target's context
+    answer = " the user answers\nassistant:"  # as `home`'s template ends every text
+    for name, counted in {"words.txt": [piece[2:] for piece in pieces], "data.jsonl": [answer] * 3}.items():
+        [rows] = accept(config_in(home, tmp_path / "out", text=f"{tmp_path}/{name}", positions=0))["sweeps"]
+        assert rows[0]["positions"] == len("".join(counted))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -131,12 +114,6 @@ def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
         assert cases(sweep)
         for verifier in sweep.verifier.replace(",is-lp", " is-lp").split():
             assert verifier == "all" or scheme_by_name(verifier).lossless
-
-
-def laws_file(folder, p, q):
-    file = folder / "laws.json"
-    file.write_text(json.dumps({"p": torch.as_tensor(p).tolist(), "q": torch.as_tensor(q).tolist()}))
-    return str(file)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +131,9 @@ def laws_file(folder, p, q):
     }.items(),
 )
 def test_bad_input_is_explained(changes, message, tmp_path):
-    laws = laws_file(tmp_path, [[0.5, 0.5]], [[0.1, 0.9]])
+    (tmp_path / "laws.json").write_text('{"p": [[0.5, 0.5]], "q": [[0.1, 0.9]]}')
     with complains(message):
-        accept(AcceptanceConfig(out=str(tmp_path), **{"laws": laws} | changes))
+        accept(AcceptanceConfig(out=str(tmp_path), **{"laws": f"{tmp_path}/laws.json"} | changes))
 
 
 @pytest.mark.parametrize(

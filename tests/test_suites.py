@@ -66,9 +66,6 @@ PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer":
 FUNCTION = {
     "task_id": "HumanEval/7",
     "prompt": 'from typing import List\n\n\ndef twice(x: int) -> int:\n    """Double it."""\n',
-    "canonical_solution": "    return 2 * x\n",
-    "test": "def check(candidate):\n    assert candidate(3) == 6\n",
-    "entry_point": "twice",
 }
 TRANSLATION = {"question_id": 161, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
 SUM = {"question_id": 401, "category": "math_reasoning", "turns": ["1+1?"], "reference": ["1+1=2\n#### 2"]}
@@ -81,17 +78,13 @@ FILES = {
 }
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server(index, tmp_path, monkeypatch):
     """A web server that has tiny files of all suites, in whose place `known` looks; the hub is off."""
     folder = tmp_path / "web"
     folder.mkdir()
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder)))
     Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
@@ -103,20 +96,18 @@ def server(index, tmp_path, monkeypatch):
     web.shutdown()
 
 
-def test_every_suite_has_its_questions_and_checks(server):
-    questions = {name: load_questions(name)[0] for name in suites.SUITES}
-    assert [(q.question_id, q.category) for q in questions["spec-bench"]] == [
-        (81, "writing"),
-        (161, "translation"),
-        (401, "math_reasoning"),
+def test_every_suite_has_its_questions_and_right_numbers(server):
+    questions = [one for name in suites.SUITES for one in load_questions(name)[0]]
+    assert [(q.question_id, q.category, q.task, q.number) for q in questions] == [
+        (81, "writing", "", None),
+        (81, "writing", "mt_bench", None),
+        (161, "translation", "", None),
+        (401, "math_reasoning", "", "2"),
+        ("HumanEval/7", "humaneval", "", None),
+        ("gsm8k/0", "gsm8k", "", "21"),
     ]
-    (problem,), (function,) = questions["gsm8k"], questions["humaneval"]
-    assert (problem.question_id, problem.category) == ("gsm8k/0", "gsm8k")
-    assert PROBLEM["question"] in problem.turns[0]
-    assert (function.question_id, function.category) == ("HumanEval/7", "humaneval")
-    assert function.turns[0].endswith(FUNCTION["prompt"])
-    numbers = {q.question_id: q.number for own in questions.values() for q in own if q.number}
-    assert numbers == {401: "2", "gsm8k/0": "21"}
+    assert PROBLEM["question"] in questions[5].turns[0]
+    assert questions[4].turns[0].endswith(FUNCTION["prompt"])
 
 
 def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path):

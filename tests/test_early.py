@@ -146,7 +146,7 @@ WRONG = [
     (("generate", "chat"), "--temperature -1", "--temperature is -1.0"),
     (ONE, "--min-tokens 600", "--min-tokens is 600, must be at most --max-new-tokens, 512"),
     (ONE, "--logit-bias seven", "--logit-bias 'seven' is not understood"),
-    (ONE, "--chat-template-kwargs [1]", "--chat-template-kwargs '[1]' is no JSON object"),
+    (ONE, "--chat-template-kwargs [1]", "chat_template_kwargs is [1], must be a dict"),
     (("eval",), "--head HOME/eagle --temperature 0,,1", "'' is not a number"),
     *[
         (commands, f"{option}=", f"{option} is empty")

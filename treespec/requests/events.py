@@ -6,8 +6,8 @@ A node's q is the draft model's probability of its token given the path above, p
          │   └─ sat  q .4  p .1  not accepted: after `the cat` the target said `slept`, its own token
          └─ dog  q .2  p .3
 
-At temperature 0 both are the models' probabilities at temperature 1, as the laws that decode are
-one-hot there.
+At temperature 0 both are the models' probabilities at temperature 1, as the distributions that decode
+are one-hot there.
 """
 
 from collections.abc import Callable
@@ -80,13 +80,6 @@ class Cycle:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> "Cycle":
-        """Raises KeyError or TypeError for what no cycle was written as."""
-        own = OwnToken(**fields["own"])
-        answer = [Piece(**piece) for piece in fields["answer"]]
-        return Cycle(**fields | {"own": own, "answer": answer})
-
 
 def visible(text: str) -> str:
     """A token's text in one line: outer spaces as ␣, line breaks as ↵, control characters as symbols.
@@ -138,7 +131,7 @@ def reporting(
     params: SamplingParams,
     stats: Stats,
 ) -> Listener:
-    """A listener that calls `on_cycle` with each cycle of one text, whose counts are `stats`."""
+    """A listener that calls `on_cycle` with each cycle of one sequence, whose counts are `stats`."""
     before = dict.fromkeys(STAGES, 0.0)
 
     def heard(seen: Recorded) -> None:
@@ -159,42 +152,43 @@ def cycle_of(
 ) -> Cycle:
     """A cycle by its number. seconds: by stage."""
     # 1. The nodes that the walk can reach, numbered again.
-    tree = seen.tree
+    tree, token = seen.tree, seen.verdict.tokens[-1]
     kept = reachable(tree)
     number_of = {node: place for place, node in enumerate(kept)}
     tokens = tree.tokens[kept].tolist()
     parents = [number_of.get(parent, -1) for parent in tree.parents[kept].tolist()]
     path = [number_of[node] for node in seen.verdict.path]
-    own_token = seen.verdict.tokens[-1]
+    paths: list[Path] = [()]
+    for node in range(1, len(kept)):
+        paths.append((*paths[parents[node]], tokens[node]))
 
     # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
     shown = SamplingParams(1.0) if params.greedy else params
-    laws = probs(seen.logits, shown)  # [N, V]
-    # By path [V].
-    drafted = {at: probs(rows[None], shown)[0] for at, rows in seen.draft_logits.items()}
-
-    # 3. The nodes below the root.
+    p = probs(seen.logits[kept], shown)  # [N, V]
+    q = {  # by path [V]; of several draft models the mean
+        at: probs(rows, shown).reshape(-1, rows.shape[-1]).mean(0)
+        for at, rows in seen.draft_logits.items()
+    }
     drawn = {} if params.greedy else _drawn(tree)
-    paths: list[Path] = [()]
-    texts = [_words(tokenizer, None, tokens[0])]
-    p: list[float | None] = [None]
-    q: list[float | None] = [None]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        law = drafted.get(paths[parent])
-        likely = None if law is None else float(law[token])
-        paths.append((*paths[parent], token))
-        texts.append(_words(tokenizer, tokens[parent], token))
-        p.append(float(laws[kept[parent], token]))
-        q.append(drawn.get((kept[parent], token), likely))
 
-    # 4. What the target said after the path.
+    def words(before: int | None, token: int) -> str:
+        return f"#{token}" if tokenizer is None else text_after(tokenizer, before, token)
+
+    def after(node: int, token: int) -> tuple[str, float, float | None]:
+        """(text, p, q) of a token after a node."""
+        likely = float(q[paths[node]][token]) if paths[node] in q else None
+        q_of_token = drawn.get((kept[node], token), likely)
+        return words(tokens[node], token), float(p[node, token]), q_of_token
+
+    # 3. The nodes below the root, and what the target said after the path.
+    root = (words(None, tokens[0]), None, None)
+    nodes = zip(root, *map(after, parents[1:], tokens[1:]), strict=True)
+    texts, p_of, q_of = map(list[Any], nodes)
     at = path[-1] if path else 0
-    law = drafted.get(paths[at])
-    own_q = None if law is None else float(law[own_token])
-    rank = None if law is None else 1 + int((law > law[own_token]).sum())
-    after = _words(tokenizer, tokens[at], own_token)
-    own = OwnToken(at, own_token, after, float(laws[kept[at], own_token]), own_q, rank)
-    return Cycle(number, tokens, texts, parents, q, p, path, own, seen.answer, seconds)
+    law = q.get(paths[at])
+    rank = None if law is None else 1 + int((law > law[token]).sum())
+    own = OwnToken(at, token, *after(at, token), rank)
+    return Cycle(number, tokens, texts, parents, q_of, p_of, path, own, seen.answer, seconds)
 
 
 def reachable(tree: TokenTree) -> list[int]:
@@ -208,21 +202,12 @@ def reachable(tree: TokenTree) -> list[int]:
 
 
 def _drawn(tree: TokenTree) -> dict[tuple[int, int], float]:
-    """By node and token, the probability of the law that the first draw of that token came from."""
+    """By node and token, the probability in the distribution that the first draw of it came from."""
     if tree.drafts is None:
         return {}
-    tokens = tree.drafts.draws.tokens
-    q = tree.drafts.q  # [I, V], or [I, K, V] where each draw has a distribution of its own
+    tokens, q = tree.drafts.draws.tokens, tree.drafts.q  # [I, K]; [I, V] or [I, K, V]
     q = q[:, None].expand(-1, tokens.shape[1], -1) if q.dim() == 2 else q
-    chances = q.gather(2, tokens.clamp_min(0)[..., None]).squeeze(2)
-    found: dict[tuple[int, int], float] = {}
-    rows = zip(tree.drafts.nodes.tolist(), tokens.tolist(), chances.tolist(), strict=True)
-    for node, drawn, likely in rows:
-        for token, chance in zip(drawn, likely, strict=True):
-            found.setdefault((node, token), chance)
-    return found
-
-
-def _words(tokenizer: "PreTrainedTokenizerBase | None", before: int | None, token: int) -> str:
-    """A token's text where it follows another; `#7` without a tokenizer."""
-    return f"#{token}" if tokenizer is None else text_after(tokenizer, before, token)
+    drawn = q.gather(2, tokens.clamp_min(0)[..., None]).squeeze(2)  # [I, K]
+    nodes = tree.drafts.nodes[:, None].expand_as(tokens)
+    columns = (column.flatten().flip(0).tolist() for column in (nodes, tokens, drawn))
+    return {(node, token): share for node, token, share in zip(*columns, strict=True)}

@@ -30,18 +30,15 @@ def texts_of(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(readable(text, "--stop") for text in words)
 
 
-def variables_of(text: str) -> dict[str, object]:
+def variables_of(text: str) -> Any:
     """The variables that a JSON object names. Raises InputError."""
     try:
-        variables = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        variables = None
-    if not isinstance(variables, dict):
         raise InputError(
             f"--chat-template-kwargs {text!r:.40} is no JSON object, such as "
             '{"enable_thinking": false}'
-        )
-    return variables
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +98,10 @@ class RequestOptions(SamplingParams, LogitOptions):
             )
         if not callable(self.on_cycle or print):
             raise InputError(f"on_cycle is {self.on_cycle!r:.40}, must be a function")
-        if isinstance(stop, bytes | bytearray | memoryview) or not isinstance(stop, Sequence):
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, Sequence) or not all(isinstance(string, str) for string in stop):
             raise InputError(f"stop is {stop!r:.40}, must be a string or a list of strings")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        for number, string in enumerate(stop, 1):
-            if not isinstance(string, str):
-                raise InputError(f"stop string {number} is {string!r:.40}, must be a string")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", tuple(stop))
 
         # 2. Options that exclude each other.
         if self.min_tokens > self.max_new_tokens:

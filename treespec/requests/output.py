@@ -58,15 +58,14 @@ class Stream:
             if self._failed:
                 raise self._failed
             try:
-                piece = next(self._pieces)
+                self._seen.append(next(self._pieces))
             except StopIteration:
                 raise
             except BaseException as error:
                 why = f"this stream was interrupted by {type(error).__name__}: begin another"
                 self._failed = error if isinstance(error, InputError) else InputError(why)
                 raise
-            self._seen.append(piece)
-            return piece
+            return self._seen[-1]
 
     def __enter__(self) -> "Stream":
         return self

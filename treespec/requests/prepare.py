@@ -63,7 +63,7 @@ def request_for(
     stop, most = (*wanted.stop, *own.strings), min(wanted.max_new_tokens, room)
     ending = Ending(target.tokenizer, ends, stop, most, wanted.min_tokens)
 
-    # 2. The law of its tokens.
+    # 2. The distribution of its tokens.
     if (largest := max(wanted.logit_bias or (), default=-1)) >= target.vocab_size:
         raise InputError(
             f"logit_bias has token id {largest}, which is outside the vocabulary of "
@@ -77,17 +77,17 @@ def request_for(
     if wanted.min_tokens:
         shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(ending.eos))))
     params = SamplingParams(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
-    law = Distribution(params, shapers)
-    law.grammar = forcing
+    distribution = Distribution(params, shapers)
+    distribution.grammar = forcing
 
-    # 3. The text.
+    # 3. The sequence.
     generator = generator_of(seed, ids, target.output_device)
-    text = Request(ids, ending, generator, Stats(), law)
-    told = wanted.logprobs or wanted.top_logprobs > 0
-    text.top_logprobs = wanted.top_logprobs if told else None
+    text = Request(ids, ending, generator, Stats(), distribution)
+    if wanted.logprobs or wanted.top_logprobs:
+        text.top_logprobs = wanted.top_logprobs
     text.memory, text.remember = wanted.memory, wanted.remember
     if wanted.on_cycle:
-        text.listener = reporting(wanted.on_cycle, target.tokenizer, law.params, text.stats)
+        text.listener = reporting(wanted.on_cycle, target.tokenizer, params, text.stats)
     return text
 
 

@@ -62,8 +62,8 @@ def _plain(message: Message, place: int, source: str) -> Fields:
     if "content" not in fields and fields["role"] != "assistant":
         raise ApiError(400, "a message without content", f"messages[{place}].content")
     calls = []
-    for number, call in enumerate(fields.get("tool_calls", ())):
-        function, own = call["function"], {"id": call["id"]} if call.get("id") else {}
+    for number, call in enumerate(fields.pop("tool_calls", ())):
+        function = call["function"]
         try:
             arguments = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError):
@@ -71,8 +71,9 @@ def _plain(message: Message, place: int, source: str) -> Fields:
             told = f"Invalid '{name}': it must be JSON"
             raise ApiError(400, told, name, "invalid_value") from None
         function = {"name": function["name"], "arguments": arguments}
+        own = {"id": call["id"]} if call.get("id") else {}
         calls.append({"type": "function", "function": function} | own)
-    return {"content": ""} | fields | ({"tool_calls": calls} if calls else {})
+    return {"content": "", **fields, **({"tool_calls": calls} if calls else {})}
 
 
 def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:

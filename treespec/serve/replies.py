@@ -4,12 +4,10 @@ Both endpoints, whole or streamed, make the same deltas of choices; a whole resp
 """
 
 import json
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any, final
@@ -47,14 +45,13 @@ class Delta:
 
 def chat_choice(delta: Delta, whole: bool) -> Fields:
     """A delta as /v1/chat/completions streams it, or the whole choice."""
-    calls, first = list(delta.calls), whole or delta.begins
-    written: Fields = {"role": "assistant"} if first else {}
-    written |= {} if delta.text is None else {"content": delta.text}
-    written |= {"refusal": None} if first else {}
-    if calls and whole:
-        written |= {"content": (delta.text or "").strip() or None, "tool_calls": calls}
-    elif calls:
-        written["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+    written: Fields = {"role": "assistant", "refusal": None} if whole or delta.begins else {}
+    if delta.text is not None:
+        written["content"] = delta.text
+    if delta.calls and whole:
+        written |= {"content": (delta.text or "").strip() or None, "tool_calls": [*delta.calls]}
+    elif delta.calls:
+        written["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta.calls)]
     told = None if delta.tokens is None else {"content": delta.tokens, "refusal": None}
     fields = {"index": delta.index, "message" if whole else "delta": written, "logprobs": told}
     return fields | {"finish_reason": delta.end}
@@ -65,11 +62,13 @@ def text_choice(delta: Delta, whole: bool) -> Fields:
     told: Fields | None = None
     if delta.tokens is not None:
         words = [token["token"] for token in delta.tokens]
-        tops = [token["top_logprobs"] for token in delta.tokens]
         told = {
             "tokens": words,
             "token_logprobs": [token["logprob"] for token in delta.tokens],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in of} for of in tops],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in token["top_logprobs"]}
+                for token in delta.tokens
+            ],
             "text_offset": list(accumulate(map(len, words), initial=delta.offset))[:-1],
         }
     fields = {"index": delta.index, "text": delta.text or "", "logprobs": told}
@@ -189,14 +188,16 @@ def told_of(
 ) -> list[Fields] | None:
     """The tokens of a piece as OpenAI's chats write them; None without log-probabilities.
 
-    before: the token before the piece; the text of a token depends on it.
+    before: the token before the piece; the text of a token depends on it. A token that is part of a
+    character has no bytes. Without a tokenizer its text is its id.
     """
     if piece.logprobs is None:
         return None
 
     def written(token: int, logprob: float) -> Fields:
-        text, content = words(tokenizer, before, token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(content)}
+        text = text_after(tokenizer, before, token) if tokenizer else f"token_id:{token}"
+        content = None if INCOMPLETE in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": content}
 
     tokens = []
     for told in piece.logprobs:
@@ -205,37 +206,6 @@ def told_of(
             tokens.append(written(told.token, told.logprob) | {"top_logprobs": tops})
             before = told.token
     return tokens
-
-
-def words(tokenizer: Any, before: int, token: int) -> tuple[str, bytes]:
-    """A token's text where it follows another, and its bytes, which may be part of a character.
-
-    Without a tokenizer the text is the token's id.
-    """
-    if tokenizer is None:
-        return f"token_id:{token}", b""
-
-    # 1. The text.
-    alone = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if INCOMPLETE not in alone:
-        own = text_after(tokenizer, before, token)
-        return own, own.encode()
-
-    # 2. The bytes of part of a character: by fallback tokens such as <0xE2>, or by byte-level BPE.
-    name, letters = tokenizer.convert_ids_to_tokens(token), byte_letters()
-    if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
-        return alone, bytes.fromhex(fallback[1])
-    if letters.keys() >= {*name}:
-        return alone, bytes(letters[letter] for letter in name)
-    return alone, alone.encode()
-
-
-@lru_cache
-def byte_letters() -> dict[str, int]:
-    """The byte of each letter of byte-level BPE."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from treespec.decoding.sequence import Piece
+from treespec.text.strings import beginning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,13 +52,11 @@ def values_in(text: str) -> list[Any]:
 
     Raises ValueError if anything else lies between.
     """
-    decoder, values, at = json.JSONDecoder(), [], 0
-    while at < len(text):
-        if text[at] in " \t\r\n,;":
-            at += 1
-            continue
-        value, at = decoder.raw_decode(text, at)
+    decoder, values = json.JSONDecoder(), []
+    while text := text.lstrip(" \t\r\n,;"):
+        value, at = decoder.raw_decode(text)
         values += value if isinstance(value, list) else [value]
+        text = text[at:]
     return values
 
 
@@ -181,6 +180,4 @@ class Catcher:
         if at >= 0:
             self.opened = True
             return at
-        longest = min(len(form.opening) - 1, len(self.held))
-        ends = (size for size in range(longest, 0, -1) if self.held.endswith(form.opening[:size]))
-        return len(self.held) - next(ends, 0)
+        return len(self.held) - beginning(self.held, form.opening)

@@ -51,8 +51,13 @@ class FeatureHead(LlamaHead):
 
     @property
     @abstractmethod
-    def attentions(self) -> Sequence[Attention]:
+    def decoder(self) -> list[Layer]:
+        """The decoder layers, first to last."""
+
+    @property
+    def attentions(self) -> list[Attention]:
         """The attention of each decoder layer."""
+        return [layer.self_attn for layer in self.decoder]
 
     @abstractmethod
     def extrapolate(
@@ -162,14 +167,10 @@ class EagleHead(FeatureHead):
         self.layers = nn.ModuleList([layer])
 
     @property
-    def layer(self) -> Layer:
-        return cast(Layer, self.layers[0])
-
-    @property
-    def attentions(self) -> list[Attention]:
-        return [self.layer.self_attn]
+    def decoder(self) -> list[Layer]:
+        return [cast(Layer, self.layers[0])]
 
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
-        return self.layer(self.fc(torch.cat([embeddings, features], dim=-1)), attends[0])
+        return self.decoder[0](self.fc(torch.cat([embeddings, features], dim=-1)), attends[0])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle import FeatureHead
 from treespec.heads.head import Config, TargetFacts
-from treespec.heads.layers import Attend, Attention, Eagle3Layer, Layer, RMSNorm, windows_of
+from treespec.heads.layers import Attend, Eagle3Layer, Layer, RMSNorm, windows_of
 
 AUX_LAYERS = 3
 
@@ -71,8 +71,8 @@ class Eagle3Head(FeatureHead):
         aux_width = config.get("target_hidden_size") or width
         self.feature_size = count * aux_width
         self.fc = nn.Linear(self.feature_size, width, bias=False)
-        self.input_norm: RMSNorm | None = None
-        self.fc_norm: nn.ModuleList | None = None
+        self.input_norm: nn.Module = nn.Identity()
+        self.fc_norm = nn.ModuleList(nn.Identity() for _ in range(count))
         if config.get("norm_before_fc"):
             self.input_norm = RMSNorm(self.feature_size, eps=eps)
         if config.get("fc_norm"):
@@ -103,28 +103,20 @@ class Eagle3Head(FeatureHead):
         return super().config_for(target, **own | fields)
 
     @property
-    def all_layers(self) -> list[Layer]:
+    def decoder(self) -> list[Layer]:
         return [self.midlayer, *(cast(Layer, layer) for layer in self.layers.values())]
 
-    @property
-    def attentions(self) -> list[Attention]:
-        return [layer.self_attn for layer in self.all_layers]
-
     def fuse(self, features: Tensor) -> Tensor:
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm is not None:
-            aux_layers = features.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(state) for norm, state in zip(self.fc_norm, aux_layers, strict=True)]
-            features = torch.cat(normed, dim=-1)
-        return self.fc(features)
+        aux = self.input_norm(features).chunk(len(self.fc_norm), dim=-1)
+        normed = [norm(state) for norm, state in zip(self.fc_norm, aux, strict=True)]
+        return self.fc(torch.cat(normed, dim=-1))
 
     def extrapolate(
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
         """As for `FeatureHead`; they are normed if `norm_output` says so."""
         hidden = torch.cat([embeddings, features], dim=-1)
-        for layer, attend in zip(self.all_layers, attends, strict=True):
+        for layer, attend in zip(self.decoder, attends, strict=True):
             hidden = layer(hidden, attend)
         return self.norm(hidden) if self.norm_output else hidden
 

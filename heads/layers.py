@@ -207,10 +207,11 @@ def windows_of(config: Config) -> list[int | None]:
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
     types: Sequence[str] = config.get("layer_types") or [FULL] * layers
-    if len(types) != layers:
-        raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
-    if other := [kind for kind in types if kind not in (FULL, SLIDING)]:
-        raise ValueError(f"layer_types has {other[0]!r}, must be {FULL} or {SLIDING}")
-    if SLIDING in types and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"layer_types has {SLIDING}, and sliding_window is {window!r}")
-    return [window if kind == SLIDING else None for kind in types]
+    sized = isinstance(window, int) and window > 0
+    windows = {FULL: None} | ({SLIDING: window} if sized else {})
+    if len(types) != layers or not windows.keys() >= {*types}:
+        raise ValueError(
+            f"layer_types is {types}, must be {FULL} or {SLIDING} for each of {layers} layers, and "
+            f"sliding_window is {window!r}"
+        )
+    return [windows[kind] for kind in types]

@@ -115,6 +115,34 @@ EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
 )
+DEPTH = Training(
+    objective=f"{LOSSES}.objectives:depth_objective",
+    recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
+    options=("draft_heads",),
+)
+# Medusa's and Hydra++'s as in the commands of their repositories' README.md.
+MEDUSA_RECIPE = Recipe(
+    epochs=2,
+    learning_rate=1e-3,
+    weight_decay=0.0,
+    warm_up=None,
+    decay="cosine",
+    beta2=0.999,
+    clip=1.0,
+    batch=128,
+)
+PLUS_RECIPE = Recipe(
+    epochs=10,
+    learning_rate=5e-4,
+    weight_decay=0.1,
+    warm_up=100,
+    decay="cosine",
+    last_rate=0.33,
+    beta2=0.999,
+    clip=1.0,
+    dropout=0.2,
+    batch=32,
+)
 HYDRA = HeadKind(
     head="treespec.heads.hydra:HydraHead",
     proposer=f"{PROPOSERS}:HydraProposer",
@@ -123,6 +151,7 @@ HYDRA = HeadKind(
     source="Hydra, Ankner et al. 2024",
     marks=r"model_type=hydra$|hydra_num_heads=|tensor hydra_(mlp|lm_head)\.",
     levels=folders.hydra_levels,
+    training=DEPTH,
 )
 # `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
 HEADS: dict[str, HeadKind] = {
@@ -172,51 +201,15 @@ HEADS: dict[str, HeadKind] = {
         engines=("vllm",),
         marks=r"model_type=medusa$|medusa_num_heads=|tensor (\d+|blocks\.\d+|medusa_heads?)\.",
         levels=folders.medusa_levels,
-        training=Training(
-            objective=f"{LOSSES}.objectives:depth_objective",
-            # This one and Hydra++'s as in the commands of their repositories' README.md.
-            recipe=Recipe(
-                epochs=2,
-                learning_rate=1e-3,
-                weight_decay=0.0,
-                warm_up=None,
-                decay="cosine",
-                beta2=0.999,
-                clip=1.0,
-                batch=128,
-            ),
-            options=("draft_heads",),
-        ),
+        training=replace(DEPTH, recipe=MEDUSA_RECIPE),
     ),
-    "hydra": replace(
-        HYDRA,
-        training=Training(
-            objective=f"{LOSSES}.objectives:depth_objective",
-            recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
-            options=("draft_heads",),
-        ),
-    ),
+    "hydra": HYDRA,
     "hydra++": replace(
         HYDRA,
         head="treespec.heads.hydra:HydraPlusHead",
         summary="Hydra with a layer of its own",
         marks="hydra_head_arch=prefix-mlp$",
-        training=Training(
-            objective=f"{LOSSES}.objectives:depth_objective",
-            recipe=Recipe(
-                epochs=10,
-                learning_rate=5e-4,
-                weight_decay=0.1,
-                warm_up=100,
-                decay="cosine",
-                last_rate=0.33,
-                beta2=0.999,
-                clip=1.0,
-                dropout=0.2,
-                batch=32,
-            ),
-            options=("draft_heads",),
-        ),
+        training=replace(DEPTH, recipe=PLUS_RECIPE),
     ),
     "dflash": HeadKind(
         head="treespec.heads.dflash:DFlashHead",

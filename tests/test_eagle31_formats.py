@@ -104,8 +104,8 @@ def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
 @pytest.mark.parametrize(
     "complaint, parts",
     {
-        "layer_types has sliding_attention, and sliding_window is None": SLIDING | {"sliding_window": None},
-        "layer_types has 'chunked_attention', must be full_attention or": {"layer_types": ["chunked_attention"]},
+        r"layer_types is \['sliding_attention'\], .*sliding_window is None": SLIDING | {"sliding_window": None},
+        r"layer_types is \['chunked_attention'\], must be full_attention or": {"layer_types": ["chunked_attention"]},
         r"lacks layers\.1\.input_layernorm\.weight": {"num_hidden_layers": 2},
         r"lacks midlayer\.self_attn\.k_norm\.weight": {"qk_norm": True},
     }.items(),

@@ -129,8 +129,8 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     head.fc.weight.copy_(solution[: 2 * width].T)
     if biased:
         head.fc.bias.copy_(solution[-1])
-    head.layer.self_attn.o_proj.weight *= SHARE
-    head.layer.mlp.down_proj.weight *= SHARE
+    head.decoder[0].self_attn.o_proj.weight *= SHARE
+    head.decoder[0].mlp.down_proj.weight *= SHARE
 
 
 def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:

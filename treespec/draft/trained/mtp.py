@@ -15,8 +15,7 @@ To draft deeper, the layer takes its own states. Of a checkpoint's several layer
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -43,20 +42,23 @@ SCALE = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each o
 class MtpLayer(nn.Module):
     """A decoder layer of the target's own class, over embedding and hidden state side by side.
 
-    embedding_first: their order (`Layout`).
+    like: the target's layer of that number, of whose class it is made. embedding_first: their order
+    (`Layout`).
     """
 
     cached_layers = 1
 
-    def __init__(
-        self, width: int, norm: Callable[[], nn.Module], block: nn.Module, embedding_first: bool
-    ) -> None:
-        """width: H. norm: makes a norm of width H as the target has it."""
+    def __init__(self, config: Any, like: Any, number: int, embedding_first: bool) -> None:
         super().__init__()
-        self.token_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
+        width = self.feature_size = config.hidden_size
+        norm, eps = like.input_layernorm.__class__, config.rms_norm_eps
+        norms = (norm(width, eps=eps) for _ in range(3))
+        self.token_norm, self.hidden_norm, self.final_norm = norms
         self.project = nn.Linear(2 * width, width, bias=False)
-        self.block, self.embedding_first = block, embedding_first
-        self.feature_size = width
+        self.block, self.embedding_first = like.__class__(config, number), embedding_first
+        for module in self.modules():  # its place in the cache
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = 0
 
     def forward(self, embeddings: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """[B, T, H] embeddings and hidden states -> [B, T, H] the states of the next step.
@@ -136,14 +138,9 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
         raise InputError(
             f"--drafter mtp: {name}: its layers are of {kind}, MTP layers are known of {KNOWN}"
         )
-    like, text = target.stack[number], copy.deepcopy(target.config)
-    norm: Any = partial(type(like.input_layernorm), text.hidden_size, eps=text.rms_norm_eps)
     with torch.device("meta"):
-        decoder_layer = type(like)(text, number)
-        layer = MtpLayer(text.hidden_size, norm, decoder_layer, layout.embedding_first)
-    for module in layer.modules():  # its place in the cache
-        if "layer_idx" in vars(module):
-            vars(module)["layer_idx"] = 0
+        text = copy.deepcopy(target.config)
+        layer = MtpLayer(text, target.stack[number], number, layout.embedding_first)
 
     # 3. Fill it. A buffer keeps its own dtype: the biases of a router are float32.
     def in_file(ours: str) -> str:

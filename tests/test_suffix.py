@@ -120,12 +120,12 @@ class TestAnswers:
         spec = spec_of("llama", "suffix")
         with spec.stream(prompt(), max_new_tokens=24) as stream:
             next(stream)
-        assert spec.decoder.drafter.drafters[0].caches.named("").tokens.tolist() == []
+        assert spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist() == []
 
     def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens(self):
         spec = spec_of("llama", "suffix")
         output = spec.generate(prompt(12), max_new_tokens=7)
-        kept = spec.decoder.drafter.drafters[0].caches.named("").tokens.tolist()
+        kept = spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist()
         assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
 
     @pytest.mark.parametrize("name", [7, True, b"a"])

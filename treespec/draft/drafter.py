@@ -100,9 +100,10 @@ class Frontier:
     parent_rows: Tensor
 
 
-def aligned(
-    frontiers: Sequence[Frontier | None], device: torch.device
-) -> tuple[Tensor, Tensor, list[int]]:
+Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
+
+
+def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """Frontiers of B sequences side by side: [B, F] tokens, [B, F] parent rows, nodes of each.
 
     Shorter frontiers are padded with 0. None counts as a frontier without nodes.
@@ -166,7 +167,7 @@ class Proposer(Observer):
         """
 
     @abstractmethod
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
 
     def levels(self, row: int) -> Tensor:

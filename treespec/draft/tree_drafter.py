@@ -14,8 +14,7 @@ from torch import Tensor
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
-from treespec.draft.cost.running import Choice
-from treespec.draft.drafter import Frontier, Proposer
+from treespec.draft.drafter import Frontier, Frontiers, Proposer
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import (
@@ -70,9 +69,9 @@ class TreeDrafter(ForcedDrafter):
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy
         self.times, self.now, self.cache = times, time.perf_counter, cache
-        self.builders, self.choices = [self._new_builder()], [Choice()]
+        self.builders = [self._new_builder()]
         if cache:
-            self.per_text = (*self.per_text, "cache", "choices")
+            self.per_text = (*self.per_text, "cache")
 
     @torch.no_grad()
     def draft_trees(
@@ -123,7 +122,7 @@ class TreeDrafter(ForcedDrafter):
         model, last = self.cache.cost_model(row, by), [*root.tolist(), *self.chains[row]]
         guess = self.cache.guess(row, last, torch.Generator(), model)
         nodes = 1 + len(guess.tokens)
-        preferred = nodes > 1 and self.choices[row].prefers_cache(guess.score, nodes, model)
+        preferred = nodes > 1 and self.builders[row].choice.prefers_cache(guess.score, nodes, model)
         return guess.tree(self.end(row, root)) if preferred else None
 
     def _growth(
@@ -157,7 +156,7 @@ class TreeDrafter(ForcedDrafter):
             builder.ahead = lambda: proposer.levels(row)[len(chain) :]
         return (yield from builder.grow(root, logits, by.params, generator))
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Draft one level of all trees, time it, and shape the logits by the path to each node."""
         started, vocabulary = self.now(), self.proposer.vocabulary
         logits = self.proposer.extend(frontiers)
@@ -192,13 +191,12 @@ class TreeDrafter(ForcedDrafter):
         if not self.offers[row]:
             builder = self.builders[row]
             if self.cache:
-                self.choices[row].settle(len(self.chains[row]) + len(path), builder.seconds)
+                builder.choice.settle(len(self.chains[row]) + len(path), builder.seconds)
             builder.update(path)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
         self.builders = [self._new_builder() for _ in lengths]
-        self.choices = [Choice() for _ in lengths]
         if self.cache:
             self.cache.rewind(lengths)
 

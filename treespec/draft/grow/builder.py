@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treespec.draft.calibration import Calibration, outline
 from treespec.draft.cost.model import CostBy
+from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Frontier
 from treespec.draft.grow.growth import (
     Drawn,
@@ -35,8 +36,8 @@ class TreeBuilder:
 
     scheme: makes the draws. calibration: of the head, where it has one. costs: the measured cost by
     batch size; called where a cycle needs it. known: what the policy learned from the sequence.
-    ahead: gives the draft logits [D, N] of all levels of the next tree, where a draft model has them
-    at once.
+    choice: between its trees and a suffix cache's. ahead: gives the draft logits [D, N] of all levels
+    of the next tree, where a draft model has them at once.
     """
 
     ahead: Callable[[], Tensor] | None = None
@@ -50,6 +51,7 @@ class TreeBuilder:
     ) -> None:
         self.policy, self.drawing = policy, scheme
         self.calibration, self.costs = calibration, costs
+        self.choice = Choice()
         self.known, self.drafted = policy.first, -1  # -1: the sequence had no tree in this cycle
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from treespec.draft.drafter import Drafter, Frontier
+from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
@@ -31,7 +31,7 @@ Growth = Growing[TokenTree]
 
 
 # For each sequence the draft logits [F, V] below its frontier; None is a finished tree.
-Extend = Callable[[Sequence[Frontier | None]], list[Tensor]]
+Extend = Callable[[Frontiers], list[Tensor]]
 
 
 def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Grown]:

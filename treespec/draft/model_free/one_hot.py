@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -64,21 +65,35 @@ class TextDrafter(Renewed, ABC):
         return
 
 
+@dataclass
+class Row:
+    """One sequence. models: what drafting costs and brings it; None: it drafts whole trees.
+
+    text: [T] its observed tokens. guess: of this cycle; None: it goes without drafts.
+    """
+
+    drafter: TextDrafter
+    models: CostModels | None
+    text: np.ndarray
+    guess: Guess | None = None
+
+
 @final
 class OneHotDrafter(ForcedDrafter):
-    """A `TextDrafter` and all observed tokens for each of B sequences; one at first.
+    """A `TextDrafter` for each of B sequences; one at first.
 
     times: with them it drafts only the part of a tree that pays (`part`); None: whole trees.
     """
 
-    per_text = ("texts", "drafters", "models_by_text", "guesses")
+    per_text = ("rows",)
     one_hot = True
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
-        self.name, self.drafters, self.times = type(drafter).__name__.lower(), [drafter], times
-        self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by sequence
-        self.models_by_text: list[CostModels | None] = [None]
-        self.guesses: list[Guess | None] = [None]  # of this cycle; None: it goes without drafts
+        self.name, self.times = type(drafter).__name__.lower(), times
+        self.rows = [self._row(drafter, np.empty(0, dtype=np.int64))]
+
+    def _row(self, drafter: TextDrafter, text: np.ndarray) -> Row:
+        return Row(drafter, CostModels(self.times) if self.times else None, text)
 
     @property
     def timed(self) -> bool:
@@ -94,58 +109,56 @@ class OneHotDrafter(ForcedDrafter):
     ) -> list[TokenTree]:
         self.chains = [distribution.forced() for distribution in distributions]
         trees = []
-        for row, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
-            model, drafter, guess = self.cost_model(row, by), self.drafters[row], None
-            waits = model and not drafter.predicts and rests(model, drafter.widest)
+        for number, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
+            model, row = self.cost_model(number, by), self.rows[number]
+            waits = model and not row.drafter.predicts and rests(model, row.drafter.widest)
+            row.guess = None
             if not (waits or by.over):
-                last = [*root.tolist(), *self.chains[row]]
-                guess = self.guess(row, last, generators[row], model)
-            self.guesses[row] = guess
-            trees.append((guess or Guess()).tree(self.end(row, root)))
+                last = [*root.tolist(), *self.chains[number]]
+                row.guess = self.guess(number, last, generators[number], model)
+            trees.append((row.guess or Guess()).tree(self.end(number, root)))
         return self.hung(roots, trees, generators)
 
     def guess(
         self, row: int, last: list[int], generator: torch.Generator, model: CostModel | None
     ) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
-        guess = self.drafters[row].draft(np.append(self.texts[row], last), generator)
+        text = np.append(self.rows[row].text, last)
+        guess = self.rows[row].drafter.draft(text, generator)
         return part(guess, model) if model else guess
 
     def cost_model(self, row: int, distribution: Distribution) -> CostModel | None:
         """What drafting costs and brings this sequence; None: it drafts whole trees."""
-        if not self.times:
-            return None
-        models = self.models_by_text[row] = self.models_by_text[row] or CostModels(self.times)
-        return models.among(distribution.company(len(self.texts)))
+        models = self.rows[row].models
+        return models and models.among(distribution.company(len(self.rows)))
 
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
-        if models := self.models_by_text[row]:
-            models.present.update(path)
-        if guess := self.guesses[row]:
-            self.drafters[row].settle(guess, len(path), out)
+        own = self.rows[row]
+        if own.models:
+            own.models.present.update(path)
+        if own.guess:
+            own.drafter.settle(own.guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        pairs = zip(self.texts, tokens, strict=True)
-        self.texts = [np.append(text, new[:-1].cpu().numpy()) for text, new in pairs]
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.text = np.append(row.text, new[:-1].cpu().numpy())
 
     def enter(self, memory: str | None) -> None:
-        (drafter,) = self.drafters
-        drafter.enter(memory)
+        self.rows[0].drafter.enter(memory)
 
     def remember(self, memory: str, answer: Sequence[int]) -> None:
-        self.drafters[0].remember(memory, answer)
+        self.rows[0].drafter.remember(memory, answer)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
-        self.drafters = [drafter.new() for drafter in self.drafters]
-        self.models_by_text, self.guesses = [None] * len(lengths), [None] * len(lengths)
+        pairs = zip(self.rows, lengths, strict=True)
+        self.rows = [self._row(row.drafter.new(), row.text[:length]) for row, length in pairs]
 
     def new(self) -> "OneHotDrafter":
         return self.paced(self.times)
 
     def paced(self, times: CostBy | None) -> "OneHotDrafter":
         """Another of its kind that drafts only what pays."""
-        return OneHotDrafter(self.drafters[0].new(), times)
+        return OneHotDrafter(self.rows[0].drafter.new(), times)
 
 
 def part(guess: Guess, model: CostModel) -> Guess:

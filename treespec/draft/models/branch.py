@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.drafter import Frontier, Proposer, aligned
+from treespec.draft.drafter import Frontier, Frontiers, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
@@ -57,7 +57,7 @@ class BranchProposer(Proposer):
         """`extend` for the roots [B] int64, which have no level above."""
         return [*self.extend([Frontier(root, torch.zeros_like(root)) for root in roots.split(1)])]
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.places.device)
         self.branch.extend(above)
         self.places = torch.cat([self.places, self.after.expand(tokens.shape)], dim=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from treespec.draft.drafter import PREFILL_AT, Frontier
+from treespec.draft.drafter import PREFILL_AT, Frontier, Frontiers
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.other_vocabulary import (
@@ -72,7 +72,7 @@ class ModelProposer(BranchProposer):
         self.follow(self.cache, self.cache.lengths)
         return list(self.fitted(self.model.output_logits(hidden)).split(1))
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
         own = [f and Frontier(self.drafted(f.tokens), f.parent_rows) for f in frontiers]
         return [*map(self.fitted, super().extend(own))]
 

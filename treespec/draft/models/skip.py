@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.drafter import Frontier
+from treespec.draft.drafter import Frontiers
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
@@ -103,7 +103,7 @@ class SkipProposer(BranchProposer):
         self.follow(cache, cache.lengths)
         return self.below(roots)
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def extend(self, frontiers: Frontiers) -> list[Tensor]:
         with skipping(self.model, self.skipped):
             return super().extend(frontiers)
 

@@ -36,36 +36,37 @@ def begun(conversation):
     return conversation
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "/nonsense",
-        "/",
-        "/reset now",
-        "/temperature warm",
-        "/temperature -1",
-        "/temperature nan",
-        "/temperature none",
-        "/top-p 2",
-        "/max-new-tokens 0",
-        "/max-new-tokens 1.5",
-        "/seed -1",
-        "/seed x",
-        "/seed 18446744073709551616",
-        "/retry",  # nothing was asked
-        "/retry now",
-        "/verifier nonsense",
-        "/verifier none",
-        "/verifier single",  # not over a dynamic tree
-        "/tree nonsense",
-        "/tree nowhere.json",
-        "/tree chain:0",
-        "/save",
-        "/save nowhere.jsonl",  # nothing to save
-        "/undo",  # nothing was asked
-    ],
-)
+WRONG = """
+/nonsense
+/
+/reset now
+/temperature warm
+/temperature -1
+/temperature nan
+/temperature none
+/top-p 2
+/max-new-tokens 0
+/max-new-tokens 1.5
+/seed -1
+/seed x
+/seed 18446744073709551616
+/retry
+/retry now
+/verifier nonsense
+/verifier none
+/verifier single
+/tree nonsense
+/tree nowhere.json
+/tree chain:0
+/save
+/save nowhere.jsonl
+/undo
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
 def test_a_command_that_cannot_be_done_is_one_line_and_changes_nothing(conversation, line, tmp_path, monkeypatch):
+    """A dynamic tree cannot go with `single`; nothing was asked yet that could be saved, undone or retried."""
     monkeypatch.chdir(tmp_path)
     before = vars(conversation).copy()
     with pytest.raises((InputError, TreeError)) as caught:

@@ -49,7 +49,7 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         fields["heads"] = config.draft_heads
     head = new_head(config.head, target, **fields)
     head.config = with_tokens(head.config, target)
-    for module in cast(nn.Module, head).modules():
+    for module in head.modules():
         for name, weight in module.named_parameters(recurse=False):
             if not weight.requires_grad and weight.device != device:
                 setattr(module, name, nn.Parameter(weight.to(device), requires_grad=False))
@@ -91,7 +91,7 @@ def begin(
         fit_feature(cast(EagleHead, head), data, config.seed)
 
     # 3. Dropout, in the gaps that Hydra++ has before its layers.
-    for module in list(cast(nn.Module, head).modules()):
+    for module in list(head.modules()):
         if config.recipe.dropout and isinstance(module, nn.Sequential):
             for position, part in enumerate(module):
                 if isinstance(part, nn.Identity):

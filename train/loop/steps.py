@@ -144,33 +144,30 @@ def optimizer_step(
     mine: this process's, with features [B, T, F]. steps: draft steps to train over. Returns their
     losses without gradients, and whether losses and gradient are finite in all processes.
     """
-    accelerator, optimizer, good = run.accelerator, run.optimizer, True
-    losses: list[Loss] = []
+    # 1. The gradients of all losses, of which no graph is kept.
+    accelerator, losses = run.accelerator, []
     for forward, features in mine:
         with accelerator.accumulate(run.model):
-            # 1. The loss, of which no graph is kept.
             loss = loss_of(run, forward, features, steps)
             accelerator.backward(loss.total)
             losses.append(loss._replace(total=loss.total.detach()))
 
-            # 2. A step of all processes or of none, as their weights must stay the same; a scaler
-            #    skips a bad one itself, and lowers its scale.
-            if accelerator.sync_gradients:
-                known = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
-                norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
-                known = known if norm is None else known + norm.to(known.device)
-                good = bool(accelerator.reduce(known, reduction="sum").isfinite())
-            if good or accelerator.scaler is not None:
-                optimizer.step()
-            optimizer.zero_grad()
+    # 2. A step of all processes or of none, as their weights must stay the same; a scaler skips a
+    #    bad one itself, and lowers its scale.
+    known = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
+    norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
+    known = known if norm is None else known + norm.to(known.device)
+    good = bool(accelerator.reduce(known, reduction="sum").isfinite())
+    if good or accelerator.scaler is not None:
+        run.optimizer.step()
+    run.optimizer.zero_grad()
     return losses, good
 
 
 def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
     """The loss of one forward. Its noise and dropout follow from the seed and its place."""
     config, device = run.config, features.device
-    place = forward.batch * 1009 + run.accelerator.process_index
-    seed = config.seed * 1_000_003 * 1009 + place
+    seed = (config.seed * 1_000_003 + forward.batch) * 1009 + run.accelerator.process_index
     if config.recipe.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator
     rows = [run.data.train[i] for i in forward.conversations]

@@ -167,47 +167,44 @@ def token_losses(
     places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
     loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
     """
-    # 1. The positions that each guess reaches, by chunk, and zeros to add to.
+    # 1. Zeros to add to, and how far each guess is.
     device, (loss_of, size) = places.device, chosen_loss(loss)
     elements = ON_CPU if device.type == "cpu" else ELSEWHERE
     rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
-    reached = places >= torch.arange(len(guesses), device=device)[:, None]  # [G, M]
-    chunks = reached.split(rows, dim=1)
-    sizes = torch.stack([chunk.sum(1) for chunk in chunks], dim=1).tolist()  # by guess and chunk
     slopes = [torch.zeros_like(guess.states) for guess in guesses]
     known = {weight: torch.zeros_like(weight) for guess in guesses for weight in guess.weights}
     losses, agreeing = torch.zeros(2, len(guesses), device=device)
-    pieces = [
-        list(zip(guess.states.detach().split(own), slope.split(own), strict=True))
-        for guess, slope, own in zip(guesses, slopes, sizes, strict=True)
-    ]
+    done = [0] * len(guesses)
 
-    for number, chunk in enumerate(chunks):
+    for start in range(0, len(places), rows):
         # 2. The target's probabilities of a chunk, in its own precision, once for all guesses.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            target = teacher.of(slice(number * rows, (number + 1) * rows))
+            target = teacher.of(slice(start, start + rows))
         for i, guess in enumerate(guesses):
-            states, slope = pieces[i][number]
-            if not len(states):
+            reached = places[start : start + rows] >= i
+            here = slice(done[i], done[i] + int(reached.sum()))
+            done[i] = here.stop
+            if here.start == here.stop:
                 continue
-            p = target if len(states) == len(target) else target[chunk[i]]
+            p = target if here.stop - here.start == len(target) else target[reached]
             learns = p.sum(-1) > 0
 
             # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
             #    by the number of positions, much of them would be too small for float16.
-            logs = precise(guess.output(states.requires_grad_())).log_softmax(-1)
+            states = guess.states[here].detach().requires_grad_()
+            logs = precise(guess.output(states)).log_softmax(-1)
             values = loss_of(p, logs).where(learns, 0).sum()
             gradients = torch.autograd.grad(values, (states, *guess.weights))
             losses[i] += values.detach()
             agreeing[i] += (learns & (logs.argmax(-1) == p.argmax(-1))).sum()
             share = guess.share / len(guess.states)
-            slope.copy_(gradients[0] * share)
+            slopes[i][here] = gradients[0] * share
             for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
                 known[weight].add_(gradient, alpha=share)
             del logs, values, gradients, p
 
     # 4. Means.
-    counts = reached.sum(1).clamp(min=1)
+    counts = torch.tensor([max(count, 1) for count in done], device=device)
     parts: dict[str, Tensor] = {}
     for step, (value, share) in enumerate(zip(losses / counts, agreeing / counts, strict=True), 1):
         parts |= {f"token_{step}": value, f"agreement_{step}": share}

@@ -143,19 +143,16 @@ def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
         # 1. The verifiers and trees that this drafter fits.
         one_hot, name = drafter.kind.one_hot and len(drafters) > 1, drafter.written
         rows: list[Contestant] = []
-        for verifier, _, verifiers_tree in verifiers:
-            own = drafter.tree or verifiers_tree
-            for tree in [own] if own else trees:
-                tree = None if one_hot else tree
-                try:
-                    known = known_verifier(verifier, config.allow_lossy)
-                    check_named(drafter, known, policy(tree) if tree else None)
-                except InputError as error:
-                    reasons.append(f"{name} with {verifier}: {error}")
-                    if len(drafters) == 1:
-                        raise InputError(reasons[-1]) from None
-                else:
-                    rows.append(Contestant(verifier, name, tree))
+        for (verifier, _, own), other in product(verifiers, trees):
+            tree = None if one_hot else drafter.tree or own or other
+            try:
+                known = known_verifier(verifier, config.allow_lossy)
+                check_named(drafter, known, policy(tree) if tree else None)
+                rows.append(Contestant(verifier, name, tree))
+            except InputError as error:
+                reasons.append(f"{name} with {verifier}: {error}")
+                if len(drafters) == 1:
+                    raise InputError(reasons[-1]) from None
 
         # 2. One-hot tokens have no draft distribution, which `topk` does without.
         fitting += rows or [Contestant("topk", name)] * one_hot

@@ -32,14 +32,7 @@ from treespec.eval.intervals import FEW, Array, interval, resample, share_of
 from treespec.eval.ledger import Completion, Ledger
 
 RESAMPLES = 1000
-STAGES = {  # of a cycle, in the order of tables, and their names there
-    "head": "draft model",
-    "rest_of_drafting": "rest of drafting",
-    "target": "target",
-    "verify": "verify",
-    "commit": "commit",
-    "rest": "rest",
-}
+STAGES = ("draft model", "rest of drafting", "target", "verify", "commit", "rest")  # of a cycle
 
 Id = int | str  # of a question
 Completions = Mapping[Id, Completion]  # a contestant's
@@ -82,11 +75,9 @@ def summarise(ledger: Ledger) -> Summary:
     plain = {(o.method, o.temperature, o.batch): every[o.name] for o in asked if not o.again}
     rows, again = [], []
     for one in (one for one in asked if one.name not in failed):
-        mine = every[one.name]
+        mine, at = every[one.name], (one.temperature, one.batch)
         base, generate = (
-            other
-            if (other := plain.get((method, one.temperature, one.batch))) is not mine
-            else None
+            other if (other := plain.get((method, *at))) is not mine else None
             for method in (BASELINE, GENERATE)
         )
         if not one.again:
@@ -95,8 +86,7 @@ def summarise(ledger: Ledger) -> Summary:
             rows[-1] |= {"lossless": one.lossless, "by_generate": by_generate}
         elif base and (both := [i for i in mine if i in base]):
             again.append(asdict(one) | figures_of(mine, base, both, config.seed))
-    return {
-        **{name: head[name] for name in ("options", "environment", "left_out")},
+    return {name: head[name] for name in ("options", "environment", "left_out")} | {
         "timed": timed,
         "questions": len(questions),
         "few_questions": [name for name, chosen in groups.items() if len(chosen) < FEW],
@@ -125,21 +115,18 @@ def row_of(
         said = "token_ids" if any(pairs[0][0]["token_ids"]) else "turns"  # a server tells no ids
         same = sum(x == y for a, b in pairs for x, y in zip(a[said], b[said], strict=True))
     verdicts = [(a["right"], b["right"]) for a, b in pairs if a["right"] is not None]
-    answers, right = len(verdicts), sum(ours for ours, _ in verdicts)
+    right = None
+    if verdicts:
+        number, of = sum(ours for ours, _ in verdicts), len(verdicts)
+        alike = base and sum(ours == theirs for ours, theirs in verdicts)
+        right = {"answers": of, "right": number, "share": share_of(number, of), "same": alike}
     return {
         "overall": by_group.pop("overall"),
         "categories": by_group,
         "same": same,
         "turns": len(ends),
         "ended": {end: ends.count(end) for end in ("model", "max_new_tokens", "context")},
-        "right": {
-            "answers": answers,
-            "right": right,
-            "share": share_of(right, answers),
-            "same": base and sum(ours == theirs for ours, theirs in verdicts),
-        }
-        if verdicts
-        else None,
+        "right": right,
     }
 
 
@@ -178,31 +165,31 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
             decoding = (plain["wall"] - plain["prefill"]) * one_token
             ratios["decoding_speedup"] = tokens / (wall - own["prefill"]) * decoding
             forward = plain["target"] / plain["cycles"]
-            ratios["bound"] = tokens / (own["target"] + own["head"]) * forward
+            ratios["bound"] = tokens / (own["target"] + own["draft model"]) * forward
 
         # 2. Rates by depth. A depth that no cycle reached has none.
         by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
         accepted = [draws @ np.array(counts, dtype=float) for counts in by_depth]
         rates = [b / a for a, b in zip([cycles, *accepted], accepted, strict=False)]
 
-        # 3. Numbers.
+        # 3. Numbers; a server or transformers tells no cycles.
         value = {name: samples[0] for name, samples in own.items()}
-        turns = sum(len(one["turns"]) for one in mine)
-        cycle_ms = {stage: float(1000 * value[stage] / value["cycles"]) for stage in STAGES}
+        turns, forwards = sum(len(one["turns"]) for one in mine), value["cycles"]
+        cycle_ms = {stage: 1000 * value[stage] / forwards for stage in STAGES}
         first_token = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
-        if value["cycles"]:
-            first_token = float(value["prefill"] / turns) + sum(cycle_ms.values()) / 1000
+        if forwards:
+            first_token = value["prefill"] / turns + sum(cycle_ms.values()) / 1000
         return {
             **dict.fromkeys(("speedup", "decoding_speedup", "bound")),
             **{name: interval(samples) for name, samples in ratios.items()},
             "acceptance_rate_by_depth": [interval(rate) for rate in rates],
             "questions": len(mine),
             "tokens": int(value["new_tokens"]),
-            "cycles": int(value["cycles"]),
-            "seconds": float(value["wall"]),
-            "nodes": float(1 + value["drafted"] / value["cycles"]),
-            "undrafted": float(value["undrafted"] / value["cycles"]),
-            "prefill_seconds": float(value["prefill"]),
+            "cycles": int(forwards),
+            "seconds": value["wall"],
+            "nodes": 1 + value["drafted"] / forwards,
+            "undrafted": value["undrafted"] / forwards,
+            "prefill_seconds": value["prefill"],
             "cycle_ms": cycle_ms,
             "first_token": first_token or None,
         }
@@ -219,13 +206,10 @@ def counted(one: Completion) -> dict[str, float]:
 
     The stages and the prefill add up to `wall`.
     """
-    wall, seconds = sum(one["wall"]), one["seconds"]
-    stages = ("prefill", "head", "target", "verify", "commit")
-    by_stage = {stage: seconds.get(stage, 0.0) for stage in stages}
-    by_stage["rest_of_drafting"] = seconds.get("draft", 0.0) - by_stage["head"]
-    return by_stage | {
-        "rest": wall - sum(by_stage.values()),
-        "wall": wall,
-        "undrafted": one["undrafted"],
-        **{name: sum(one[name]) for name in ("new_tokens", "cycles", "drafted")},
-    }
+    seconds = one["seconds"]
+    spent = {stage: seconds.get(stage, 0.0) for stage in ("prefill", "target", "verify", "commit")}
+    spent["draft model"] = seconds.get("head", 0.0)
+    spent["rest of drafting"] = seconds.get("draft", 0.0) - spent["draft model"]
+    sums = {name: sum(one[name]) for name in ("wall", "new_tokens", "cycles", "drafted")}
+    rest = sums["wall"] - sum(spent.values())
+    return spent | sums | {"rest": rest, "undrafted": one["undrafted"]}

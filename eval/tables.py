@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from treespec.eval.config import EvalConfig
-from treespec.eval.figures import STAGES, Row, Summary, summarise
+from treespec.eval.figures import Row, Summary, summarise
 from treespec.eval.intervals import FEW
 from treespec.eval.ledger import Completion, Ledger
 from treespec.eval.report import Cell, Report, Table, filled_in, markdown, page, percent, shown
@@ -140,8 +140,8 @@ def cycle(row: Row) -> Cells:
     whole = sum(ms.values())
     return {
         "cycle": f"{whole:.2f}",
-        **{name: f"{ms[s]:.2f} ({ms[s] / whole:.0%})" for s, name in STAGES.items()},
-        "overhead": f"{1 - (ms['target'] + ms['head']) / whole:.0%}",
+        **{stage: f"{own:.2f} ({own / whole:.0%})" for stage, own in ms.items()},
+        "overhead": f"{1 - (ms['target'] + ms['draft model']) / whole:.0%}",
         "prefill": f"{row['overall']['prefill_seconds']:.2f} s",
     }
 

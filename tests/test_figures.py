@@ -43,7 +43,7 @@ def test_figures_of_given_times():
     mine = answer(12, 4, 0.060, prefill=0.020, **stages)
     plain = answer(12, 12, 0.080, prefill=0.020, target=0.048)
     got = figures([mine] * 2, [plain] * 2, resample(2, 50, 0))
-    ms = {"head": 2, "rest_of_drafting": 1, "target": 6, "verify": 0.5, "commit": 0.25, "rest": 0.25}
+    ms = {"draft model": 2, "rest of drafting": 1, "target": 6, "verify": 0.5, "commit": 0.25, "rest": 0.25}
     assert got["cycle_ms"] == pytest.approx(ms)
     values = {"decoding_speedup": 1.5, "bound": 3 * 4 / (6 + 2), "speedup": 80 / 60, "acceptance_length": 3}
     assert {name: got[name]["value"] for name in values} == pytest.approx(values)

@@ -20,9 +20,6 @@ from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
 LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
 
-# Khisti et al. 2025, Figure 2, and a toy example: a uniform draft on 3 tokens against the target
-# (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
-FIGURE_2 = Path(__file__).with_name("figure2.json")
 PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
 )  # the sweeps of each: the options that it settles
@@ -30,14 +27,11 @@ PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a number out of its range, and without models or distributions."""
+    """Raises InputError for a number out of its range, and without models."""
 
     out: str = option("folder for the rates")
     target: str | None = shared(TargetOptions, "target", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
-    laws: str | None = option(
-        'JSON file of distributions instead of a model: {"p": [[…], …], "q": [[…], …]}', None
-    )
     answers_temperature: ClassVar[float] = 1.0
     max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
     max_new_tokens: int = shared(TextOptions, "max_new_tokens", 256)
@@ -84,13 +78,12 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.given and not (self.target and self.head):
-            raise InputError("give --target and --head, or --laws FILE, or --preset khisti-figure2")
+            raise InputError("give --target and --head, or --preset khisti-figure2")
 
     @property
-    def given(self) -> Path | None:
-        """The file of distributions; None where models give them."""
-        file = FIGURE_2 if self.preset == "khisti-figure2" else self.laws
-        return Path(file) if file else None
+    def given(self) -> bool:
+        """Whether the preset gives distributions, which need no models."""
+        return self.preset == "khisti-figure2"
 
 
 class Case(NamedTuple):

@@ -46,7 +46,7 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
         for case in cases(sweep)
     ]
     with locked(config.out):
-        logits, environment = given(config.given) if config.given else collected(config, report)
+        logits, environment = given() if config.given else collected(config, report)
 
         # 2. The rates of every case.
         generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Where distributions come from: logits of target and head on text, or given probabilities."""
+"""Where distributions come from: logits of target and head on text, or those of a paper."""
 
 import json
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Report
 from treespec.eval.texts import Passage, describe, load_models, passages_of
 
+FIGURE_2 = Path(__file__).with_name("figure2.json")
 Coordinates = dict[str, str | float]
 Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
 
@@ -85,29 +86,12 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
 
 
-def given(path: Path) -> Collected:
-    """The distributions of a JSON file.
+def given() -> Collected:
+    """Khisti et al. 2025, Figure 2, and a toy example.
 
-    Raises InputError for a file that cannot be read or does not hold n pairs of distributions.
+    A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
     """
-    # 1. The file.
-    try:
-        fields = json.loads(path.read_text())
-        p, q = (torch.tensor(fields[name], dtype=torch.float64) for name in "pq")
-        at = fields.get("at") or [{"law": number} for number in range(len(p))]
-    except OSError as error:
-        raise InputError(f"cannot read distributions from {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f'{path} must hold {{"p": [[…], …], "q": [[…], …]}}, rows of one length'
-        ) from error
-
-    # 2. Over one vocabulary, without negative numbers, each summing to 1.
-    fits = p.shape == q.shape and p.dim() == 2 and len(p) == len(at)
-    both = torch.cat([p, q]) if fits else -torch.ones(1, 1)
-    if (both < 0).any() or (both.sum(-1) - 1).abs().max() > 1e-3:
-        raise InputError(
-            f"{path}: p and q must hold equally many distributions over the same tokens, each summing to 1"
-        )
-    logits = Logits(p.log(), q.log(), torch.arange(len(p)), at)
+    fields = json.loads(FIGURE_2.read_text())
+    p, q = (torch.tensor(fields[name], dtype=torch.float64).log() for name in "pq")
+    logits = Logits(p, q, torch.arange(len(p)), fields["at"])
     return logits, {"torch": str(torch.__version__)}

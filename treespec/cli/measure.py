@@ -9,7 +9,6 @@ from treespec.cli.early import (
     begin_answers,
     check_pairing,
     check_questions,
-    check_readable,
     check_text,
 )
 from treespec.cli.options import takes
@@ -97,7 +96,6 @@ def certify(config: CertifyConfig) -> None:
 def acceptance(config: AcceptanceConfig) -> None:
     """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
     check_folder(config.out)
-    check_readable(laws=config.laws)
     check_text(config.text)
     check_questions(config.questions)
     for sweep in sweeps(config):
@@ -110,8 +108,6 @@ def acceptance(config: AcceptanceConfig) -> None:
             raise InputError(
                 f"--step is {config.step}, the head {config.head} drafts {deepest} tokens ahead"
             )
-    else:
-        notice(f"reading {config.given} …")
     from treespec.eval.acceptance.rates import accept
     from treespec.eval.acceptance.table import report_of
 

@@ -5,7 +5,6 @@ from chat_templates import (
     BY_HAND,
     CHATML,
     CONVERSATIONS,
-    GENERATION,
     LLAMA3,
     OPENED,
     byte_tokenizer,
@@ -72,16 +71,6 @@ def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
         assert example.input_ids[: len(served)].tolist() == served
         assert example.loss_mask[len(served)]
         assert not example.loss_mask[len(served) - 1]
-
-
-def test_the_marks_of_a_template_are_taken_unless_an_answer_lies_outside():
-    marked = GENERATION.replace("{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}")
-    messages = turns(["u 1+1", "a 2 ", "u 3", "a 4  "])
-    example = encode_conversation(byte_tokenizer(marked), messages, None, 1000)
-    assert decoded_answers(byte_tokenizer(), example) == ["2 <|im_end|>\n", "4  <|im_end|>\n"]
-    wrong = CHATML.replace("{{ '<|im_start|>'", "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}{{ ''")
-    example = encode_conversation(byte_tokenizer(wrong), messages, None, 1000)
-    assert decoded_answers(byte_tokenizer(), example) == ["2 <|im_end|>", "4  <|im_end|>"]
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])

@@ -169,16 +169,15 @@ def cycle_of(
         at: probs(rows, shown).reshape(-1, rows.shape[-1]).mean(0)
         for at, rows in seen.draft_logits.items()
     }
-    drawn = {} if params.greedy else _drawn(tree)
 
     def words(before: int | None, token: int) -> str:
         return f"#{token}" if tokenizer is None else text_after(tokenizer, before, token)
 
     def after(node: int, token: int) -> tuple[str, float, float | None]:
         """(text, p, q) of a token after a node."""
-        likely = float(q[paths[node]][token]) if paths[node] in q else None
-        q_of_token = drawn.get((kept[node], token), likely)
-        return words(tokens[node], token), float(p[node, token]), q_of_token
+        law = q.get(paths[node])
+        likely = None if law is None else float(law[token])
+        return words(tokens[node], token), float(p[node, token]), likely
 
     # 3. The nodes below the root, and what the target said after the path.
     root = (words(None, tokens[0]), None, None)
@@ -199,15 +198,3 @@ def reachable(tree: TokenTree) -> list[int]:
         if node == 0 or (token >= 0 and parent in nodes.values()):
             nodes.setdefault((parent, token), node)
     return list(nodes.values())
-
-
-def _drawn(tree: TokenTree) -> dict[tuple[int, int], float]:
-    """By node and token, the probability in the distribution that the first draw of it came from."""
-    if tree.drafts is None:
-        return {}
-    tokens, q = tree.drafts.draws.tokens, tree.drafts.q  # [I, K]; [I, V] or [I, K, V]
-    q = q[:, None].expand(-1, tokens.shape[1], -1) if q.dim() == 2 else q
-    drawn = q.gather(2, tokens.clamp_min(0)[..., None]).squeeze(2)  # [I, K]
-    nodes = tree.drafts.nodes[:, None].expand_as(tokens)
-    columns = (column.flatten().flip(0).tolist() for column in (nodes, tokens, drawn))
-    return {(node, token): share for node, token, share in zip(*columns, strict=True)}

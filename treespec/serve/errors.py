@@ -91,7 +91,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "unknown_field":
         name, hint = first["ctx"]["name"], first["ctx"]["hint"]
-        return ApiError(400, f"Unknown parameter: '{name}'; {hint}", name, "unknown_parameter")
+        return ApiError(400, f"Unknown parameter: '{name}'{hint}", name, "unknown_parameter")
     if param is None:
         return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
     if first["type"] == "missing":

@@ -4,7 +4,6 @@ Null stands for an absent field. An unknown field, a wrong type or range is an e
 name. `RequestOptions` checks the options that it has; here stand the other fields.
 """
 
-import difflib
 from typing import (
     Annotated,
     Any,
@@ -16,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from treespec.options import nearest
 from treespec.serve.errors import ApiError
 from treespec.text.strings import one_line, text_of
 
@@ -48,9 +48,7 @@ class StrictBody(Body):
         for name, value in given.items() if isinstance(given, dict) else ():
             if name in (*names, *HARMLESS) or value is None or DONE.get(name) == value:
                 continue
-            close = difflib.get_close_matches(name[:80], names, 1, 0.8)
-            hint = f"did you mean '{close[0]}'?" if close else "leave it out"
-            told = {"name": one_line(name[:80]), "hint": hint}
+            told = {"name": one_line(name[:80]), "hint": nearest(name[:80], names)}
             raise PydanticCustomError("unknown_field", "{hint}", told)
         return given
 

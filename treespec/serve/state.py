@@ -1,6 +1,5 @@
 """What all requests of a server share; counts and times in Prometheus' format."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -60,16 +59,15 @@ class Metrics:
 
     def watch(self) -> Callable[[Piece | None], None]:
         """Times one answer from now on. The engine's thread calls the result for every piece."""
-        started = latest = time.perf_counter()
-        pieces = 0
+        started = time.perf_counter()
+        latest: float | None = None
 
         def seen(piece: Piece | None) -> None:
-            nonlocal latest, pieces
+            nonlocal latest
             now = time.perf_counter()
-            pieces += 1
             if piece is None:
                 self.times["answer_seconds"].observe(now - started)
-            elif pieces == 1:
+            elif latest is None:
                 self.times["first_token_seconds"].observe(now - started)
                 latest = now
             elif not piece.drafted:  # the target's own token ends a cycle
@@ -94,12 +92,6 @@ class Metrics:
             self.counts[name].inc(number)
         if stats.cycles:
             self.times["acceptance_length"].observe(stats.acceptance_length)
-
-    def mean_seconds(self) -> float:
-        """Mean seconds of the answers so far; 1 before the first."""
-        value = self.registry.get_sample_value
-        count = value("treespec_answer_seconds_count")
-        return (value("treespec_answer_seconds_sum") or 0.0) / count if count else 1.0
 
 
 @final
@@ -130,10 +122,8 @@ class State:
             raise ApiError(404, message, "model", "model_not_found")
 
     def busy(self, message: str) -> ApiError:
-        """The queue is full: when it makes sense to try again."""
-        seconds = self.metrics.mean_seconds() * max(1, self.engine.waiting)
-        headers = {"Retry-After": str(min(60, max(1, math.ceil(seconds))))}
-        return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+        """The queue is full: an answer takes seconds."""
+        return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "5"})
 
     def cut(self) -> ApiError:
         """Why answers were cut off that their client still waits for."""

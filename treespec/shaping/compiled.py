@@ -56,7 +56,7 @@ def compiled(
     for a source that cannot be used, and for a target whose tokenizer cannot be matched.
     """
     text = text_of(kind, source)
-    return Grammar(kind, start_of(kind, text, tokens_of(kind, tokenizer, vocab_size, ends)), ends)
+    return Grammar(kind, start_of(kind, text, tokens_of(tokenizer, vocab_size, ends)), ends)
 
 
 def text_of(kind: str, source: object) -> str:
@@ -77,22 +77,32 @@ def text_of(kind: str, source: object) -> str:
     return source
 
 
-def tokens_of(kind: str, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
+@lru_cache(maxsize=4)
+def tokens_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
     """llguidance's copy of the tokenizer. Raises InputError for one that it cannot copy."""
     if tokenizer is None:
-        raise InputError(f"the target has no tokenizer: {kind} needs the text of its tokens")
+        raise InputError("the target has no tokenizer: a grammar needs the text of its tokens")
+    name = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
-        name = type(tokenizer).__name__
         raise InputError(
-            f"{kind} needs a fast tokenizer (tokenizer.json), the target's is a {name}: convert it, "
-            "or leave the option out"
+            f"a grammar needs a fast tokenizer (tokenizer.json), the target's is a {name}: convert "
+            "it, or leave the option out"
         )
     if not ends:
         raise InputError(
-            f"{kind} needs a token that ends the answer: set eos_token_id in the target's "
+            "a grammar needs a token that ends the answer: set eos_token_id in the target's "
             "generation_config.json"
         )
-    return _copied(tokenizer, vocab_size, ends)
+    try:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
+    except ImportError:
+        raise InputError(
+            "answers by a grammar need llguidance: pip install 'treespec[grammar]'"
+        ) from None
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"llguidance cannot read the target's {name}: {error}") from error
 
 
 def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, Any]:
@@ -102,21 +112,6 @@ def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, 
     backend.no_truncation()
     size = max(vocab_size, len(tokenizer), *(token + 1 for token in ends))
     return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": sorted(ends)}
-
-
-@lru_cache(maxsize=4)
-def _copied(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
-    try:
-        from llguidance import LLTokenizer
-    except ImportError:
-        raise InputError(
-            "answers by a grammar need llguidance: pip install 'treespec[grammar]'"
-        ) from None
-    try:
-        return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
-    except (ValueError, RuntimeError) as error:
-        name = type(tokenizer).__name__
-        raise InputError(f"llguidance cannot read the target's {name}: {error}") from error
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +167,7 @@ class Trial:
         """As for `compiled`. A large tokenizer is copied now: the copy holds up other threads."""
         self.given = (tokenizer, vocab_size, ends)
         with suppress(InputError):  # a request by grammar will hear of it
-            tokens_of("grammar", *self.given)
+            tokens_of(*self.given)
         self.pipe: Connection | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 
@@ -184,7 +179,7 @@ class Trial:
         text = text_of(kind, source)
         if len(text) > MOST:
             raise InputError(f"{kind} has {len(text)} characters, at most {MOST} are taken")
-        tokens_of(kind, *self.given)
+        tokens_of(*self.given)
         self.check(kind, text)
 
     def _check(self, kind: str, text: str) -> None:

@@ -3,18 +3,14 @@
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from treespec.errors import InputError
 from treespec.text.entries import UnusableConversation
-from treespec.text.strings import well_formed
 from treespec.text.templates import (
     Messages,
     Template,
     Tools,
-    check,
-    refusals,
     render,
     special_tokens,
 )
@@ -94,26 +90,16 @@ def answers(
     Returns (text, spans). A span is [start, end) in characters. If the place of any answer is
     unknown, there are no spans.
 
-    A template may mark answers ({% generation %}). Otherwise an answer stands behind the header of
-    `marks_of`. Either way the words of each answer must lie inside its span.
+    An answer stands behind the header of `marks_of`, and its words must lie inside its span.
     """
     # 1. The words of each message. Templates trim them, and leave out thoughts of earlier turns.
     words = [message["content"].rpartition("</think>")[2].strip() for message in messages]
-    is_answer = [message["role"] == "assistant" for message in messages]
 
-    # 2. The template's own marks.
-    if template is None:
-        check(tokenizer)
-        text, spans = _marked(tokenizer, messages, tools)
-        said = compress(words, is_answer)
-        if spans and all(any(holds(text, span, answer) for span in spans) for answer in said):
-            return text, spans
-
-    # 3. Without them: one message after the other.
+    # 2. One message after the other.
     whole = render(tokenizer, messages, template, False, tools)
     marks, place, spans = marks_of(tokenizer, template), 0, []
     for i, word in enumerate(words):
-        if not is_answer[i]:  # its words may be a header's
+        if messages[i]["role"] != "assistant":  # its words may be a header's
             place = max(place, whole.find(word, place) + len(word))
             continue
         start = whole.find(marks.header, place) + len(marks.header)
@@ -157,20 +143,3 @@ def _answer_end(text: str, marks: Marks, start: int, words: str, calls: bool) ->
 def holds(text: str, span: Span, words: str) -> bool:
     """Whether the span holds these words. Some templates change the spaces between."""
     return span[0] >= 0 and " ".join(words.split()) in " ".join(text[slice(*span)].split())
-
-
-def _marked(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: Tools
-) -> tuple[str, list[Span]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    source = tokenizer.get_chat_template()
-    if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
-        return "", []
-    with refusals():
-        # apply_chat_template gives token masks alone. They run on where offsets omit a space.
-        options: dict[str, Any] = {"chat_template": source, "return_assistant_tokens_mask": True}
-        options |= tokenizer.special_tokens_map | {"tools": list(tools) if tools else None}
-        rendered: Any = render_jinja_template([list(messages)], **options)
-    (text,), (spans,) = rendered
-    return well_formed(text, "the text of the messages"), spans

@@ -170,7 +170,7 @@ def test_copies_of_the_embedding_and_head_are_not_read(tmp_path):
 def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
     weight = torch.randn(5, 6).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    read = dequantised({"a.weight": weight, "a.weight_scale_inv": scales}, (4, 3))
-    expected = weight.float() * torch.tensor([[1, 1, 1, 2, 2, 2]] * 4 + [[3, 3, 3, 4, 4, 4]])
+    read = dequantised({"a.weight": weight, "a.weight_scale_inv": scales}, 4)
+    expected = weight.float() * torch.tensor([[1, 1, 1, 1, 2, 2]] * 4 + [[3, 3, 3, 3, 4, 4]])
     assert read.keys() == {"a.weight"}
     assert torch.equal(read["a.weight"], expected)

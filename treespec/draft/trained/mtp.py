@@ -29,33 +29,33 @@ from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN
-from treespec.model.inspect import HOLDS_TREE
 from treespec.model.masks import Chunk, additive
 from treespec.model.target import Target
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
 SCALE = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
+BLOCK = 128  # rows and columns of a block, in all published checkpoints
 
 
 @final
 class MtpLayer(nn.Module):
     """A decoder layer of the target's own class, over embedding and hidden state side by side.
 
-    like: the target's layer of that number, of whose class it is made. embedding_first: their order
-    (`Layout`).
+    like: the target's last layer, of whose class it is made. embedding_first: their order (`Layout`).
     """
 
     cached_layers = 1
 
-    def __init__(self, config: Any, like: Any, number: int, embedding_first: bool) -> None:
+    def __init__(self, config: Any, like: Any, embedding_first: bool) -> None:
         super().__init__()
         width = self.feature_size = config.hidden_size
         norm, eps = like.input_layernorm.__class__, config.rms_norm_eps
         norms = (norm(width, eps=eps) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
         self.project = nn.Linear(2 * width, width, bias=False)
-        self.block, self.embedding_first = like.__class__(config, number), embedding_first
+        self.block = like.__class__(config, config.num_hidden_layers - 1)
+        self.embedding_first = embedding_first
         for module in self.modules():  # its place in the cache
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = 0
@@ -116,48 +116,36 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     Raises InputError for a target without files, for files without an MTP layer, and for tensors that
     are missing, unknown or misshapen, by name.
     """
-    # 1. The tensors. An fp8 checkpoint's blocks of rows and columns share a factor.
+    # 1. The tensors.
     config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
     files = tensor_files(name, getattr(config, "_commit_hash", None))
-    known = getattr(config, "quantization_config", None) or {}
-    fields = known if isinstance(known, dict) else known.to_dict()
     layout, names = mtp_names(name, files, target.layers)
-    starts = layout.starts(target.layers)
-    block = fields.get("weight_block_size") or (128, 128)
-    tensors = joined_experts(dequantised(read_tensors(files, names), block))
+    tensors = joined_experts(dequantised(read_tensors(files, names)))
 
-    # 2. A layer as the target's last one that has attention after a norm, without memory at first.
-    types = getattr(target.config, "layer_types", None) or ["full_attention"] * target.layers
-    alike = (
-        number
-        for number in reversed(range(target.layers))
-        if types[number] in HOLDS_TREE and hasattr(target.stack[number], "input_layernorm")
-    )
-    if (number := next(alike, None)) is None:
-        kind = type(target.stack[-1]).__name__
+    # 2. A layer as the target's last one, without memory at first.
+    like = target.stack[-1]
+    if not hasattr(like, "input_layernorm"):
         raise InputError(
-            f"--drafter mtp: {name}: its layers are of {kind}, MTP layers are known of {KNOWN}"
+            f"--drafter mtp: {name}: its layers are of {type(like).__name__}, MTP layers are known of "
+            f"{KNOWN}"
         )
     with torch.device("meta"):
-        text = copy.deepcopy(target.config)
-        layer = MtpLayer(text, target.stack[number], number, layout.embedding_first)
+        layer = MtpLayer(copy.deepcopy(target.config), like, layout.embedding_first)
 
-    # 3. Fill it. A buffer keeps its own dtype: the biases of a router are float32.
+    # 3. Fill it. A buffer keeps its file's dtype: the biases of a router are float32.
     def in_file(ours: str) -> str:
+        starts = layout.starts(target.layers).items()
         return next(
-            theirs + ours.removeprefix(own)
-            for own, theirs in starts.items()
-            if ours.startswith(own)
+            theirs + ours.removeprefix(own) for own, theirs in starts if ours.startswith(own)
         )
 
     try:
         check_shapes(layer, tensors, in_file=in_file)
     except ValueError as error:
         raise InputError(f"--drafter mtp: {name}: {error}") from error
-    weights = dict(layer.named_parameters())
-    dtypes = {ours: target.dtype if ours in weights else torch.float32 for ours in tensors}
-    filled = {ours: value.to(dtypes[ours]) for ours, value in tensors.items()}
-    layer.load_state_dict(filled, assign=True)
+    layer.load_state_dict(tensors, assign=True)
+    for weight in layer.parameters():
+        weight.data = weight.data.to(target.dtype)
     return MtpProposer(layer.eval().requires_grad_(False).to(target.output_device), target)
 
 
@@ -175,12 +163,15 @@ def read_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
     return tensors
 
 
-def dequantised(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
-    """fp8 weights times their factors, in float32; all other tensors as they are."""
+def dequantised(tensors: Mapping[str, Tensor], block: int = BLOCK) -> dict[str, Tensor]:
+    """fp8 weights times their factors, in float32; all other tensors as they are.
+
+    block: rows and columns that share a factor.
+    """
     plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
     for name in plain.keys() & {name.removesuffix(SCALE) for name in tensors.keys() - plain.keys()}:
         factors, (rows, columns) = tensors[name + SCALE].float(), plain[name].shape
-        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        factors = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)
         plain[name] = plain[name].float() * factors[:rows, :columns]
     return plain
 

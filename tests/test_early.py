@@ -131,7 +131,6 @@ train: --features HOME/deep.json/x -> is a file
 train: --out HOME/target -> holds a model that was not trained there
 regenerate: --from-template 3 -> give one of --data and --from-template
 regenerate: --filter englsh -> did you mean english?
-regenerate: --part 3/2 -> --part is '3/2'
 regenerate: --endpoint localhost -> must be a URL
 serve: --cors localhost:3000 -> must be an origin such as http://localhost:3000
 serve: --cors http://localhost:3000/page -> must be an origin

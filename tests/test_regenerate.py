@@ -73,16 +73,6 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     assert (tmp_path / "out" / OUT).read_bytes() == before
 
 
-def test_parts_make_up_the_whole(whole, tmp_path):
-    rows = {}
-    for i in (1, 2, 3):
-        config = replace(whole, out=str(tmp_path / str(i)), part=f"{i}/3")
-        regenerate(config)
-        assert not rows.keys() & by_row(config).keys()
-        rows |= by_row(config)
-    assert rows == by_row(whole)
-
-
 @pytest.mark.parametrize(
     "named, change",
     {
@@ -168,7 +158,7 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
     "changes, said",
     [
         ({}, "give one of --data and --from-template"),
-        ({"from_template": 3, "endpoint": "http://localhost"}, "cannot continue a user's turn"),
+        ({"from_template": 3, "endpoint": "http://localhost"}, "answers by itself: leave out --from-template"),
         ({"from_template": 3, "temperature": 0.0}, "would repeat a single one"),
     ],
 )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
-from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option, refuse
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import FILTERS
@@ -39,9 +38,6 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         "questions asked of each conversation; 1 with --from-template", 2, least=1, most=TOKENS
     )
     limit: int | None = option("ask only the first N conversations", None, least=1, most=MANY)
-    part: str = option(
-        "ask only this part of the conversations, for several processes: 1/4, 2/4, …", "1/1"
-    )
     filter: str = option(
         "questions asked: all; ascii: those with 97 % of their letters in ASCII; english: of those, the ones with no "
         "more function words of other languages than of English, so English and code",
@@ -72,10 +68,8 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         own, endpoint = self.from_template is not None, self.endpoint
-        answering = (
-            name for name in ("head", "drafter", "tree", "template") if getattr(self, name)
-        )
-        needless = next(answering, None)
+        unused = ("from-template", "head", "drafter", "tree", "template")
+        needless = next((name for name in unused if getattr(self, name.replace("-", "_"))), None)
         refuse(
             {
                 "give one of --data and --from-template": (self.data is None) != own,
@@ -85,26 +79,12 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
                 f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1": (
                     endpoint is not None and not endpoint.startswith(("http://", "https://"))
                 ),
-                "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint": (
-                    endpoint is not None and own
-                ),
                 "--from-template samples questions: --temperature 0 would repeat a single one": (
                     own and self.temperature == 0
                 ),
                 f"--endpoint answers by itself: leave out --{needless}": endpoint and needless,
             }
         )
-        _ = self.parts
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """(number from 0, parts) of `--part 2/4`. Raises InputError."""
-        number, _, parts = self.part.partition("/")
-        if not (number + parts).isdecimal() or not parts or not 1 <= int(number or 0) <= int(parts):
-            raise InputError(
-                f"--part is {self.part!r}, must be a number and of how many, such as 1/4"
-            )
-        return int(number) - 1, int(parts)
 
     def sampling(self, greedy: bool) -> dict[str, Any]:
         """The options of `Spec.request`. greedy: at temperature 0."""

@@ -31,7 +31,7 @@ FORMAT = 2  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's distribution, so a head may be added on the way.
 FREE = {
-    *("out", "limit", "from_template", "part", "batch", "head", "drafter", "tree", "verifier"),
+    *("out", "limit", "from_template", "batch", "head", "drafter", "tree", "verifier"),
     *("device_map", "allow_lossy", "trust_remote_code", "endpoint"),
 }
 
@@ -123,9 +123,7 @@ def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], No
             raise InputError(
                 f"--filter {config.filter} leaves no question of {data}: take another filter"
             )
-    number, parts = config.parts
-    mine = [row for row in rows if drawn(config.seed, row.key, "part") % parts == number]
-    return sorted(mine, key=lambda row: drawn(config.seed, row.key, "order"))[: config.limit]
+    return sorted(rows, key=lambda row: drawn(config.seed, row.key, "order"))[: config.limit]
 
 
 def answered(

@@ -39,14 +39,6 @@ class Table:
         cells = {name: [shown(row.get(name)) for row in self.rows] for name in names}
         return {name: [shown(name), *own] for name, own in cells.items() if any(own)}
 
-    def bar(self, name: str, figure: Figure) -> dict[str, float]:
-        """The bar of a figure and its dashed line, in percent of the cell's width."""
-        figures = [cell for row in self.rows if isinstance(cell := row.get(name), dict)]
-        longest = [one["high"] or one["value"] or 0.0 for one in figures]
-        lengths: dict[str, Any] = {**figure, "reference": self.reference}
-        most = max(*longest, self.reference or 0.0, 1e-9)
-        return {part: 98 * max(x, 0.0) / most for part, x in lengths.items() if x is not None}
-
 
 @dataclass(frozen=True)
 class Report:
@@ -115,6 +107,12 @@ def filled_in(template: str, **values: Any) -> str:
     )
     environment.filters["line"] = shown
     return environment.get_template(template).render(**values)
+
+
+def notes(template: str, **values: Any) -> list[str]:
+    """The paragraphs of a filled-in template, each on one line."""
+    paragraphs = filled_in(template, **values).split("\n\n")
+    return [" ".join(note.split()) for note in paragraphs if note.strip()]
 
 
 def item(text: str) -> str:

@@ -9,7 +9,7 @@ from treespec.eval.config import EvalConfig
 from treespec.eval.figures import Row, Summary, summarise
 from treespec.eval.intervals import FEW
 from treespec.eval.ledger import Completion, Ledger
-from treespec.eval.report import Cell, Report, Table, filled_in, markdown, page, percent, shown
+from treespec.eval.report import Cell, Report, Table, markdown, notes, page, percent, shown
 from treespec.eval.verdict import noise_of, verdict
 from treespec.files.atomic import write_json, write_text
 from treespec.options import command_line
@@ -79,9 +79,8 @@ def report_of(summary: Summary) -> Report:
         table("Speedup without prompts, and its bound", pairs, bound),
     ]
     config = EvalConfig(**summary["options"])
-    text = filled_in("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
-    notes = [" ".join(note.split()) for note in text.split("\n\n") if note.strip()]
-    return Report(tables, notes, verdict(summary))
+    more = {"summary": summary, "config": config, "few": FEW, "noises": noises}
+    return Report(tables, notes("notes.txt", **more), verdict(summary))
 
 
 def table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:

@@ -188,7 +188,7 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     """As `accelerate launch` starts them."""
     out = tmp_path / "out"
     options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
-    command = [sys.executable, "-m", "treespec.eval", *words_of(options)]
+    command = [sys.executable, "-m", "treespec", "eval", *words_of(options)]
     world = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -134,14 +134,10 @@ class Completion:
         """End the answer, from any thread, without waiting. The present cycle is its last."""
         self._text.cancelled = True
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; returns whether it has come. timeout: seconds; None waits for ever."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._over, timeout)
-
     def result(self) -> Output:
         """The whole answer, once it has ended. Raises its error."""
-        self.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._over)
         if self.error:
             raise self.error
         return self.output

@@ -14,10 +14,8 @@ from torch.nn.functional import pad
 
 from treespec.shaping.options import SamplingParams as SamplingParams
 
-BLOCK = 128  # tokens a block, for cumulated sums
 NARROW = 64  # tokens a block, for the largest scores
 FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do
-FEW_CUMULATED = 1 << 16  # probabilities; up to here one pass cumulates faster than blocks do
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -123,21 +121,7 @@ def invert(masses: Tensor, uniform: Tensor) -> Tensor:
     """The tokens at given shares of the cumulated masses, in float64.
 
     masses: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as
-    in `sample`. Long rows are searched by block, then within the block: cumulating the whole row
-    costs more memory traffic.
+    in `sample`.
     """
-    v = masses.shape[-1]
-    if masses.numel() <= FEW_CUMULATED:
-        ends = masses.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(ends, uniform * ends[..., -1:], right=True)
-    blocks = (pad(masses, (0, -v % BLOCK)) if v % BLOCK else masses).unflatten(-1, (-1, BLOCK))
-    ends = blocks.sum(-1).double().cumsum(-1)  # [..., V / BLOCK]
-    place = uniform * ends[..., -1:]
-    block = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)  # [..., K]
-    before = pad(ends, (1, 0)).gather(-1, block)
-    inside = (
-        blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).double().cumsum(-1)
-    )  # [..., K, BLOCK]
-    share = ((place - before) / (ends.gather(-1, block) - before)).clamp_(max=1 - 2**-53)
-    token = torch.searchsorted(inside, share[..., None] * inside[..., -1:], right=True).squeeze(-1)
-    return (block * BLOCK + token).clamp_(max=v)
+    ends = masses.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(ends, uniform * ends[..., -1:], right=True)

@@ -2,8 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -69,8 +68,13 @@ def render(
             )
         variables |= {"tools": list(tools) if tools else None, "tokenize": False}
         variables["add_generation_prompt"] = add_generation_prompt
-        with refusals():
+        try:
             text = str(tokenizer.apply_chat_template(list(messages), **variables))
+        except Exception as error:  # Jinja's, and those of the template's expressions
+            kind = type(error).__name__
+            raise InputError(
+                f"the chat template refuses these messages: {kind}: {first_line(error)}"
+            ) from error
     return well_formed(text, "the text of the messages")
 
 
@@ -160,19 +164,3 @@ def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str
     if add_generation_prompt:
         text.append_message(roles["assistant"], None)
     return str(text.get_prompt())
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turns any error of a template into InputError: Jinja's and those of its expressions."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        from jinja2 import TemplateError
-
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise InputError(
-            f"the chat template refuses these messages: {kind}{first_line(error)}"
-        ) from error

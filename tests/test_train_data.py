@@ -50,18 +50,14 @@ def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, e
 
 
 def test_a_head_directory_holds_its_own_weights_alone_in_the_dtype_of_the_target(config):
-    stored = weights(trained(config, dtype="bfloat16"))
+    config = trained(config, dtype="bfloat16", checkpoint_every=1)
+    stored, whole = weights(config), load_file(checkpoint_of(config, 1) / "model.safetensors")
+    assert all(torch.equal(value, whole[name].bfloat16()) for name, value in stored.items())  # rounded once
     assert "embed_tokens.weight" not in stored
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
     assert spec.head.embed_tokens.weight is spec.target.model.get_input_embeddings().weight
     assert len(spec.head.config[FIELD]) >= FEW
-
-
-def test_the_file_has_the_trained_weights_rounded_once(config):
-    whole = trained(config, dtype="bfloat16", checkpoint_every=1)
-    in_checkpoint = load_file(checkpoint_of(whole, 1) / "model.safetensors")
-    assert all(torch.equal(value, in_checkpoint[name].bfloat16()) for name, value in weights(whole).items())
 
 
 def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(config):

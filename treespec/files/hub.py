@@ -61,17 +61,15 @@ def cached(name: str, revision: str | None = None) -> bool:
 def only_cached(name: str, revision: str | None = None) -> bool:
     """Whether to load a repository from the cache alone, because the hub cannot be reached.
 
-    revision: default the main branch. Raises ValueError for a name or a revision that neither the
-    cache nor the hub has.
+    revision: default the main branch. Raises ValueError for a name that neither the cache nor the
+    hub has.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
-        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
         RepositoryNotFoundError,
-        RevisionNotFoundError,
     )
 
     # 1. Ask the hub with one request, never repeated.
@@ -84,14 +82,12 @@ def only_cached(name: str, revision: str | None = None) -> bool:
         raise ValueError(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in"
         ) from error
-    except RevisionNotFoundError:
-        problem = f"{name} has no revision {revision}"
     except (RepositoryNotFoundError, HFValidationError):
         problem = (
             f"{name} is neither a directory nor a repository of the hub (private ones take `hf "
             "auth login`)"
         )
-    except (EntryNotFoundError, HfHubHTTPError):
+    except HfHubHTTPError:
         return False  # the loader says better what is missing, or why the hub refuses
 
     # 3. No network: each HTTP client that the hub's library may use raises errors of its own.

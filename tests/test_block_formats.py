@@ -6,27 +6,14 @@ from equality import close
 from models import follow, target
 from refusals import complains
 from test_block_heads import TEXT, dflash, p_eagle
-from test_formats import write
+from test_formats import LLAMA, write
 
 from treespec.draft.trained.kinds import new_head, trained_head
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEADS, kind_of
 
-QWEN3 = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "model_type": "qwen3",
-    "attention_bias": False,
-}
+QWEN3 = LLAMA | {"head_dim": 8, "num_hidden_layers": 2, "model_type": "qwen3", "attention_bias": False}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 Z_LAB = QWEN3 | {
     "architectures": ["DFlashDraftModel"],
@@ -44,11 +31,10 @@ SPECULATORS = {
     "mask_token_id": 63,
 }
 GREEDY = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}
-LLAMA = {name: value for name, value in QWEN3.items() if name != "attention_bias"} | {"model_type": "llama"}
 PEAGLE = {
     "speculators_model_type": "peagle",
     "architectures": ["PEagleSpeculator"],
-    "transformer_layer_config": LLAMA | {"num_hidden_layers": 1},
+    "transformer_layer_config": LLAMA | {"model_type": "llama"},
     "draft_vocab_size": 64,
     "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     "norm_before_residual": False,
@@ -114,7 +100,7 @@ FORMATS = {  # config.json, tensors of a head, the head, what it is built from
     "P-EAGLE of speculators": (PEAGLE, lambda head: of_eagle3(head) | verifiers_copies(), p_eagle, {}),
     "P-EAGLE of SpecForge": (
         LLAMA
-        | {"architectures": ["PEagleDraftModel"], "draft_vocab_size": 64, "num_hidden_layers": 1}
+        | {"architectures": ["PEagleDraftModel"], "draft_vocab_size": 64}
         | {"mask_token_id": 63, "speculators_config": GREEDY},
         of_eagle3,
         p_eagle,

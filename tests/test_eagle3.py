@@ -9,6 +9,7 @@ from drafting import source_of
 from models import random_eagle3, random_model, save_model, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
+from test_heads import HALF, PUBLISHED, publish, rewrite
 from transformers import LlamaConfig
 
 from treespec.api.load import load
@@ -18,65 +19,12 @@ from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle3 import default_aux_layers
 from treespec.model.target import Target
 
-HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
-PUBLISHED = {
-    "architectures": ["LlamaForCausalLM"],
-    "draft_vocab_size": 32,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "vocab_size": 64,
-}
-SHAPES = {
-    "fc.weight": (32, 96),
-    "midlayer.hidden_norm.weight": (32,),
-    "midlayer.input_layernorm.weight": (32,),
-    "midlayer.post_attention_layernorm.weight": (32,),
-    "midlayer.self_attn.q_proj.weight": (32, 64),
-    "midlayer.self_attn.k_proj.weight": (16, 64),
-    "midlayer.self_attn.v_proj.weight": (16, 64),
-    "midlayer.self_attn.o_proj.weight": (32, 32),
-    "midlayer.mlp.gate_proj.weight": (48, 32),
-    "midlayer.mlp.up_proj.weight": (48, 32),
-    "midlayer.mlp.down_proj.weight": (32, 48),
-    "norm.weight": (32,),
-    "lm_head.weight": (32, 32),
-}
+CONFIG = PUBLISHED["eagle3"][0]
 
 
 @pytest.fixture
 def published(tmp_path):
-    """A directory as SafeAILab/EAGLE publishes it, at tiny size: half precision, no embedding, aux layers not said."""
-    folder = tmp_path / "published"
-    folder.mkdir()
-    torch.manual_seed(0)
-    tensors = {name: torch.randn(shape).half() for name, shape in SHAPES.items()}
-    tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
-    (folder / "config.json").write_text(json.dumps(PUBLISHED, indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def rewrite(folder, **changes):
-    """Replace tensors of a file; None takes one away."""
-    tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in changes.items()}
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
-
-
-def test_a_published_directory_is_saved_bit_for_bit_with_checksums(published, tmp_path):
-    save_head(load_head(published), tmp_path / "again")
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config.keys() - PUBLISHED.keys() == {"checksum"}
-    assert {name: config[name] for name in PUBLISHED} == PUBLISHED
-    before, after = (load_file(folder / "model.safetensors") for folder in (published, tmp_path / "again"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    return publish(tmp_path / "published", "eagle3")
 
 
 @torch.no_grad()
@@ -86,7 +34,7 @@ def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_hea
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     save_file(renamed, published / "model.safetensors")
     assert all(torch.equal(value, load_head(published).state_dict()[name]) for name, value in head.state_dict().items())
-    (published / "config.json").write_text(json.dumps(PUBLISHED | {"draft_vocab_size": 64}))
+    (published / "config.json").write_text(json.dumps(CONFIG | {"draft_vocab_size": 64}))
     whole = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
     rewrite(published, lm_head__weight=torch.randn(64, 32).half(), **whole)
     assert load_head(published).vocabulary is None
@@ -142,7 +90,7 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, com
     ],
 )
 def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, config, complaint):
-    (published / "config.json").write_text(json.dumps(PUBLISHED | config))
+    (published / "config.json").write_text(json.dumps(CONFIG | config))
     with complains(complaint):
         load_head(published)
     (published / "config.json").write_text("[]")
@@ -151,26 +99,12 @@ def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, conf
 
 
 def test_a_head_that_reads_layers_its_target_lacks_is_refused(published):
-    (published / "config.json").write_text(json.dumps(PUBLISHED | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
+    (published / "config.json").write_text(json.dumps(CONFIG | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
     with complains(r"reads layer 16, the target has 3: it is for another"):
         source_of(f"eagle3:{published}", target("llama"))
-    (published / "config.json").write_text(json.dumps(PUBLISHED))
+    (published / "config.json").write_text(json.dumps(CONFIG))
     with complains(rf"of kind eagle3: write eagle3:{re.escape(str(published))}"):
         source_of(f"eagle:{published}", target("llama"))
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "gpt-neox"])
-def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp_path):
-    model = target(name)
-    head = random_eagle3(model, drafted=HALF)
-    save_head(head, tmp_path)
-    loaded = load_head(tmp_path)
-    fit(loaded, model, "h")
-    assert loaded.aux_layers == head.aux_layers == (0, 1, 2)
-    assert loaded.config["draft_vocab_size"] == 32
-    tokens, features = torch.randint(3, 64, (1, 6)), model.features(torch.randint(3, 64, (1, 6)), head.aux_layers)
-    one, two = (h.logits(h.step(tokens, h.fuse(features), torch.arange(6))) for h in (head, loaded))
-    assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

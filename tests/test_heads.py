@@ -2,67 +2,81 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from models import random_head, target
+from equality import seeded
+from models import random_eagle3, random_head, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
+from test_formats import LLAMA, write
 
 from treespec.draft.trained.kinds import fit, new_head
 from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.formats.export import outputs
 
-PUBLISHED = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-05,
-    "torch_dtype": "float16",
-    "vocab_size": 64,
+HALF = torch.randperm(64, generator=seeded(1))[:32].sort().values
+
+
+def layer(start, inputs, *norms):
+    """{name: shape} of a decoder layer."""
+    shapes = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, inputs) for name in "qkv"}
+    shapes |= {
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (48, 32),
+        "mlp.up_proj": (48, 32),
+        "mlp.down_proj": (32, 48),
+    }
+    shapes |= dict.fromkeys(("post_attention_layernorm", *norms), (32,))
+    return {f"{start}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+PUBLISHED = {  # config.json, and the shapes of the tensors; EAGLE-3 has no embedding and does not say its aux layers
+    "eagle": (
+        LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16"},
+        {"embed_tokens.weight": (64, 32), "fc.weight": (32, 64), "fc.bias": (32,)} | layer("layers.0", 32),
+    ),
+    "eagle3": (
+        LLAMA | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32, "tie_word_embeddings": False},
+        {"fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (32, 32)}
+        | layer("midlayer", 64, "hidden_norm", "input_layernorm"),
+    ),
 }
-HEAD_NAMES = {
-    "embed_tokens.weight": (64, 32),
-    "fc.weight": (32, 64),
-    "fc.bias": (32,),
-    "layers.0.self_attn.q_proj.weight": (32, 32),
-    "layers.0.self_attn.k_proj.weight": (16, 32),
-    "layers.0.self_attn.v_proj.weight": (16, 32),
-    "layers.0.self_attn.o_proj.weight": (32, 32),
-    "layers.0.mlp.gate_proj.weight": (48, 32),
-    "layers.0.mlp.up_proj.weight": (48, 32),
-    "layers.0.mlp.down_proj.weight": (32, 48),
-    "layers.0.post_attention_layernorm.weight": (32,),
-}
+
+
+def publish(folder, kind):
+    """A directory as SafeAILab/EAGLE publishes it, at tiny size, in half precision."""
+    config, shapes = PUBLISHED[kind]
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).half() for name, shape in shapes.items()}
+    if kind == "eagle3":
+        tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
+    return write(folder, config, tensors)
+
+
+def rewrite(folder, **changes):
+    """Replace tensors of a file; None takes one away."""
+    tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in changes.items()}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
 
 @pytest.fixture
 def published(tmp_path):
-    """A directory as SafeAILab/EAGLE publishes it, at tiny size, in half precision."""
-    folder = tmp_path / "published"
-    folder.mkdir()
-    torch.manual_seed(0)
-    tensors = {name: torch.randn(shape).half() for name, shape in HEAD_NAMES.items()}
-    (folder / "config.json").write_text(json.dumps(PUBLISHED, indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return publish(tmp_path / "published", "eagle")
 
 
-def test_a_published_directory_is_saved_bit_for_bit_with_checksums(published, tmp_path):
-    again = tmp_path / "again"
-    save_head(load_head(published), again)
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_published_directory_is_saved_bit_for_bit_with_checksums(kind, tmp_path):
+    folder, again = publish(tmp_path / "published", kind), tmp_path / "again"
+    save_head(load_head(folder), again)
     *fields, checksum = json.loads((again / "config.json").read_text()).items()
-    assert fields == list(PUBLISHED.items())
+    assert fields == list(PUBLISHED[kind][0].items())
     assert checksum[0] == "checksum"
     assert "checksum" not in load_head(again).config
-    one, other = ((folder / "model.safetensors").read_bytes() for folder in (published, again))
-    data = sum(value.nbytes for value in load_file(published / "model.safetensors").values())
-    assert one[-data:] == other[-data:]
+    before, after = (load_file(place / "model.safetensors") for place in (folder, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)) for name, value in before.items())
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
@@ -77,9 +91,9 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(published, ind
 def test_an_index_may_name_links_out_of_its_folder_as_the_hubs_cache_has_them(published):
     (published / "model.safetensors").rename(published.parent / "blob")
     (published / "part.safetensors").symlink_to(published.parent / "blob")
-    places = {"weight_map": dict.fromkeys(HEAD_NAMES, "part.safetensors")}
+    places = {"weight_map": dict.fromkeys(PUBLISHED["eagle"][1], "part.safetensors")}
     (published / "model.safetensors.index.json").write_text(json.dumps(places))
-    assert load_head(published).state_dict().keys() == HEAD_NAMES.keys()
+    assert load_head(published).state_dict().keys() == PUBLISHED["eagle"][1].keys()
 
 
 def test_a_config_edited_by_hand_is_refused_until_its_checksum_is_deleted(published):
@@ -113,16 +127,6 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
         load_head(published)
 
 
-def retold(**changes):
-    """Change tensors of a folder's file."""
-
-    def change(folder):
-        tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in changes.items()}
-        save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
-
-    return change
-
-
 @pytest.mark.parametrize(
     "complaint, spoil",
     {
@@ -132,10 +136,10 @@ def retold(**changes):
         r"config\.json|says": lambda f: (f / "config.json").write_text("{}"),
         "neither model.safetensors nor": lambda f: (f / "model.safetensors").unlink(),
         "damaged": lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
-        r"lacks fc\.bias": retold(fc__bias=None),
-        "unknown tensors d2t": retold(d2t=torch.zeros(2)),
-        r"fc\.weight is \[2, 2\]": retold(fc__weight=torch.zeros(2, 2)),
-        r"fc\.weight": retold(fc__weight=torch.full((32, 64), torch.nan)),
+        r"lacks fc\.bias": lambda f: rewrite(f, fc__bias=None),
+        "unknown tensors d2t": lambda f: rewrite(f, d2t=torch.zeros(2)),
+        r"fc\.weight is \[2, 2\]": lambda f: rewrite(f, fc__weight=torch.zeros(2, 2)),
+        r"fc\.weight": lambda f: rewrite(f, fc__weight=torch.full((32, 64), torch.nan)),
     }.items(),
 )
 def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
@@ -145,17 +149,18 @@ def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
     assert "published" in str(caught.value)
 
 
+@pytest.mark.parametrize("make", [random_head, partial(random_eagle3, drafted=HALF)], ids=["eagle", "eagle3"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "opt", "phi3", "gpt-neox"])
 @pytest.mark.parametrize("leave_out", [(), ("embed_tokens.weight",)], ids=["as of old", "without embedding"])
-def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, leave_out, tmp_path):
+def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, leave_out, make, tmp_path):
     model = target(name)
-    head = random_head(model)
+    head = make(model)
     save_head(head, tmp_path, leave_out=leave_out)
     loaded = load_head(tmp_path)
     fit(loaded, model, "h")
     assert loaded.embed_tokens.weight is model.model.get_input_embeddings().weight
-    tokens, features = torch.randint(3, 64, (1, 6)), torch.randn(1, 6, head.hidden_size)
-    assert torch.equal(head.step(tokens, features, torch.arange(6)), loaded.step(tokens, features, torch.arange(6)))
+    assert loaded.aux_layers == head.aux_layers
+    assert torch.equal(outputs(head), outputs(loaded))
 
 
 def test_the_head_sees_embeddings_as_its_target_does():

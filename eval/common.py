@@ -26,7 +26,7 @@ def silent(step: Step) -> None:
 def listed(name: str, values: str | None) -> list[str]:
     """The different parts of an option's value, between commas or semicolons; none of None.
 
-    A comma before `option=` does not separate: `is-lp:s=8,draft-temperatures=1` is one part. Raises
+    A comma before `option=` does not separate: `optimal:extra=0,exact=1` is one part. Raises
     InputError for an empty part.
     """
     if values is None:

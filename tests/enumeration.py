@@ -110,11 +110,11 @@ def scheme_by_name(spec, allow_lossy=False):
 
 
 def outcomes(name, q, k):
-    """The law of k draws that have positive probability. q: [V] or [K, V]."""
+    """The law of k draws that have positive probability. q: [V]."""
     laws = q.tolist()
     match name:
         case "single" | "rrs" | "is-lp" | "kseq" | "otm-lp":
-            found = independent(laws[:k] if q.dim() == 2 else [laws] * k)
+            found = independent([laws] * k)
         case "rrs-wo":
             found = sequential(laws, k)
         case "greedy":
@@ -139,14 +139,14 @@ def optimum(found, p):
 def enumerate_plans(scheme, p, q, ks):
     """The law of the output [V] and Pr(it is one of the draws), for each k; all in one batch.
 
-    p: [V]. q: [V] or [K, V]. Every plan is checked to be a law.
+    p, q: [V]. Every plan is checked to be a law.
     """
     width = max(ks)
     laws = [outcomes(scheme.name, q, k) for k in ks]
     tokens = [draws + (-1,) * (width - len(draws)) for found in laws for draws, _ in found]
     draws = torch.tensor(tokens)
     rows, sizes = len(tokens), [len(found) for found in laws]
-    plan = scheme.plan(p.expand(rows, -1), q.expand(rows, *q.shape), Draws(draws))
+    plan = scheme.plan(p.expand(rows, -1), q.expand(rows, -1), Draws(draws))
     assert plan.dtype == p.dtype
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 1e-12

@@ -121,11 +121,10 @@ def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
     {
         "--target and --head": {"head": None},
         "must be hu, khisti-draws": {"preset": "khan"},
-        "no list for --draws 2": {"draws": "2", "draft_temperature": "1/1/1"},
         "--preset hu settles --draws: leave out one": {"preset": "hu", "draws": "2"},
         "unknown verifier 'best'": {"verifier": "best"},
         "typical is not lossless": {"verifier": "typical"},
-        "by --draft-temperature": {"verifier": "rrs:draft-temperatures=1/2"},
+        "--draft-temperature: '1/2' is not": {"draft_temperature": "1/2"},
     }.items(),
 )
 def test_bad_input_is_explained(changes, message, tmp_path):

@@ -41,17 +41,17 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, 
 
 def test_lists_name_who_is_asked():
     """A verifier may name its tree, with options and commas; others go with every tree."""
-    names = "topk@dynamic:depth=3,topk=2,nodes=8,rrs,is-lp:s=8,draft-temperatures=1"
-    both = [("head:h", name, tree) for name in ("rrs", "is-lp:s=8,draft-temperatures=1") for tree in ("eagle", "2x2")]
+    names = "topk@dynamic:depth=3,topk=2,nodes=8,rrs,optimal:extra=0,exact=1"
+    both = [("head:h", name, tree) for name in ("rrs", "optimal:extra=0,exact=1") for tree in ("eagle", "2x2")]
     found = rows_of(head="h", verifier=names, tree="eagle;2x2")
     assert found == [("head:h", "topk", "dynamic:depth=3,topk=2,nodes=8"), *both]
     config = config_of(
-        target="org/T-7B", head="h", verifier="is-lp:s=8,draft-temperatures=1, rrs", tree="chain:3", baseline=True
+        target="org/T-7B", head="h", verifier="optimal:extra=0,exact=1, rrs", tree="chain:3", baseline=True
     )
     assert [one.name for one in contestants(config)] == [
         "T-7B-baseline-t0",
         "T-7B-baseline-t0-again",
-        "T-7B-is-lp-s=8-draft-temperatures=1-chain-3-t0",
+        "T-7B-optimal-extra=0-exact=1-chain-3-t0",
         "T-7B-rrs-chain-3-t0",
     ]
 

@@ -96,7 +96,7 @@ DRAFTING: --drafter lookup --verifier rrs-wo -> lookup hands over given tokens
 DRAFTING: --head HOME/eagle --verifier rsr -> unknown verifier 'rsr' (did you mean rrs?)
 generate, chat, serve, eval, certify: --head HOME/eagle --verifier typical -> is lossy
 DRAFTING: --head HOME/eagle --verifier is-lp:s=0 -> verifier is-lp: s is 0, must be
-DRAFTING: --head HOME/eagle --verifier is-lp:t=8 -> unknown option 't'; its options are s, draft-temperatures
+DRAFTING: --head HOME/eagle --verifier is-lp:t=8 -> unknown option 't'; its options are s
 acceptance: --head HOME/medusa --step 5 -> --step is 5, the head HOME/medusa drafts 4 tokens ahead
 generate: --head HOME/eagle --verifier layer:rrs -> layer verification over rrs is not known
 generate: --head HOME/eagle --verifier traversal:s=3 -> traversal has no options

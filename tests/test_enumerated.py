@@ -21,7 +21,7 @@ CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
 
 SHAPED = ("top-k", "penalties", "processor", "end")
 WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub", "layer:greedy")]
-REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "rrs:draft-temperatures=0.5/2")]
+REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp")]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "skip", "sparse", "snapkv", "suffix+model"]
@@ -54,7 +54,7 @@ SETUPS = [
     ("lookup", "auto", None, "top-k", 64),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
-    *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED[:3], *CHAINS[:2], *WIDE[3:])),
+    *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
     *(("model", *pair, "processor", 1) for pair in (WIDE[0], WIDE[2], CHAINS[1])),
     *(("none", "topk", None, way, 64) for way in WAYS),
 ]

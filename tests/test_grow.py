@@ -72,7 +72,7 @@ def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
 
 
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
-    trees = [grow(table, "3x2", verifier) for verifier in ("topk", "rrs", "rrs:draft-temperatures=0.5/2", "greedy")]
+    trees = [grow(table, "3x2", verifier) for verifier in ("topk", "rrs", "greedy")]
     assert all(tree.drafts is None and torch.equal(tree.tokens, trees[0].tokens) for tree in trees)
     assert trees[0].tokens[1:4].tolist() == draft_logits(table, ()).topk(3).indices.tolist()
 

@@ -78,7 +78,7 @@ def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(k
 
 def test_lists_of_numbers_name_the_part_that_is_wrong():
     share = Range(least=0, most=1)
-    assert numbers_in("--a", "0, 0.5;same,1/0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
+    assert numbers_in("--a", "0, 0.5;same,1;0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
     with complains("--a: 'hot' is not a number from 0 to 1"):
         numbers_in("--a", "0,hot", share, [])
     with complains("--a: '' is not a"):

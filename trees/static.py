@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from treespec.trees.ranges import DEPTH, NODES
@@ -18,18 +19,18 @@ from treespec.trees.shape import TreeError as TreeError
 LARGEST = 4096  # nodes of a tree file, and draws at a node
 
 # EAGLE-1's default tree: levels of 4, 8, 8, 3, 2 nodes (Li et al. 2024, figure 7, and the released
-# configuration).
-EAGLE_CHILDREN = {
-    "": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
-}  # fmt: skip
+# configuration). A path is written by the ordinals of its draws: 02 is the third draw below the first.
+EAGLE = """
+0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001
+"""
 
 # Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
 # `treespec.trees.most likely` is the method that chose them.
-MEDUSA_CHILDREN = {
-    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
-    "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1,
-    "000": 2,
-}  # fmt: skip
+MEDUSA = """
+0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60
+70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101
+200 0000 0001
+"""
 
 
 @dataclass(frozen=True)
@@ -116,21 +117,17 @@ def balanced(children: int, depth: int) -> StaticTree:
 
 def eagle() -> StaticTree:
     """EAGLE-1's tree: 25 nodes and the root."""
-    return by_children(EAGLE_CHILDREN)
+    return by_digits(EAGLE)
 
 
 def medusa() -> StaticTree:
     """Medusa's tree: 63 nodes and the root."""
-    return by_children(MEDUSA_CHILDREN)
+    return by_digits(MEDUSA)
 
 
-def by_children(children: dict[str, int]) -> StaticTree:
-    """The tree of {a path as digits: the number of its children}."""
-    paths = []
-    for digits, count in children.items():
-        parent = tuple(map(int, digits))
-        paths += [(*parent, ordinal) for ordinal in range(count)]
-    return StaticTree(tuple(paths))
+def by_digits(paths: str) -> StaticTree:
+    """The tree of paths whose ordinals are digits."""
+    return StaticTree(tuple(tuple(map(int, path)) for path in paths.split()))
 
 
 def from_file(path: str | Path) -> StaticTree:
@@ -181,15 +178,12 @@ def checked(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
     seen: set[tuple[int, ...]] = set()
     for number, path in enumerate(paths, 1):
         ordinals: list[Any] = path if isinstance(path, list) and path else [None]
-        whole = all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in ordinals)
-        if not whole or tuple(ordinals) in seen:
-            shown = json.dumps(path)
-            shown = shown if len(shown) <= 40 else f"{shown[:40]}…"
-            wrong = (
-                "stands there twice: delete one"
-                if whole
-                else f"is no path: write a list of whole numbers from 0 to {LARGEST - 1}, as [0, 0]"
-            )
-            raise TreeError(f"entry {number}, {shown}, {wrong}")
-        seen.add(tuple(ordinals))
+        if not all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in ordinals):
+            wrong = f"is no path: write a list of whole numbers from 0 to {LARGEST - 1}, as [0, 0]"
+        elif tuple(ordinals) in seen:
+            wrong = "stands there twice: delete one"
+        else:
+            seen.add(tuple(ordinals))
+            continue
+        raise TreeError(f"entry {number}, {shorten(json.dumps(path), 40)}, {wrong}")
     return seen

@@ -38,8 +38,7 @@ class Draws:
         """The draws in these columns of each row. order: [B, M] int64."""
 
         def taken(field: Tensor) -> Tensor:
-            index = order if field.dim() == 2 else order[..., None].expand(-1, -1, field.shape[2])
-            return field.gather(1, index)
+            return field.take_along_dim(order if field.dim() == 2 else order[..., None], 1)
 
         return self.each(taken)
 
@@ -49,7 +48,7 @@ class Drafts:
     """The distributions and the draws at the I inner nodes of a tree.
 
     nodes: [I] int64 node numbers.
-    q: [I, V] probabilities that a node's draws came from, or [I, K, V] with a distribution for each draw.
+    q: [I, V] probabilities that a node's draws came from.
     draws: one row for each of the I nodes.
     """
 

@@ -177,12 +177,12 @@ def check_place(device_map: str | None) -> None:
 
 
 def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:
-    """The numbers in a list such as `0,0.6`, `1,1.2/2` or `8;16`.
+    """The numbers in a list such as `0,0.6` or `8;16`.
 
     words: parts to skip. Raises InputError for a part that is neither.
     """
     numbers = []
-    for part in map(str.strip, re.split(r"[,;/]", text)):
+    for part in map(str.strip, re.split("[,;]", text)):
         try:
             if part not in words:
                 numbers.append(int(part) if allowed.whole else float(part))

@@ -53,8 +53,7 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
         "numbers of draws per node, separated by commas", "1,2,4", least=1, most=4096, whole=True
     )
     draft_temperature: str = option(
-        "draft temperatures, separated by commas: same (as the target's), 1.2, or 1.2/2 for two "
-        "draws with a distribution each",
+        "draft temperatures, separated by commas: same (as the target's), or such as 1.2",
         "same",
         least=0,
         most=100,
@@ -89,13 +88,11 @@ class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOption
 class Case(NamedTuple):
     """One comparison of schemes: temperatures and the number of draws.
 
-    temperature: the target's. draft: the draft's as the option names it, such as same or 1.2/2.
-    draft_temperatures: one for all draws, or one per draw.
+    temperature: the target's. draft: the draft's as the option names it, such as same or 1.2.
     """
 
     temperature: float
     draft: str
-    draft_temperatures: tuple[float, ...]
     draws: int
 
 
@@ -115,45 +112,29 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
 
 
 def cases(sweep: AcceptanceConfig) -> list[Case]:
-    """The cases of one of `sweeps`: every combination that fits.
-
-    A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError if
-    nothing fits.
-    """
-    fitting = []
-    for heat, draft, draws in product(
-        listed("temperature", sweep.temperature),
-        listed("draft-temperature", sweep.draft_temperature),
-        map(int, listed("draws", sweep.draws)),
-    ):
-        of_draws = tuple(map(float, (heat if draft == "same" else draft).split("/")))
-        if len(of_draws) in (1, draws):
-            fitting.append(Case(float(heat), draft, of_draws, draws))
-    if not fitting:
-        raise InputError(
-            f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
+    """The cases of one of `sweeps`."""
+    return [
+        Case(float(temperature), draft, int(draws))
+        for temperature, draft, draws in product(
+            listed("temperature", sweep.temperature),
+            listed("draft-temperature", sweep.draft_temperature),
+            listed("draws", sweep.draws),
         )
-    return fitting
+    ]
 
 
 def schemes_in(verifiers: str) -> list[str]:
     """The distinct names in `--verifier`, all of them for "all".
 
-    Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
-    own.
+    Raises InputError for an unknown or lossy scheme.
     """
     names: list[str] = []
     for name in listed("verifier", verifiers):
         names += LOSSLESS if name == "all" else [name]
         if name not in ("all", REFERENCE):
-            scheme, options = known_scheme(name, allow_lossy=True)
+            scheme, _ = known_scheme(name, allow_lossy=True)
             if not scheme.lossless:
                 raise InputError(
                     f"verifier {name} is not lossless: its rate is not comparable; leave it out"
-                )
-            if options.get("draft_temperatures"):
-                raise InputError(
-                    f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
-                    "such as 1.2/2"
                 )
     return list(dict.fromkeys(names))

@@ -90,16 +90,15 @@ def rate(
     chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
-    target, *of_draws = (
-        SamplingParams(t, sweep.top_k, sweep.top_p)
-        for t in (case.temperature, *case.draft_temperatures)
-    )
+    heats = (case.temperature, case.temperature if case.draft == "same" else float(case.draft))
+    params = [SamplingParams(heat, sweep.top_k, sweep.top_p) for heat in heats]
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        p = probs(p_logits.to(generator.device), target)  # [B, V]
-        q_of_draws = [probs(q_logits.to(generator.device), params) for params in of_draws]
-        q = torch.stack(q_of_draws, dim=1) if len(q_of_draws) > 1 else q_of_draws[0]
+        p, q = (  # [B, V]
+            probs(own.to(generator.device), by)
+            for own, by in zip((p_logits, q_logits), params, strict=True)
+        )
 
-        # 2. The schemes that take such draws, and α* of their draws; it is known for draws from one distribution.
+        # 2. The schemes, and α* of their draws.
         drawn = set()
         for name, scheme in schemes.items():
             try:
@@ -108,11 +107,10 @@ def rate(
                 refused[name] = str(error).partition(";")[0]
             else:
                 drawn.add(scheme.drawing)
-                chunks[name, scheme.drawing].append(torch.stack([found.value, found.error]).cpu())
-        for kind in OPTIMA if q.dim() == 2 else ():
-            if kind in drawn:
-                values = OPTIMA[kind](p, q, case.draws).cpu()
-                chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
+                chunks[name, scheme.drawing].append(found.cpu())
+        for kind in OPTIMA.keys() & drawn:
+            values = OPTIMA[kind](p, q, case.draws).cpu()
+            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
     order = [*OPTIMA, None]

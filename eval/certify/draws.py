@@ -47,9 +47,9 @@ def shown(
     number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
     first = placed(q[is_first], number[is_first], draws[is_first], coins)
     numbers = {DRAWS: placed(q, q, draws, coins), POWER: on_powers(q, draws).cpu()}
-    if chance == "independent" and drafts.q.dim() == 2:
+    if chance == "independent":
         numbers[REPEATS] = on_odds(*repeats_among(drafts, coins)).cpu()
-    at_root = drafts.q[drafts.nodes == 0].flatten(0, -2)
+    at_root = drafts.q[drafts.nodes == 0]
     return Cycle(tokens, numbers, first, at_root[0] if len(at_root) else None)
 
 
@@ -72,8 +72,8 @@ def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
     # 2. The distribution of the next draw at each node, a column of draws at a time.
     left, found = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q, []
     is_first = (random.cumsum(1) == 1) & random
-    for column, (token, rows) in enumerate(zip(tokens.T, random.T, strict=True)):
-        found.append((left[:, column] if left.dim() == 3 else left)[rows])
+    for token, rows in zip(tokens.T, random.T, strict=True):
+        found.append(left[rows])
         if chance == "without replacement":
             left = without(left, token[:, None], rows[:, None])
     return torch.cat(found), tokens.T[random.T], is_first.T[random.T]

@@ -3,15 +3,14 @@
 A distribution is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by its own sum.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.errors import InputError
-from treespec.shaping.sampling import largest, sample, sample_each
+from treespec.shaping.sampling import largest, sample_each
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 
@@ -22,15 +21,8 @@ def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
 
 
 def independent(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """[B, width] independent draws; tokens may repeat. q: [B, V], or [B, K, V]."""
-    each = q.dim() == 3
-    return if_any(
-        sample(first(q, width), generator) if each else sample_each(q, width, generator), q
-    )
-
-
-def if_any(tokens: Tensor, q: Tensor) -> Tensor:
-    """Samples with -1 for V, which a distribution of NaN or of no mass gives: the draw is absent."""
+    """[B, width] independent draws from q [B, V]; tokens may repeat. A row of NaN or no mass gives -1."""
+    tokens = sample_each(q, width, generator)
     return tokens.masked_fill_(tokens >= q.shape[-1], -1)
 
 
@@ -44,29 +36,16 @@ class Independent(Scheme):
         return Draws(keep_first(independent(q, width, generator), number))
 
 
-def in_order(q: Tensor, k: int) -> Sequence[Tensor]:
-    """The distributions [B, V] of k independent draws. q: [B, V], or [B, K, V]."""
-    return first(q, k).unbind(1) if q.dim() == 3 else [q] * k
-
-
-def first(q: Tensor, k: int) -> Tensor:
-    """The first k distributions [B, k, V] of q [B, K, V]. Raises InputError where K is less than k."""
-    if q.shape[1] < k:
-        raise InputError(
-            f"{k} draws but {q.shape[1]} draft distributions: q must hold one for every draw"
-        )
-    return q[:, :k]
-
-
-def sample_if_any(masses: Tensor, generator: torch.Generator) -> Tensor:
-    """[B, 1] a token from each row of masses [B, V]; -1 where the row has no mass."""
-    return if_any(sample(masses, generator)[:, None], masses)
-
-
 def most_likely(scores: Tensor, k: int) -> Tensor:
     """[B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
     best = largest(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
+
+
+def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
+    """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
+    best = keep_first(most_likely(q, width), number)
+    return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
 def distinct(tokens: Tensor) -> Tensor:
@@ -107,13 +86,12 @@ class SureScheme(Scheme):
         q: [B, V] probabilities. drawn, sure: [B] int64, on the host.
         """
         # 1. The sure tokens that q can draw, and draws from q without them.
-        tops = keep_first(most_likely(q, int(sure.max())), sure[:, None].to(q.device))
-        tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
-        others = self.draw_only(without(q, tops), drawn, generator)
-        tokens = torch.cat([others.tokens, tops], dim=1)
+        best = tops(q, sure[:, None].to(q.device), int(sure.max()))
+        others = self.draw_only(without(q, best), drawn, generator)
+        tokens = torch.cat([others.tokens, best], dim=1)
         scores_by = others.uniforms
         if scores_by is not None:  # sure tokens use none
-            scores_by = pad(scores_by, (0, 0, 0, tops.shape[1]))
+            scores_by = pad(scores_by, (0, 0, 0, best.shape[1]))
 
         # 2. Their order.
         column = torch.arange(tokens.shape[1], device=q.device)

@@ -10,10 +10,8 @@ from treespec.errors import InputError
 from treespec.options import installed, nearest
 from treespec.trees.ranges import Range
 
-Value = int | float | tuple[float, ...]
 REFERENCE = "otm-lp"  # a scheme of `treespec acceptance` alone
 SWITCH = Range(least=0, most=1, whole=True)
-TEMPERATURES = Range(above=0, most=100)  # multiples of the sampling temperature, as in 0.8/1.2
 SHARE = Range(above=0, most=1)
 
 
@@ -38,11 +36,7 @@ SCHEMES = {
     facts.name: facts
     for facts in (
         Facts("single", "treespec.verify.single:Single", max_draws=1, layered=True),
-        Facts(
-            "rrs",
-            "treespec.verify.rrs:RRS",
-            options={"draft-temperatures": TEMPERATURES},
-        ),
+        Facts("rrs", "treespec.verify.rrs:RRS"),
         Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
         Facts("kseq", "treespec.verify.kseq:KSeq"),
         Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
@@ -50,10 +44,7 @@ SCHEMES = {
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
-            options={
-                "s": Range(least=1, most=256, whole=True),
-                "draft-temperatures": TEMPERATURES,
-            },
+            options={"s": Range(least=1, most=256, whole=True)},
         ),
         Facts(
             "optimal",
@@ -129,7 +120,7 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
 
 def known_scheme(
     spec: str, allow_lossy: bool = False, others: Iterable[str] = ()
-) -> tuple[Facts, dict[str, Value]]:
+) -> tuple[Facts, dict[str, float]]:
     """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and its options.
 
     allow_lossy: whether a scheme may change the target's distribution.
@@ -156,20 +147,17 @@ def known_scheme(
         )
 
     # 2. Its options.
-    values: dict[str, Value] = {}
+    values: dict[str, float] = {}
     for option, text in (part.partition("=")[::2] for part in rest.split(",") if part):
         if option not in scheme.options:
             names = list(scheme.options)
             choice = f"its options are {', '.join(names)}" if names else "it has no options"
             raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
         allowed = scheme.options[option]
-        kind = int if allowed.whole else float
-        numbers = text.split("/") if allowed is TEMPERATURES else [text]
         try:
-            read = tuple(map(kind, numbers))
+            values[option] = (int if allowed.whole else float)(text)
         except ValueError:
             raise InputError(f"verifier {spec!r}: {option} must be {allowed}") from None
-        values[option.replace("-", "_")] = read if allowed is TEMPERATURES else read[0]
     check_options(name, values)
     return scheme, values
 
@@ -179,9 +167,7 @@ def check_options(name: str, values: Mapping[str, object]) -> None:
 
     A scheme that the table does not have checks its own.
     """
-    known = SCHEMES.get(name)
-    for option, allowed in known.options.items() if known else ():
-        value = values.get(option.replace("-", "_"))
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and number not in allowed:
-                raise InputError(f"verifier {name}: {option} is {number}, must be {allowed}")
+    for option, allowed in SCHEMES[name].options.items() if name in SCHEMES else ():
+        value = values.get(option)
+        if value is not None and value not in allowed:
+            raise InputError(f"verifier {name}: {option} is {value}, must be {allowed}")

@@ -16,7 +16,6 @@ from treespec.trees.static import balanced
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,
-    in_order,
     normalise,
     overlap,
     ratio,
@@ -43,9 +42,9 @@ class Duel:
     def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
         """[B, K] Pr(the token is selected over the rival). tokens: [B, K]. rival: [B, 1]."""
         s = self.wins.shape[-1]
-        ranks = torch.arange(self.order.shape[-1], device=tokens.device).expand_as(self.order)
-        rank = torch.empty_like(self.order).scatter_(1, self.order, ranks)
-        mine, other = rank.gather(1, tokens), rank.gather(1, rival)
+        mine, other = (
+            (self.order[:, None] == drawn[..., None]).int().argmax(-1) for drawn in (tokens, rival)
+        )
         free = self.wins.flatten(1).gather(1, mine.clamp(max=s - 1) * s + other.clamp(max=s - 1))
         return torch.where(torch.maximum(mine, other) < s, free, (mine <= other).to(free.dtype))
 
@@ -139,12 +138,12 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
     chosen[:, 0] = 1
-    selected, *rivals = in_order(q, tokens.shape[1])
-    for k, rival in enumerate(rivals, start=1):
+    selected = q
+    for k in range(1, tokens.shape[1]):
         rows = (tokens[:, k] >= 0).nonzero().squeeze(1)
         if not len(rows):
             continue
-        new = duel(p[rows], selected[rows], rival[rows], s)
+        new = duel(p[rows], selected[rows], q[rows], s)
         kept = chosen[rows, :k] * new.keeps(at[rows, :k], at[rows, k : k + 1])
         chosen[rows, k] = (chosen[rows, :k] - kept).sum(-1)
         chosen[rows, :k] = kept
@@ -155,16 +154,13 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
 def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     """[B] Pr(output is one of two draws): the selected one, or the other as a residual token."""
     # 1. The selected token is refused with `refused`; the output then comes from `rest`.
-    q1, q2 = in_order(q, 2)
-    new = duel(p, q1, q2, s)
+    new = duel(p, q, q, s)
     refused = 1 - ratio(p, new.selected)
     rest = normalise((p - new.selected).clamp_(min=0), p)
-    refused, rest, q1, q2 = (masses.gather(1, new.order) for masses in (refused, rest, q1, q2))
+    refused, rest, q = (masses.gather(1, new.order) for masses in (refused, rest, q))
 
     # 2. Pr(a token loses to a draw that is refused), [B, V] by rank: the lower rank wins.
-    lost = torch.stack([q1, q2], dim=1) * refused[:, None]
-    lower = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the lower ranks
-    other = (lower * torch.stack([q2, q1], dim=1)).sum(1)
+    other = 2 * q * pad((q * refused).cumsum(-1)[:, :-1], (1, 0))
 
     # 3. Among the first s ranks the program decides who wins.
     width = new.wins.shape[-1]
@@ -178,21 +174,17 @@ class IsLp(Independent):
     """Independent draws; a linear program selects one, verified as a single draft of its distribution.
 
     Of more than two draws, the token selected from the first ones meets the next draw. Programs are
-    solved on the host. q: [B, V], or [B, K, V] with a distribution for each draw.
+    solved on the host.
 
     s: number of tokens whose pairs the program decides; all other pairs follow a fixed order. More
     tokens accept more and take longer.
-    draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
-    one holds for all further draws.
     Raises InputError for an option out of its range.
     """
 
     name = "is-lp"
-    q_per_draw = True
     default_tree = balanced(2, 3)
 
     s: int = 5
-    draft_temperatures: tuple[float, ...] = ()
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         chosen, selected = select(p, q, draws.tokens, self.s)
@@ -205,4 +197,4 @@ class IsLp(Independent):
         """
         if k > 2:
             return None
-        return rate(p, q, self.s) if k == 2 else overlap(p, in_order(q, 1)[0])
+        return rate(p, q, self.s) if k == 2 else overlap(p, q)

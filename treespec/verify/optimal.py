@@ -128,30 +128,24 @@ class Optimal(SureScheme, LayerScheme):
         return tops, needed * (number > 0), rest
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        q, drawn = self._sampled(q, draws)
-        return single_draft(p, *self._selected(p, q, draws, drawn))
+        return single_draft(p, *self._selected(p, q, draws))
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        q, drawn = self._sampled(q, draws)
-        selected, tokens, chosen = self._selected(p, q, draws, drawn)
-        return partial_draft(p, selected, tokens, chosen > 0, (tokens >= 0) & ~drawn)
-
-    def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """[B, V] the distribution of the independent draws, and [B, K] bool which draws these are."""
         assert draws.sure is not None
-        drawn = (draws.tokens >= 0) & ~draws.sure
-        rest = without(q, draws.tokens.masked_fill(drawn, -1))
-        return rest.mul_(scale(rest, drawn.any(-1, keepdim=True))), drawn
+        selected, tokens, chosen = self._selected(p, q, draws)
+        return partial_draft(p, selected, tokens, chosen > 0, (tokens >= 0) & draws.sure)
 
-    def _selected(
-        self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K].
-
-        q: [B, V] that of the independent draws. drawn: [B, K] bool, which draws these are.
-        """
+    def _selected(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K]."""
+        # 1. Which draws are independent [B, K], and their distribution: q without the sure tokens.
+        assert draws.sure is not None
         assert draws.uniforms is not None
+        drawn = (draws.tokens >= 0) & ~draws.sure
         number = drawn.sum(-1, keepdim=True)
+        q = without(q, draws.tokens.masked_fill(drawn, -1))
+        q = q * scale(q, number > 0)
+
+        # 2. The one with the largest score.
         cell, coupling = self.couple(p, q, number)
         cell_of_draw = cell.gather(1, draws.tokens.clamp(min=0))
         score = scores(coupling, cell_of_draw, *draws.uniforms.unbind(-1))
@@ -176,9 +170,9 @@ class Optimal(SureScheme, LayerScheme):
         """
         # 1. The cell of each token.
         if self.exact:
-            order = (p / q).argsort(-1)  # 0 / 0 and tokens that are never drawn come last
-            ranks = torch.arange(q.shape[-1], device=q.device).expand_as(order)
-            cell = torch.empty_like(order).scatter_(1, order, ranks)
+            cell = (
+                (p / q).argsort(-1).argsort(-1)
+            )  # 0 / 0 and tokens that are never drawn come last
             cells = q.shape[-1]
         else:
             bits = (p / q).float().view(torch.int32)

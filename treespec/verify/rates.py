@@ -11,7 +11,6 @@ Optimal Multi-Draft Speculative Decoding). p may sum to less than 1.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from scipy.special import gammainccinv, gammaincinv
@@ -19,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import mass_on, overlap, scale, without
+from treespec.verify.distributions import mass_on, scale, without
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Drawing, Scheme, check
-from treespec.verify.single import tops as top_tokens
+from treespec.verify.single import Greedy
 
 CHUNK = 10_000_000  # elements of a tensor [rows, V] at a time
 LOST = 1e-12  # probability beyond each end of the quadrature
@@ -60,15 +59,6 @@ def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
     return (best * (drawn.sum(-1) > 0) * (number > 0)).to(p.dtype)
 
 
-def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
-    """[B] α* of the `tops` most likely tokens of q and k - tops independent draws from the rest.
-
-    That is p(tops), plus α* of the independent draws for the rest of p. p, q: [B, V].
-    """
-    best = top_tokens(q, torch.full_like(q[:, :1], tops), tops)
-    return mass_on(p, best) + optimal_iid(without(p, best), without(q, best), k - tops)
-
-
 def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
     """[B] α* of k draws in turn, each from q without the earlier ones. p, q: [B, V].
 
@@ -83,15 +73,9 @@ def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
-    """[B, W] Q(H) of each prefix H of q [B, W], for k draws without replacement.
+    """[B, W] Q(H) of each prefix H of q [B, W], for k draws without replacement, by integration.
 
     enough: [B] bool, whether a row supports more than k tokens; other rows are not used.
-    """
-    return q.cumsum(-1) if k == 1 else inside_by_clocks(q, k, enough)
-
-
-def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
-    """`inside_prefixes` of k draws, by integration.
 
     Each token z has a clock that rings after an exponential time of rate q_z. The draws are the
     first k tokens to ring. With y_z = e^(q_z t) - 1 and e_j the elementary symmetric polynomials,
@@ -141,87 +125,37 @@ def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
 OPTIMA: dict[Drawing, Callable[[Tensor, Tensor, int], Tensor]] = {
     "with replacement": optimal_iid,
     "without replacement": optimal_without_replacement,
-    "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
+    "greedy": Greedy().acceptance_rate,
     "tops and tail": tops_and_tail,
 }
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Acceptance rates [B] and their standard errors [B], 0 where exact."""
-
-    value: Tensor
-    error: Tensor
-
-
 def measured(
     scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64
-) -> Rate:
-    """Pr(output is one of k draws): exact where the scheme states it, else a mean over samples.
+) -> Tensor:
+    """[2, B] Pr(output is one of k draws) and its standard error.
 
-    A sample is the plan's mass on sampled draws; no output is sampled. For draws without
-    replacement that are accepted in turn, a control variate removes most of the variance
-    (`without_luck`).
+    It is exact where the scheme states it, with error 0, else a mean over samples: the plan's mass on
+    sampled draws; no output is sampled.
 
-    p: [B, V]. q: [B, V] or [B, K, V]. samples: samples of draws at each row, at least 2.
-    Raises InputError as `check`.
+    p, q: [B, V]. samples: samples of draws at each row, at least 2. Raises InputError as `check`.
     """
     # 1. The exact rate, where it is known.
-    check(scheme, q, k)
+    check(scheme, k)
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
-        return Rate(exact, torch.zeros_like(exact))
+        return torch.stack([exact, torch.zeros_like(exact)])
 
     # 2. Else samples of draws, a chunk of rows at a time.
-    reduced = scheme.accepted_in_turn and scheme.drawing == "without replacement"
-    estimate = stages if reduced else on_draws
     rows = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     parts = [
-        estimate(scheme, p[some], q[some], scheme.draw(q[some], k, generator))
+        on_draws(scheme, p[some], q[some], scheme.draw(q[some], k, generator))
         for some in rows.split(max(1, CHUNK // p.shape[-1]))
     ]
-
-    # 3. Their mean and its standard error.
-    accepted = torch.cat(parts, dim=-1).unflatten(-1, (len(p), samples))  # [..., B, samples]
-    accepted = without_luck(*accepted) if reduced else accepted
-    return Rate(accepted.mean(-1), accepted.std(-1) / math.sqrt(samples))
+    accepted = torch.cat(parts).view(len(p), samples)
+    return torch.stack([accepted.mean(-1), accepted.std(-1) / math.sqrt(samples)])
 
 
 def on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
     """[B] the plan's mass on the draws."""
     return mass_on(scheme.plan(p, q, draws), draws.tokens)
-
-
-def stages(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-    """[2, K, B] for draws that are accepted in turn, such as those of `rrs-wo`.
-
-    First Pr(each draw is accepted), then the mean of that probability over the draw, given the
-    draws before it.
-    """
-    accepted, expected = [], []
-    rest = p  # mass not on draws: no draw's residual holds an earlier draw
-    for number in range(draws.tokens.shape[1]):
-        following = without(q, draws.tokens[:, :number])
-        mass = rest.sum(-1, keepdim=True)
-        expected.append(overlap(rest, following * scale(following, mass)))
-        first = draws.tokens[:, : number + 1]
-        rest = without(scheme.plan(p, q, Draws(first)), first)
-        accepted.append(mass.squeeze(-1) - rest.sum(-1))
-    return torch.stack([torch.stack(accepted), torch.stack(expected)])
-
-
-def without_luck(accepted: Tensor, expected: Tensor) -> Tensor:
-    """[B, samples] the accepted mass less the luck of each draw.
-
-    The luck of a draw, accepted - expected, has mean 0 given the draws before it, so it is a
-    control variate. Its coefficient is the share of that mass which no later draw would have
-    accepted. The share is estimated from the other samples, so the estimate stays unbiased.
-
-    accepted, expected: [K, B, samples] (`stages`).
-    """
-    before = 1 - accepted.cumsum(0) + accepted  # Pr(all draws before are refused)
-    refused, reached = (mass.sum(-1, keepdim=True) - mass for mass in (before - expected, before))
-    refusal = (refused / reached.clamp(min=torch.finfo(reached.dtype).eps)).clamp(0, 1)
-    later = torch.cat([refusal[1:], torch.ones_like(refusal[:1])])
-    share = later.flip(0).cumprod(0).flip(0)
-    return (accepted - share * (accepted - expected)).sum(0)

@@ -16,13 +16,11 @@ from treespec.verify.distributions import (
     Independent,
     SureScheme,
     distinct,
-    in_order,
     independent,
     keep_first,
     normalise,
     overlap,
     recursive_rejection,
-    sample_if_any,
     without,
 )
 
@@ -38,26 +36,19 @@ class RRS(Independent):
     norm (p - q)+, against which the next draw is verified. Where all are refused, the output comes
     from the last residual.
 
-    q: [B, V], or [B, K, V] with a distribution for each draw.
-    draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
-    one holds for all further draws. Default: all draws have the sampling temperature.
-    Raises InputError for a multiple that is not positive or is above 100.
     """
 
     name = "rrs"
-    q_per_draw = True
-
-    draft_temperatures: tuple[float, ...] = ()
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return recursive_rejection(p, in_order(q, draws.tokens.shape[1]), draws.tokens)
+        return recursive_rejection(p, [q] * draws.tokens.shape[1], draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         all_refused = torch.ones_like(p[:, 0])
         residual = p
-        for drawn in in_order(q, k):
-            all_refused = all_refused * (1 - overlap(residual, drawn))
-            residual = normalise((residual - drawn).clamp_(min=0), residual)
+        for _ in range(k):
+            all_refused = all_refused * (1 - overlap(residual, q))
+            residual = normalise((residual - q).clamp_(min=0), residual)
         return 1 - all_refused
 
 
@@ -95,7 +86,7 @@ class RRSWithoutReplacement(SureScheme):
         wanted = torch.arange(width, device=q.device) < number
         for column, is_short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
             if is_short:
-                more = sample_if_any(without(q, tokens[:, :column]), generator).squeeze(1)
+                more = independent(without(q, tokens[:, :column]), 1, generator).squeeze(1)
                 present = tokens[:, column] >= 0
                 tokens[:, column] = torch.where(present, tokens[:, column], more)
         return Draws(keep_first(tokens, number))

@@ -47,9 +47,6 @@ class Scheme(Protocol):
     max_draws: ClassVar[int | None] = None
     """The largest number of draws at a node; None: any number."""
 
-    q_per_draw: ClassVar[bool] = False
-    """Whether q may be [B, K, V], with a distribution for each draw."""
-
     sure_tokens: ClassVar[bool] = False
     """Whether the scheme is a `SureScheme`."""
 
@@ -77,16 +74,8 @@ class Scheme(Protocol):
     default_tree: ClassVar[StaticTree] = eagle()
     """The tree for a draft model without measured acceptance rates."""
 
-    @property
-    def draft_temperatures(self) -> tuple[float, ...]:
-        """Multiples of the sampling temperature, one for each draw in order.
-
-        The last one holds for all further draws. (): all are 1.
-        """
-        return ()
-
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        """k draws at each of B nodes. q: [B, V] or [B, K, V]. k: an int, or [B] int64.
+        """k draws at each of B nodes. q: [B, V]. k: an int, or [B] int64.
 
         Where k lies on the host, the device does not wait. Raises InputError as `check`.
         """
@@ -94,7 +83,7 @@ class Scheme(Protocol):
             width, number = k, torch.full((len(q), 1), k, device=q.device)
         else:
             width, number = int(k.max()), k.to(q.device)[:, None]
-        check(self, q, width)
+        check(self, width)
         return self.make(q, width, number, generator)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
@@ -102,7 +91,7 @@ class Scheme(Protocol):
         ...
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        """[B, V] probabilities of the output token given the draws. q: as for `draw`."""
+        """[B, V] probabilities of the output token given the draws."""
         ...
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
@@ -110,16 +99,8 @@ class Scheme(Protocol):
         ...
 
 
-def check(scheme: Scheme, q: Tensor, width: int) -> None:
-    """Raises InputError for a distribution per draw, and for more than `max_draws` draws a node.
-
-    width: draws at the widest node.
-    """
-    if q.dim() != 2 and not scheme.q_per_draw:
-        raise InputError(
-            f"verifier {scheme.name} takes one draft distribution a node; for one per draw take rrs or "
-            "is-lp"
-        )
+def check(scheme: Scheme, width: int) -> None:
+    """Raises InputError for more than `max_draws` draws a node. width: draws at the widest node."""
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "

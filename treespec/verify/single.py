@@ -14,23 +14,17 @@ from torch.nn.functional import pad
 from treespec.trees.static import chain
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
+    independent,
     keep_first,
     mass_on,
-    most_likely,
     overlap,
     partial_draft,
-    sample_if_any,
     scale,
     single_draft,
+    tops,
     without,
 )
 from treespec.verify.scheme import Chance, Drawing, LayerScheme
-
-
-def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
-    """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
-    best = keep_first(most_likely(q, width), number)
-    return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
 def last_draw(tokens: Tensor) -> Tensor:
@@ -63,7 +57,7 @@ class Greedy(LayerScheme):
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         best = tops(q, number - 1, width - 1)
-        last = sample_if_any(without(q, best), generator)
+        last = independent(without(q, best), 1, generator)
         tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
         return Draws(keep_first(tokens, number))
 

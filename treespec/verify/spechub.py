@@ -21,10 +21,10 @@ from treespec.trees.static import eagle
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     answer,
+    independent,
     keep_first,
     overlap,
     ratio,
-    sample_if_any,
     scale,
     without,
 )
@@ -48,9 +48,9 @@ class SpecHub(Scheme):
     default_tree = eagle().narrowed(2)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        first = sample_if_any(q, generator)
+        first = independent(q, 1, generator)
         top = q.argmax(-1, keepdim=True)
-        second = torch.where(first == top, sample_if_any(without(q, top), generator), top)
+        second = torch.where(first == top, independent(without(q, top), 1, generator), top)
         return Draws(keep_first(torch.cat([first, second], dim=1), number)[:, :width])
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
@@ -71,22 +71,20 @@ class SpecHub(Scheme):
         p_a = p.gather(1, at_a) * pair
 
         # 3. p(i) pays for output i, first for the pairs (i, a), then for the pairs (a, i).
+        pairs = torch.stack([second_top, first_top])  # [2, B, V]
         p1 = without(p, a)
-        p2 = (p1 - second_top).clamp_(min=0)
-        p3 = (p2 - first_top).clamp_(min=0)
-        accept_i_first = ratio(p1.gather(1, at_i), second_top.gather(1, at_i))
-        accept_i_second = ratio(p2.gather(1, at_i), first_top.gather(1, at_i))
-        accept_i = torch.where(top_first, accept_i_second, accept_i_first) * (i >= 0)
+        p2 = (p1 - second_top).clamp(min=0)
+        budget = torch.stack([p1, p2])
+        accept_i = ratio(budget, pairs).gather(-1, at_i.expand(2, -1, -1)) * (i >= 0)
 
         # 4. p(a) pays for the mass left on the pairs, first for (a, i), then for (i, a).
-        left_first = (first_top - p2).clamp_(min=0).sum(-1, keepdim=True)
-        left_second = (second_top - p1).clamp_(min=0).sum(-1, keepdim=True)
-        p_a2 = (p_a - left_first).clamp(min=0)
-        p_a3 = (p_a2 - left_second).clamp(min=0)
-        accept_a = torch.where(top_first, ratio(p_a, left_first), ratio(p_a2, left_second)) * pair
+        left = (pairs - budget).clamp_(min=0).sum(-1, keepdim=True)  # [2, B, 1]
+        p_a2 = (p_a - left[1]).clamp(min=0)
+        accept_a = ratio(torch.stack([p_a2, p_a]), left) * pair
+        accept_i, accept_a = (torch.where(top_first, x[1], x[0]) for x in (accept_i, accept_a))
 
         # 5. The residual is the rest of p.
-        rest = p3.scatter_add_(1, at_a, p_a3)
+        rest = (p2 - first_top).clamp_(min=0).scatter_add_(1, at_a, (p_a2 - left[0]).clamp(min=0))
         accepted = torch.cat([accept_i, (1 - accept_i) * accept_a], 1)
         return answer(p, rest, torch.cat([i, a], 1), accepted)
 

@@ -31,7 +31,6 @@ from treespec.verify.walk import (
     Verdict,
     Walk,
     children_by_token,
-    follow,
 )
 
 
@@ -49,18 +48,19 @@ class Traversal:
                   w <- S / (S + 1 - w)          S: the mass of (w p - q)+
                   q <- q without the child's token, normalised
 
+    Trees of the most likely tokens are walked over `topk`.
     A draw without a node is a leaf; no token follows it. The host waits at the start, at each
     refused draw and at the end.
     """
 
     name: str
     scheme: Scheme
-    paced = False
+    paced: bool = False
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return follow(tree, sample(p[:], generator))
+            return Walk(TopK())(tree, p, generator)
         verdict = _Judge(tree, tree.drafts, p, generator).verdict(0, 1.0)
         assert verdict
         return verdict
@@ -68,6 +68,9 @@ class Traversal:
 
 TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
 BLOCK = Traversal("block", Single())
+# The default verifier. A cycle's tree depends on the text's past alone (`treespec.draft.grow.auto`), and
+# sampled children are drawn as for `rrs-wo`; so it is lossless for the tree that each cycle's cost chooses.
+AUTO = Traversal("auto", RRSWithoutReplacement(), paced=True)
 
 
 @final
@@ -156,30 +159,3 @@ class _Judge:
             factor = 1 / max(mass + (1 - weight), torch.finfo(rest.dtype).tiny)
             weight = mass * factor
         return None, rest, weight
-
-
-@final
-@dataclass(frozen=True)
-class Auto:
-    """The default verifier: for each cycle's tree the verification that accepts most.
-
-        root alone, or the top-k tokens         the walk over `topk`
-        draws without replacement, a chain too  traversal verification
-
-    The tree of a cycle depends on the text's past alone (`treespec.draft.grow.auto`), and each of
-    these verifiers is lossless for its trees. So the text keeps the target's distribution. Sampled children
-    are drawn as for `rrs-wo`.
-    """
-
-    name = "auto"
-    scheme = RRSWithoutReplacement()
-    paced = True
-
-    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        """p: [N, V] probabilities."""
-        if tree.drafts is None:
-            return Walk(TopK())(tree, p, generator)
-        return TRAVERSAL(tree, p, generator)
-
-
-AUTO = Auto()

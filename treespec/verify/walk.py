@@ -79,19 +79,17 @@ class Walk:
     def step_by_step(
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
     ) -> Verdict:
-        row_of = {
-            node: i for i, node in enumerate(tree.drafts.nodes.tolist() if tree.drafts else [])
-        }
+        drafts = tree.drafts
+        row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())} if drafts else {}
 
         def choice(node: int) -> int:
-            here, row = slice(node, node + 1), row_of.get(node)
-            if row is None or not tree.drafts:
+            here = slice(node, node + 1)
+            if not drafts or node not in row_of:
                 plan = self.without_draws(tree, p, here)
             else:
-                drafts = tree.drafts
-                plan = self.scheme.plan(
-                    p[here], drafts.q[row : row + 1], drawn_at(row, drafts.draws)
-                )
+                row = row_of[node]
+                draws = drawn_at(row, drafts.draws)
+                plan = self.scheme.plan(p[here], drafts.q[row : row + 1], draws)
             return int(sample(plan, generator))
 
         return path_along(children_by_token(tree), choice)
@@ -191,13 +189,12 @@ def judge_all(
     # 1. Greedy sequences without processors: the host waits once for all of them.
     at_once = [row for row, by in enumerate(distributions) if by.greedy and not by.shapers]
     choices = [greedy_choice(logits[row]) for row in at_once]
-    greedy = follow_all([trees[row] for row in at_once], choices) if at_once else []
-    verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, greedy, strict=True))
+    found = follow_all([trees[row] for row in at_once], choices) if at_once else []
+    verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, found, strict=True))
 
     # 2. All others, one after another, by the rows that the verifier visits.
-    for row, (tree, by) in enumerate(zip(trees, distributions, strict=True)):
-        if row in verdicts:
-            continue
+    for row in sorted({*range(len(trees))} - {*at_once}):
+        tree, by = trees[row], distributions[row]
         p = TargetDistributions(logits[row], by, tree)
         try:
             if by.greedy:
@@ -209,7 +206,7 @@ def judge_all(
             continue
         verdicts[row], path = verdict, [0, *verdict.path]
         by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
-    return [verdicts[row] for row in range(len(trees))]
+    return [verdict for _, verdict in sorted(verdicts.items())]
 
 
 def _choice(p: TargetDistributions, node: int) -> int:

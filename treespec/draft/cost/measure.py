@@ -31,7 +31,7 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import TokenTree
 from treespec.verify.rrs import RRSWithoutReplacement
-from treespec.verify.traversal import Auto
+from treespec.verify.traversal import AUTO
 from treespec.verify.walk import judge_all
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -194,7 +194,7 @@ class Bench:
             logits = logits.index_fill(1, tree.tokens, logit)
 
         def finish() -> None:
-            judge_all(Auto(), [tree], [logits], [by], [generator])
+            judge_all(AUTO, [tree], [logits], [by], [generator])
             self.cache.commit([kept])
             self.cache.rewind([len(self.tokens)])
 

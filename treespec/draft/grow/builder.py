@@ -16,7 +16,6 @@ from treespec.draft.grow.growth import (
     Growing,
     Growth,
     Nodes,
-    draft_distributions,
     drafts_of,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
@@ -120,10 +119,7 @@ class TreeBuilder:
                 logits = yield Frontier(last, level.parent_rows)
 
             # 2. The draws at all of these nodes.
-            k = int(level.draws.max())
-            q = logits
-            if not scheme.deterministic:
-                q = draft_distributions(logits, scheme, self.params, k)
+            q = logits if scheme.deterministic else probs(logits, self.params)
             drawn = scheme.draw(q, level.draws, self.generator)  # [F, K]
 
             # 3. The children's tokens, and what the verifier needs.

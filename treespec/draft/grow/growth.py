@@ -17,7 +17,6 @@ from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
-from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below
 from treespec.verify.scheme import Scheme
@@ -107,18 +106,6 @@ def drafts_of(levels: list[Drawn]) -> Drafts | None:
     return Drafts(torch.cat(nodes), table(laws), stack(draws))
 
 
-def draft_distributions(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
-    """The distributions of k draws at F nodes, as probabilities.
-
-    [F, V], or [F, K, V] where each draw has a temperature of its own. logits: [F, V].
-    """
-    if not scheme.draft_temperatures:
-        return probs(logits, params)
-    each = [*scheme.draft_temperatures, *scheme.draft_temperatures[-1:] * k][:k]
-    laws = [probs(logits, replace(params, temperature=params.temperature * m)) for m in each]
-    return torch.stack(laws, dim=1)
-
-
 def stack(draws: list[Draws]) -> Draws:
     """The draws of several levels as one table. Absent draws pad the narrower levels."""
 
@@ -190,7 +177,6 @@ def with_chain(
 
     # 2. The draws at the chain's nodes.
     q = one_hot(tree.tokens.new_tensor(chain), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
-    q = q[:, None] if drafts.q.dim() == 3 else q
     drawn = scheme.draw(q, 1, generator)
     if drafts.draws.sure is not None and drawn.sure is None:
         drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))

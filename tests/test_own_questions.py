@@ -94,4 +94,4 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
     ],
 )
 def test_broken_questions_are_known(question, problem):
-    assert problem_of(question, cut=problem == "no end", special=False, filter="english") == problem
+    assert problem_of(question, cut=problem == "no end", filter="english") == problem

@@ -21,7 +21,8 @@ from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.questions import drawn, passes
 
 MARK = "QUESTION"
-UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # control characters but \n, \t and \r
+# The replacement character, and control characters but \n, \t and \r.
+UNSEEN = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f{INCOMPLETE}]")
 REPEATS = 0.5  # least share of different ones among a question's runs of three words
 
 
@@ -36,14 +37,13 @@ def writer(
     prompt, stop = user_turn(engine.spec)
     options = config.sampling(greedy=False)
     options |= {"max_new_tokens": config.question_tokens, "stop": stop}
-    special = set(templates.special_tokens(engine.spec.target.tokenizer).values())
     rows = {normal(line["messages"][0]["content"]): line["row"] for line in done}
 
     def write(key: str) -> str:
         seed = drawn(config.seed, key, "question")
         output = engine.submit(prompt, seed=seed, **options).result()
-        question, odd = output.text.strip(), not special.isdisjoint(output.token_ids[:-1])
-        problem = problem_of(question, output.stats.truncated, odd, config.filter)
+        question = output.text.strip()
+        problem = problem_of(question, output.stats.truncated, config.filter)
         if not problem and rows.setdefault(normal(question), key) != key:
             problem = "repeated"
         if problem:
@@ -72,14 +72,14 @@ def user_turn(spec: Spec) -> tuple[list[int], tuple[str, ...]]:
     return (ids if ids[: len(start)] == start else start + ids), (end,)
 
 
-def problem_of(question: str, cut: bool, special: bool, filter: str) -> str | None:
+def problem_of(question: str, cut: bool, filter: str) -> str | None:
     """Why a question is of no use; None for one that is."""
     words = question.split()
     runs = list(zip(words, words[1:], words[2:], strict=False))
     problems = {
         "no end": cut,
         "empty": not any(map(str.isalpha, question)),
-        "broken characters": special or INCOMPLETE in question or bool(UNSEEN.search(question)),
+        "broken characters": UNSEEN.search(question),
         "repeats itself": len(set(runs)) < REPEATS * len(runs),
         f"not {filter}": not passes(question, filter),
     }

@@ -160,7 +160,12 @@ class Head(nn.Module, ABC):
 
     def draft(self, tokens: Tensor | None) -> None:
         """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
-        for name, value in mapping_of(tokens, self.vocab_size).items():
+        d2t = t2d = None
+        if tokens is not None and len(tokens) < self.vocab_size:
+            d2t = tokens - torch.arange(len(tokens), device=tokens.device)
+            t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device)
+            t2d[tokens] = True
+        for name, value in (("d2t", d2t), ("t2d", t2d)):
             self.register_buffer(name, value, persistent=self.lm_head is not None)
 
     def fill(self, tensors: Tensors) -> None:
@@ -173,15 +178,6 @@ class Head(nn.Module, ABC):
         self.load_state_dict(tensors, assign=True)
         if self.d2t is not None and self.t2d is not None:
             check_mapping(self.d2t, self.t2d)
-
-
-def mapping_of(tokens: Tensor | None, vocab_size: int) -> dict[str, Tensor | None]:
-    """d2t and t2d for these tokens of the target, [Vd] ascending; None for all tokens."""
-    if tokens is None or len(tokens) == vocab_size:
-        return {"d2t": None, "t2d": None}
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
-    d2t = tokens - torch.arange(len(tokens), device=tokens.device)
-    return {"d2t": d2t, "t2d": t2d.index_fill(0, tokens, True)}
 
 
 def check_mapping(d2t: Tensor, t2d: Tensor) -> None:

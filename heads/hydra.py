@@ -21,32 +21,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.head import Config, TargetFacts
-from treespec.heads.layers import Layer, RMSNorm, Rotary
+from treespec.heads.layers import KeyValues, Layer, RMSNorm, Rotary
 from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads, ResBlock
-
-
-@final
-class Prefix(nn.Module):
-    """Hydra++'s view of the sequence: a Llama of one layer over the target's hidden states."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(config)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = Rotary(config)
-
-    def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: Any = None
-    ) -> Tensor:
-        """[B, T, H] hidden states at positions [T] or [B, T] -> [B, T, H].
-
-        mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is causal.
-        """
-        layer = cast(Layer, self.layers[0])
-        angles = self.rotary(positions, states.dtype)
-        attend = partial(layer.self_attn, angles=angles, mask=mask, cache=cache)
-        return self.norm(layer(states, attend))
 
 
 class HydraHead(DepthHeads):
@@ -61,18 +38,25 @@ class HydraHead(DepthHeads):
     known_as: ClassVar[str] = "Hydra or Hydra++ heads"
     name = "hydra"
     new_heads = 4
+    architecture: ClassVar[str] = "mlp"
     plus: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
         # 1. The architecture, the number of heads, and their blocks.
         super().__init__(config)
-        wanted = "prefix-mlp" if self.plus else "mlp"
-        if (named := config.get("hydra_head_arch", "mlp")) != wanted:
+        if (named := config.get("hydra_head_arch", "mlp")) != self.architecture:
             raise ValueError(f"hydra_head_arch is {named!r}, must be one of mlp, prefix-mlp")
 
-        # 2. Head i takes the state and the i + 1 tokens after it.
+        # 2. Hydra++'s view of the sequence: a Llama of one layer over the target's hidden states.
         width, self.cached_layers = self.hidden_size, int(self.plus)
-        self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if self.plus else None
+        if self.plus:
+            llama = LlamaConfig(**config)
+            self.rotary = Rotary(llama)
+            norm = RMSNorm(width, eps=llama.rms_norm_eps)
+            parts = {"layers": nn.ModuleList([Layer(llama)]), "norm": norm}
+            self.prefix_embeding_layer = nn.ModuleDict(parts)
+
+        # 3. Head i takes the state and the i + 1 tokens after it.
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(self.max_depth):
             blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
@@ -91,16 +75,28 @@ class HydraHead(DepthHeads):
 
     @classmethod
     def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
-        own = {"hydra_head_arch": "mlp", "grounded_heads": True}
-        return super().config_for(target, heads, **own | fields)
+        own = {"hydra_head_arch": cls.architecture, "grounded_heads": True} | fields
+        config = super().config_for(target, heads, **own)
+        return LlamaHead.config_for(target, **config) if cls.plus else config
 
-    def states(self, features: Tensor, positions: Tensor, *view: Any) -> Tensor:
+    def states(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
         """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
 
-        positions: [T] or [B, T]. view: mask and cache, as `Prefix` takes them.
+        positions: [T] or [B, T]. mask: [T, P + T] or [B, 1, T, P + T], what each position of Hydra++
+        attends to, None is causal. cache: of its layer.
         """
-        prefix = self.prefix_embeding_layer
-        return prefix(features, positions, *view) if prefix else features
+        if not self.plus:
+            return features
+        layer = cast(Layer, self.prefix_embeding_layer["layers"].get_submodule("0"))
+        angles = self.rotary(positions, features.dtype)
+        attend = partial(layer.self_attn, angles=angles, mask=mask, cache=cache)
+        return self.prefix_embeding_layer["norm"](layer(features, attend))
 
     def forward(self, features: Tensor, embeddings: Tensor, counts: Tensor) -> list[Tensor]:
         """For each head its states before the output layer, [M_i, H]; for training.
@@ -121,10 +117,4 @@ class HydraPlusHead(HydraHead):
     """With a prefix layer. config: as for `HydraHead`, and Llama's fields for the layer."""
 
     kind: str = "hydra++"
-    plus = True
-    new_blocks = 4
-
-    @classmethod
-    def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
-        own = super().config_for(target, heads, **{"hydra_head_arch": "prefix-mlp"} | fields)
-        return LlamaHead.config_for(target, **own)
+    architecture, plus, new_blocks = "prefix-mlp", True, 4

@@ -19,8 +19,6 @@ from treespec.model.cache import TreeCache
 from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
 
-MOST_WAITING = 96  # pairs that a sequence may collect while it rests: each cycle copies them
-
 
 class PairProposer(Proposer):
     """Drafts with a head's layers, which take pairs and keep keys and values of them.
@@ -53,12 +51,12 @@ class PairProposer(Proposer):
         last: [B, H] the states of the sequences' last pairs.
         """
 
+    @abstractmethod
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """For draft step 1, 2, … the [R, N] draft logits from each of R = T - steps - 1 positions.
 
         tokens: [T]. features: [T, F]. R > 0. `rollout` says what a draft step is.
         """
-        raise TypeError(f"{type(self).__name__} drafts no steps along a sequence")
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
@@ -90,8 +88,7 @@ class PairProposer(Proposer):
             parts = zip(self.waiting[row], (new, known[1:].to(new.device)), strict=True)
             states, following = (torch.cat(part) for part in parts)
             self.waiting[row] = states, following
-        most = max(len(known) for _, known in self.waiting)
-        if max(map(len, tokens)) - 1 > PREFILL_AT or most > MOST_WAITING:
+        if max(len(known) for _, known in self.waiting) > PREFILL_AT:
             ends = [(states[-1:], known[-1:]) for states, known in self.waiting]
             self.waiting = [(states[:-1], known[:-1]) for states, known in self.waiting]
             self.run()

@@ -106,8 +106,8 @@ class HydraProposer(DeepeningProposer):
     level = 0
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        view = chunk.seen[:, None], *self.cache.tree_layers
-        return self.head.states(features, chunk.positions, *view)
+        seen = chunk.seen[:, None]
+        return self.head.states(features, chunk.positions, seen, *self.cache.tree_layers)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level, embedded = 0, self.target.embeddings(roots).to(last.dtype)

@@ -19,12 +19,10 @@ class Range:
     whole: bool = False
 
     def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        if self.whole and not isinstance(value, int):
-            return False
         return (
-            (self.least is None or value >= self.least)
+            isinstance(value, int if self.whole else int | float)
+            and not isinstance(value, bool)
+            and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)

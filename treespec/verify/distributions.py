@@ -111,14 +111,19 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
+def positive(x: Tensor) -> Tensor:
+    """x as a divisor: no number is below the smallest with a finite reciprocal."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
+
+
 def ratio(p: Tensor, q: Tensor) -> Tensor:
     """min(1, p/q), with 0/0 = 0."""
-    return (p / q.clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1)
+    return (p / positive(q)).clamp(max=1)
 
 
 def scale(q: Tensor, present: Tensor) -> Tensor:
     """[B, 1] a factor: q times it sums to 1 where `present` [B, 1], and to 0 elsewhere."""
-    return present / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    return present / positive(q.sum(-1, keepdim=True))
 
 
 def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
@@ -188,8 +193,7 @@ def partial_draft(
     outside = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
     mean_refused = outside + sure_mass.sum(-1, keepdim=True) + left.sum(-1, keepdim=True)
     refused = 1 - accepted.sum(-1, keepdim=True)
-    tiny = torch.finfo(p.dtype).tiny
-    return accepted + refused * sure_mass / mean_refused.clamp(min=tiny), left
+    return accepted + refused * sure_mass / positive(mean_refused), left
 
 
 def recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:

@@ -85,14 +85,10 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
     room: [B, s] the mass that p leaves to each token. pairs: [B, s, s] masses of the pairs.
     """
     # 1. The lower rank wins each pair. That is optimal where all tokens fit or none does.
-    held = pairs.triu()
-    fits = held.sum(-1) <= room
-    is_open = (fits.any(-1) & ~fits.all(-1)).tolist()
+    held, rooms = pairs.triu().tolist(), room.clamp(min=0).tolist()
 
     # 2. Elsewhere, move mass to tokens with room.
-    masses, rooms = held.tolist(), room.clamp(min=0).tolist()
-    rows = zip(masses, rooms, is_open, strict=True)
-    best = [flow(mass, space) if open_row else mass for mass, space, open_row in rows]
+    best = [flow(mass, space) for mass, space in zip(held, rooms, strict=True)]
     shares = torch.tensor(best, dtype=pairs.dtype, device=pairs.device) / pairs
     return shares.where(pairs > 0, torch.ones_like(pairs).triu())
 

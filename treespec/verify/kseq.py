@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import Independent, answer, ratio, scale, subtract
+from treespec.verify.distributions import Independent, answer, positive, ratio, scale, subtract
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class KSeq(Independent):
         accepted = each * reached
 
         # 3. The residual is p less what the draws accept on average.
-        paid = (1 - (1 - beta) ** number) / beta.clamp(min=torch.finfo(beta.dtype).tiny)
+        paid = (1 - (1 - beta) ** number) / positive(beta)
         return answer(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:

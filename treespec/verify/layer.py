@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.distributions import normalise
+from treespec.verify.distributions import normalise, positive
 from treespec.verify.scheme import LayerScheme
 from treespec.verify.walk import Probabilities, Verdict, follow
 
@@ -60,7 +60,7 @@ class Layer:
         mass, total = (layers.index_add(0, depth, part) for part in (leaving, weight))
 
         # 3. The deepest layer whose coin succeeds.
-        keep = mass / (mass + (1 - total).clamp(min=0)).clamp(min=torch.finfo(mass.dtype).tiny)
+        keep = mass / positive(mass + (1 - total).clamp(min=0))
         layer = (happens(keep, generator) * torch.arange(n + 1, device=keep.device)).amax()
 
         # 4. Its node and the next token. NaN logits: fall back to the root, where decode reports
@@ -89,7 +89,6 @@ class Layer:
         Each row of R has a scale of its own. place: [I, K] (`places_of_draws`).
         """
         # 1. The root has weight 1. Weights flow down, an inner layer at a time.
-        tiny = torch.finfo(torch.float64).tiny
         weight = torch.zeros(len(p) + place.numel(), dtype=torch.float64, device=p.device)
         weight[0] = 1
         left_mass = torch.zeros_like(drafts.nodes, dtype=weight.dtype)
@@ -101,7 +100,7 @@ class Layer:
             rows = torch.tensor(in_layer, device=p.device)
             at = drafts.nodes[rows]
             total = weight[at].sum()
-            share = weight[at, None] / total.clamp(min=tiny)  # [F, 1]
+            share = weight[at, None] / positive(total)  # [F, 1]
 
             # 3. What the scheme accepts of W p goes to the draws, what it leaves is R.
             draws = drafts.draws.rows(rows)
@@ -112,7 +111,7 @@ class Layer:
 
         # 4. A leaf leaves its whole weight. The root is kept where no other node is.
         leaving = weight.index_copy(0, drafts.nodes, left_mass)
-        leaving[0].clamp_(min=tiny)
+        leaving[:1] = positive(leaving[:1])
         return weight, leaving, rest
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
-from treespec.verify.distributions import mass_on, scale, without
+from treespec.verify.distributions import mass_on, positive, scale, without
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Drawing, Scheme, check
 from treespec.verify.single import Greedy
@@ -33,7 +33,7 @@ def prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     W: the largest number of tokens that a row of q supports. Other tokens never lower the cut.
     """
     p, q = p.double(), q.double()
-    order = (q / p.clamp(min=torch.finfo(p.dtype).tiny)).argsort(-1, descending=True)
+    order = (q / positive(p)).argsort(-1, descending=True)
     order = order[:, : int((q > 0).sum(-1).max())]
     q = q * scale(q, torch.ones_like(q[:, :1]))
     return p.gather(1, order), q.gather(1, order)

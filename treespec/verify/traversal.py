@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treespec.shaping.sampling import Coins, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.distributions import normalise, scale
+from treespec.verify.distributions import normalise, positive, scale
 from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
@@ -61,9 +61,7 @@ class Traversal:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)
-        verdict = _Judge(tree, tree.drafts, p, generator).verdict(0, 1.0)
-        assert verdict
-        return verdict
+        return judge(tree, tree.drafts, p, generator)
 
 
 TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
@@ -73,89 +71,79 @@ BLOCK = Traversal("block", Single())
 AUTO = Traversal("auto", RRSWithoutReplacement(), paced=True)
 
 
-@final
-class _Judge:
-    """The judge of one tree: the numbers that the host needs, and a coin for each node and draw."""
+def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator) -> Verdict:
+    """The verdict on a tree with draws. The host has the numbers that it needs, and a coin for each."""
+    # 1. On the device: each inner node's distributions. A sure token's is one-hot, so its q is 1.
+    tokens = drafts.draws.tokens
+    q_drawn, drawn = without_sure(drafts.q, drafts.draws)
+    q_drawn = q_drawn * scale(q_drawn, torch.ones_like(q_drawn[:, :1]))  # [I, V]
+    places, sure = tokens.clamp(min=0), drawn < 0  # [I, K]
+    inner_p = p[drafts.nodes]
+    at_q = q_drawn.gather(1, places).masked_fill(sure, 1)
 
-    def __init__(
-        self,
-        tree: TokenTree,
-        drafts: Drafts,
-        p: Probabilities,
-        generator: torch.Generator,
-    ) -> None:
-        # 1. On the device: each inner node's distributions. A sure token's is one-hot, so its q is 1.
-        tokens = drafts.draws.tokens
-        q, drawn = without_sure(drafts.q, drafts.draws)
-        self.q = q * scale(q, torch.ones_like(q[:, :1]))  # [I, V]
-        self.at, self.sure = tokens.clamp(min=0), drawn < 0  # [I, K]
-        self.p, self.inner_p = p, p[drafts.nodes]
-        at_p = self.inner_p.gather(1, self.at).double()
-        at_q = self.q.gather(1, self.at).masked_fill(self.sure, 1)
+    # 2. On the host: p/q at the draws, the draws, where they have nodes, a coin for each.
+    all_odds: list[list[float]] = (inner_p.gather(1, places).double() / at_q).tolist()
+    draws, is_sure = tokens.tolist(), sure.tolist()
+    row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
+    child_of = children_by_token(tree)
+    coins = Coins(len(p) + tokens.numel(), generator, p.device)
 
-        # 2. On the host: p/q at the draws, the draws, and where they have nodes.
-        self.odds: list[list[float]] = (at_p / at_q).tolist()
-        self.draws: list[list[int]] = tokens.tolist()
-        self.is_sure: list[list[bool]] = self.sure.tolist()
-        self.row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
-        self.child_of = children_by_token(tree)
-
-        # 3. One coin for each node and each draw.
-        self.coins = Coins(len(p) + tokens.numel(), generator, p.device)
-        self.generator = generator
-
-    def verdict(self, node: int | None, weight: float) -> Verdict | None:
+    def verdict(node: int | None, weight: float) -> Verdict | None:
         """The verdict at or below a draw; None where the draw and all nodes below it are refused.
 
         node: the draw's node, None if it has none. weight: w of the draw.
         """
         # 1. A draw without a node is a leaf.
         if node is None:
-            return Verdict([], []) if self.coins.happens(weight) else None
+            return Verdict([], []) if coins.happens(weight) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
-        row, rest = self.row_of.get(node), None
+        row, rest = row_of.get(node), None
         if row is not None:
-            below, rest, weight = self._below(node, row, weight)
+            below, rest, weight = judge_below(node, row, weight)
             if below:
                 return below
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node and not self.coins.happens(weight):
+        if node and not coins.happens(weight):
             return None
-        p = self.p[node : node + 1] if row is None else self.inner_p[row : row + 1]
-        residual = p if rest is None else normalise(rest[None].clone(), p)
-        return Verdict([], sample(residual, self.generator).tolist())
+        own = p[node : node + 1] if row is None else inner_p[row : row + 1]
+        residual = own if rest is None else normalise(rest[None].clone(), own)
+        return Verdict([], sample(residual, generator).tolist())
 
-    def _below(self, node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
+    def judge_below(node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
         """Judge a node's draws in turn: the first verdict, else the residual [V] and the weight.
 
         The residual is not normalised. row: the node's row in the tree's drafts.
         """
-        rest, q, odds, at = self.inner_p[row], self.q[row], self.odds[row], self.at[row]
+        rest, q, odds, at = inner_p[row], q_drawn[row], all_odds[row], places[row]
         factor = weight  # rest * factor is w p
-        for column, token in enumerate(self.draws[row]):
+        for column, token in enumerate(draws[row]):
             if token < 0:
                 continue
             # 1. The child's weight, and the verdict below it.
-            child = self.child_of.get((node, token))
-            below = self.verdict(child, min(factor * odds[column], 1.0))
+            child = child_of.get((node, token))
+            below = verdict(child, min(factor * odds[column], 1.0))
             if below:
                 path = [child, *below.path] if child else []
                 return Verdict(path, [token, *below.tokens]), rest, weight
 
             # 2. It is refused: w p less the distribution of the draw, and q without its token.
             place, rest = at[column : column + 1], rest * factor
-            if self.is_sure[row][column]:
+            if is_sure[row][column]:
                 rest.index_fill_(0, place, 0)
             else:
                 rest.sub_(q).clamp_(min=0)
                 q = q.index_fill(0, place, 0)
-                q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+                q = q / positive(q.sum())
 
             # 3. The new weight, and p/q at the draws to come.
-            at_odds = rest[at].double() / q[at].masked_fill(self.sure[row], 1)
+            at_odds = rest[at].double() / q[at].masked_fill(sure[row], 1)
             mass, *odds = torch.cat([rest.sum()[None], at_odds]).tolist()
             factor = 1 / max(mass + (1 - weight), torch.finfo(rest.dtype).tiny)
             weight = mass * factor
         return None, rest, weight
+
+    found = verdict(0, 1.0)
+    assert found
+    return found

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Protocol, TypeAlias, final
 
 import torch
@@ -159,9 +158,8 @@ def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Ve
         torch.stack([tree.parents, tree.tokens, choice])
         for tree, choice in zip(trees, choices, strict=True)
     ]
-    nodes = iter(torch.cat(columns, dim=1).mT.tolist())
-    links = [list(islice(nodes, len(tree.tokens))) for tree in trees]
-    return [path_along(by_token(rows), [row[2] for row in rows].__getitem__) for rows in links]
+    links = torch.cat(columns, dim=1).mT.cpu().split([len(tree.tokens) for tree in trees])
+    return [path_along(by_token(rows.tolist()), rows[:, 2].tolist().__getitem__) for rows in links]
 
 
 def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:

@@ -90,9 +90,9 @@ def check_readable(**files: str | None) -> None:
 def check_data(name: str, answered: bool = True) -> None:
     """Raises InputError for `--data` without a usable conversation, as far as that shows at once.
 
-    answered: as for `check_conversations`.
+    answered: as for `read_conversations`.
     """
-    from treespec.text.conversations import check_conversations
+    from treespec.text.conversations import read_conversations
     from treespec.text.sources import hub_name, load_library, size
     from treespec.train.data.known import DATA_SETS
 
@@ -101,7 +101,7 @@ def check_data(name: str, answered: bool = True) -> None:
     elif name not in DATA_SETS:
         check_readable(data=name)
         if (size(name) or 0) <= MOST_READ:
-            check_conversations(name, answered)
+            read_conversations(name, answered, most=1)
 
 
 def check_text(file: str | None, name: str = "text") -> None:

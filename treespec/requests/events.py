@@ -10,6 +10,7 @@ At temperature 0 both are the models' probabilities at temperature 1, as the dis
 are one-hot there.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -87,11 +88,7 @@ def visible(text: str) -> str:
     It may still hold markup: whoever shows it escapes it for the place.
     """
     line = one_line(text).replace("␊", "↵").replace("␉", "⇥")
-    inner = line.strip(" ")
-    if not inner:
-        return "␣" * len(line)
-    left = len(line) - len(line.lstrip(" "))
-    return "␣" * left + inner + "␣" * (len(line) - left - len(inner))
+    return re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), line)
 
 
 def explained(cycle: Cycle) -> str:

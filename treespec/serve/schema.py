@@ -11,7 +11,7 @@ from typing import (
     NotRequired,  # pydantic reads typing's from Python 3.12 on
 )
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator, with_config
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -80,7 +80,6 @@ class Sampled(StrictBody):
         return options
 
 
-@with_config(Body.model_config)
 class Function(TypedDict):
     """A function that the model called. arguments: JSON."""
 
@@ -88,14 +87,12 @@ class Function(TypedDict):
     arguments: str
 
 
-@with_config(Body.model_config)
 class ToolCall(TypedDict):
     id: NotRequired[str | None]
     type: NotRequired[Literal["function"]]
     function: Function
 
 
-@with_config(Body.model_config)
 class Message(TypedDict):
     """A message; further fields, such as `reasoning_content`, are for the template."""
 
@@ -104,7 +101,6 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[ToolCall] | None]
 
 
-@with_config(Body.model_config)
 class ToolFunction(TypedDict):
     """A function that the model may call; its other fields are for the template."""
 
@@ -112,7 +108,6 @@ class ToolFunction(TypedDict):
     parameters: NotRequired[dict[str, Any] | None]
 
 
-@with_config(Body.model_config)
 class Tool(TypedDict):
     type: Literal["function"]
     function: ToolFunction

@@ -1,7 +1,6 @@
 """Conversations as rows of a file, a folder or a data set hold them, and a report of those left out."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,34 +43,26 @@ FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "val
 
 
 def read_conversations(
-    source: str | Path, answered: bool = True
+    source: str | Path, answered: bool = True, most: int | None = None
 ) -> tuple[list[Conversation], Report]:
     """Conversations of a file, a folder or a data set of the hub (`sources`, `forms`).
 
     answered: drop a last question without an answer; False keeps it, for the target to answer, and
-    takes messages alone. Unusable ones are left out and counted. Raises InputError for a source
-    that cannot be read or has no usable conversation.
+    takes messages alone. most: read no further than to this number of usable ones. Unusable ones are
+    left out and counted. Raises InputError for a source that cannot be read or has no usable
+    conversation.
     """
-    report = Report()
-    found = list(_usable(source, answered, report))
+    report, found = Report(), list[Conversation]()
+    for where, raw in entries(source):
+        try:
+            found.append(conversation_of(where, raw, answered))
+        except UnusableConversation as error:
+            report.leave_out(where, error)
+        if len(found) == most:
+            break
     report.used = len(found)
     refuse_unread(source, report)
     return found, report
-
-
-def check_conversations(source: str | Path, answered: bool = True) -> None:
-    """Raises InputError as `read_conversations`, but reads no further than to the first usable one."""
-    report = Report()
-    if next(_usable(source, answered, report), None) is None:
-        refuse_unread(source, report)
-
-
-def _usable(source: str | Path, answered: bool, report: Report) -> Iterator[Conversation]:
-    for where, raw in entries(source):
-        try:
-            yield conversation_of(where, raw, answered)
-        except UnusableConversation as error:
-            report.leave_out(where, error)
 
 
 def refuse_unread(source: object, report: Report) -> None:

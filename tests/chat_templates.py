@@ -97,27 +97,37 @@ CHANNEL = each(
 ) + prompt("<|begin|>assistant")  # fmt: skip
 
 ROLE = {"s": "system", "u": "user", "a": "assistant"}
+
+
+def chatml(r, c, last):
+    return f"<|im_start|>{ROLE[r]}\n", c + "<|im_end|>", "\n"
+
+
+def vicuna(r, c, last):
+    return {"s": ("", c, ""), "u": (" USER: ", c, ""), "a": (" ASSISTANT:", f" {c}</s>", "")}[r]
+
+
+def falcon(r, c, last):
+    said = c.replace("\n\n", "\n") + "\n\n"
+    return ("Assistant:", f" {said}", "") if r == "a" else ("User: " * (r == "u"), said, "")
+
+
+def thinking(r, c, last):
+    thought = "<think>\n\n</think>\n\n" * (r == "a" and last)
+    return chatml(r, thought + c.split("</think>")[-1].lstrip(), last)
+
+
+def channels(r, c, last):
+    if r == "a":
+        return "<|begin|>assistant", f"<|head|>final<|/head|>{c}{'<|eot|>' if last else '<|im_end|>'}", ""
+    return f"<|begin|>{ROLE[r]}<|/head|>", c + "<|im_end|>", ""
+
+
 BY_HAND = {
-    "llama3": (
-        LLAMA3,
-        "<|begin|>",
-        lambda r, c, last: (f"<|head|>{ROLE[r]}<|/head|>\n\n", c.strip() + "<|eot|>", ""),
-    ),
-    "chatml": (CHATML, "", lambda r, c, last: (f"<|im_start|>{ROLE[r]}\n", c + "<|im_end|>", "\n")),
-    "headers without a generation prompt": (
-        each(CHATML_TURN),
-        "",
-        lambda r, c, last: (f"<|im_start|>{ROLE[r]}\n", c + "<|im_end|>", "\n"),
-    ),
-    "vicuna": (
-        VICUNA,
-        "<s>",
-        lambda r, c, last: {
-            "s": ("", c, ""),
-            "u": (" USER: ", c, ""),
-            "a": (" ASSISTANT:", f" {c}</s>", ""),
-        }[r],
-    ),
+    "llama3": (LLAMA3, "<|begin|>", lambda r, c, last: (f"<|head|>{ROLE[r]}<|/head|>\n\n", c.strip() + "<|eot|>", "")),
+    "chatml": (CHATML, "", chatml),
+    "headers without a generation prompt": (each(CHATML_TURN), "", chatml),
+    "vicuna": (VICUNA, "<s>", vicuna),
     "mistral": (
         MISTRAL,
         "<s>",
@@ -126,49 +136,17 @@ BY_HAND = {
     "alpaca, no special token": (
         ALPACA,
         "",
-        lambda r, c, last: (
-            ("### Response:\n" if r == "a" else "### Instruction:\n"),
-            f"{c}\n\n",
-            "",
-        ),
+        lambda r, c, last: (f"### {'Response' if r == 'a' else 'Instruction'}:\n", f"{c}\n\n", ""),
     ),
-    "falcon, rewrites line breaks": (
-        FALCON,
-        "",
-        lambda r, c, last: (
-            {"s": "", "u": "User: ", "a": "Assistant:"}[r],
-            " " * (r == "a") + c.replace("\n\n", "\n") + "\n\n",
-            "",
-        ),
-    ),
-    "generation blocks": (
-        GENERATION,
-        "",
-        lambda r, c, last: (f"<|im_start|>{ROLE[r]}\n", c + "<|im_end|>", "\n"),
-    ),
-    "thinking": (
-        THINKING,
-        "",
-        lambda r, c, last: (
-            f"<|im_start|>{ROLE[r]}\n",
-            ("<think>\n\n</think>\n\n" if r == "a" and last else "") + c.split("</think>")[-1].lstrip() + "<|im_end|>",
-            "\n",
-        ),
-    ),
+    "falcon, rewrites line breaks": (FALCON, "", falcon),
+    "generation blocks": (GENERATION, "", chatml),
+    "thinking": (THINKING, "", thinking),
     "opened thought": (
         OPENED,
         "",
         lambda r, c, last: ("<|head|>", c.split("</think>")[-1] + "<|eot|>", "") if r == "a" else ("<|begin|>", c, ""),
     ),
-    "channels": (
-        CHANNEL,
-        "",
-        lambda r, c, last: (
-            ("<|begin|>assistant", f"<|head|>final<|/head|>{c}" + ("<|eot|>" if last else "<|im_end|>"), "")
-            if r == "a"
-            else (f"<|begin|>{ROLE[r]}<|/head|>", c + "<|im_end|>", "")
-        ),
-    ),
+    "channels": (CHANNEL, "", channels),
 }
 
 CONVERSATIONS = {

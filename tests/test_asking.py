@@ -2,22 +2,15 @@
 
 import pytest
 import torch
-import transformers as hf
-from models import GROUPED, random_head, random_model, tokenizer
+from http_serving import tiny_spec
 from refusals import complains
-
-from treespec.api.spec import Spec
-from treespec.model.target import Target
 
 PROMPT = [1, 5, 9, 30]
 
 
 @pytest.fixture(scope="module")
 def spec():
-    words = tokenizer()
-    model = random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 200}))
-    target = Target(model, words)
-    return Spec(target, random_head(target, seed=1), "3x2", "rrs-wo")
+    return tiny_spec("3x2", "rrs-wo", context=200)
 
 
 def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec, monkeypatch):

@@ -1,11 +1,13 @@
 """What is trained on: the tokens that are served, with the loss on the answers and nothing else."""
 
+from itertools import groupby
+from operator import itemgetter
+
 import pytest
 from chat_templates import (
     BY_HAND,
     CHATML,
     CONVERSATIONS,
-    LLAMA3,
     OPENED,
     byte_tokenizer,
     each,
@@ -24,15 +26,9 @@ from treespec.text.entries import Conversation
 
 def decoded_answers(tokenizer, example):
     """The text of each unbroken run of tokens under the mask."""
-    runs: list[list[int]] = []
-    previous = False
-    for token, inside in zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True):
-        if inside and not previous:
-            runs.append([])
-        if inside:
-            runs[-1].append(token)
-        previous = inside
-    return [tokenizer.decode(run) for run in runs]
+    pairs = zip(example.loss_mask.tolist(), example.input_ids.tolist(), strict=True)
+    runs = [(inside, [token for _, token in run]) for inside, run in groupby(pairs, itemgetter(0))]
+    return [tokenizer.decode(run) for inside, run in runs if inside]
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])
@@ -179,11 +175,8 @@ def test_whatever_a_template_raises_is_one_line_that_says_what_to_do(own, templa
 
 
 def test_stops_are_those_of_the_fschat_template():
-    assert templates.stops() == templates.Stops()
-    assert templates.stops("alpaca") == templates.Stops()
-    assert templates.stops("oasst_llama").strings == ()
-    assert templates.stops("Robin").strings == ("###",)
-    assert templates.stops("llama2-chinese").strings == ("</s>",)
+    strings = {None: (), "alpaca": (), "oasst_llama": (), "Robin": ("###",), "llama2-chinese": ("</s>",)}
+    assert {name: templates.stops(name).strings for name in strings} == strings
     assert templates.stops("mpt-7b-chat").token_ids == (50278, 0)
 
 
@@ -199,15 +192,3 @@ def test_a_cut_conversation_is_a_prefix_and_one_without_an_answer_left_is_report
         assert report.cut == (length < total)
     with complains(f"no answer within {begin} tokens"):
         encode_conversation(tokenizer, conversation.messages, None, begin)
-
-
-def test_a_batch_is_encoded_as_its_conversations_are_one_by_one():
-    tokenizer = byte_tokenizer(LLAMA3)
-    conversations = [Conversation(turns(one)) for one in CONVERSATIONS.values()] * 30
-    examples, report = encode_conversations(tokenizer, conversations, None, 64)
-    assert report.used == len(conversations)
-    for conversation, example in list(zip(conversations, examples, strict=True))[:: len(conversations) // 9]:
-        alone = encode_conversation(tokenizer, conversation.messages, None, 64)
-        assert example.input_ids.tolist() == alone.input_ids.tolist()
-        assert example.loss_mask.tolist() == alone.loss_mask.tolist()
-        assert example.key == alone.key

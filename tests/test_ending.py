@@ -64,9 +64,9 @@ def grouped(ids, rng):
         ids = ids[n:]
 
 
-def streamed(words, ids, rng, stop=(), eos=NEVER, limit=None):
+def streamed(words, ids, rng, stop=()):
     """(ids kept, pieces)"""
-    ending = Ending(words, eos, stop, len(ids) if limit is None else limit)
+    ending = Ending(words, NEVER, stop, len(ids))
     taken = [ending.take(cycle) for cycle in grouped(ids, rng)]
     return [token for kept, _ in taken for token in kept], [text for _, text in taken]
 
@@ -202,16 +202,10 @@ def test_tokens_past_the_end_are_not_returned(words, limit):
     ids = [5, 6, 2, 9, 8, 7, 2, 5, 6, 6]
     for eos, end in ((NEVER, len(ids)), (frozenset([2]), 3), (frozenset([9, 7]), 4)):
         for seed in range(10):
-            kept, _ = streamed(words, ids, random.Random(seed), eos=eos, limit=limit)
-            assert kept == ids[: min(end, limit)]
-
-
-def test_nothing_is_taken_after_the_end():
-    ending = Ending(tokenizer(), frozenset([2]), (), 100)
-    assert ending.take([5, 2]) != ([], "")
-    assert ending.finished
-    assert ending.take([5, 6]) == ([], "")
-    assert ending.take([]) == ([], "")
+            ending = Ending(words, eos, (), limit)
+            taken = [ending.take(cycle) for cycle in grouped(ids, random.Random(seed))]
+            assert [token for kept, _ in taken for token in kept] == ids[: min(end, limit)]
+            assert not ending.finished or ending.take(ids) == ([], "")
 
 
 def test_spaces_before_punctuation_are_kept_where_a_tokenizer_would_clean_them_up():

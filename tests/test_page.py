@@ -32,11 +32,8 @@ class Tags(HTMLParser):
         if tag not in ENDLESS:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, tuple(name for name, _ in attributes)))
-
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert tag in ENDLESS or self.open.pop() == tag
 
     def handle_data(self, data):
         self.text += data if "style" not in self.open else ""

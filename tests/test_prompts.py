@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, GROUPED, random_model, tokenizer
+from http_serving import tiny_spec
+from models import target
 from refusals import complains
 
 from treespec.api.spec import Spec
-from treespec.model.target import Target
 
 TEXT = "the user asks"
 MESSAGES = [{"role": "system", "content": "answers"}, {"role": "user", "content": TEXT}]
@@ -19,19 +19,13 @@ NEW = 4
 
 
 @pytest.fixture(scope="module")
-def words():
-    return tokenizer()
+def spec():
+    return tiny_spec().baseline()
 
 
 @pytest.fixture(scope="module")
-def spec(words):
-    model = random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": len(words)}))
-    return Spec(Target(model, words), None)
-
-
-@pytest.fixture(scope="module")
-def wordless():
-    return Spec(Target(random_model(CONFIGS["llama"]())), None)
+def words(spec):
+    return spec.target.tokenizer
 
 
 def answer(spec, ids):
@@ -132,7 +126,8 @@ def test_all_else_is_refused_by_name_in_one_line(spec, given, complaint):
 
 
 @pytest.mark.parametrize("given", [TEXT, MESSAGES, [TEXT]])
-def test_without_a_tokenizer_only_token_ids_are_taken(wordless, given):
+def test_without_a_tokenizer_only_token_ids_are_taken(given):
+    wordless = Spec(target("llama"), None)
     with complains("no tokenizer"):
         wordless.generate(given)
     with complains("no tokenizer"):

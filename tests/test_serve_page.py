@@ -1,6 +1,5 @@
 """The page shows what decoding does, and nothing that a model says becomes markup or script."""
 
-import base64
 import json
 import re
 import shutil
@@ -8,7 +7,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -108,10 +106,6 @@ class Browser:
     def console(self):
         """The messages of the console since the last call, such as refusals by the page's policy."""
         return [entry["message"] for entry in self.post("/se/log", {"type": "browser"})]
-
-    def screenshot(self, path):
-        picture = self.http.get(self.session + "/screenshot").json()["value"]
-        Path(path).write_bytes(base64.b64decode(picture))
 
 
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -61,11 +61,10 @@ class UnrolledAttention:
 
     def _block(self, q: Tensor, first: int, end: int) -> Tensor:
         (keys, values), *later = self.steps
-        oldest, pairs = 0, None
-        if (window := self.attention.window) is not None:
-            pairs = max(window - len(later), 0)  # of the window, next to the row's own columns
-            oldest = min(max(first + 1 - pairs, 0), first)
-            later = later[-window:]
+        window = self.attention.window or keys.shape[2] + len(later)
+        pairs = max(window - len(later), 0)  # of the window, next to the row's own columns
+        oldest = min(max(first + 1 - pairs, 0), first)
+        later = later[-window:]
         own_columns = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]
         columns = keys[:, :, oldest:end], values[:, :, oldest:end]
         block = q[:, :, first:end], *columns, own_columns, pairs
@@ -77,21 +76,20 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     own: list[tuple[Tensor, Tensor]],
-    pairs: int | None = None,
+    pairs: int,
 ) -> Tensor:
     """The last R of E rows: causal over step 0, plus one own column for each later step.
 
     q: [B, heads, R, D]. keys, values: [B, kv heads, E, D] of step 0. own: keys and values
     [B, kv heads, R, D] for each later step. pairs: columns of step 0 that a row sees, the last one
-    its own; None: all. 0 needs an own column.
+    its own. 0 needs an own column.
     Returns [B, heads, R, D]. Scores and their softmax are in float32.
     """
     rows, columns = q.shape[2], keys.shape[2]
     grouped = q.unflatten(1, (keys.shape[1], -1))  # [B, kv, heads / kv, R, D]
     scores = (grouped @ keys[:, :, None].transpose(-1, -2)).float()  # [B, kv, heads / kv, R, E]
     unseen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
-    if pairs is not None:
-        unseen |= torch.ones_like(unseen).tril(columns - rows - pairs)
+    unseen |= torch.ones_like(unseen).tril(columns - rows - pairs)
     alone = [(grouped.float() * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]
     scores = (
         torch.cat([scores.masked_fill(unseen, -torch.inf), *alone], dim=-1) * q.shape[-1] ** -0.5

@@ -69,9 +69,9 @@ def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers
         ({"norm__weight": None}, r"lacks norm\.weight; if .* is an EAGLE-3 head"),
         ({"t2d": None}, "lacks t2d"),
         ({"lm_head__weight": torch.zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], config\.json says \[32, 32\]"),
-        ({"d2t": HALF - torch.arange(32) + 9}, "d2t does not lead once to each token that t2d marks: .*68"),
+        ({"d2t": HALF - torch.arange(32) + 9}, "d2t does not lead once to each token that t2d marks: they differ at"),
         ({"d2t": 5 - torch.arange(32)}, "d2t does not lead once to each token"),
-        ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"that t2d marks: not to .*{HALF[-1]}"),
+        ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"they differ at .{HALF[-1]}"),
     ],
 )
 def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, complaint):

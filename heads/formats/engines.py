@@ -25,16 +25,11 @@ DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 VLLM = ("vllm", "speculators")
 ENGINES = ("sglang", *VLLM)
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# The parts that newer heads have, by their names in config.json: in words, and the formats that
-# have a place for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
+# The parts that newer heads have, by their names in config.json, and the formats that have a place
+# for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
 PARTS = {
-    "norm_before_residual": ("its residual is normed", VLLM),
-    "norm_before_fc": ("a norm takes all its aux hidden states together", VLLM),
-    "fc_norm": ("each of its aux hidden states has a norm", ENGINES),
-    "norm_output": ("its next feature is the normed state", ENGINES),
-    "qk_norm": ("its layers are Qwen3's", VLLM),
-    "num_hidden_layers": ("it has several layers", ENGINES),
-    "sliding_window": ("its layers look back over a window alone", VLLM),
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "qk_norm", "sliding_window"), VLLM),
+    **dict.fromkeys(("fc_norm", "norm_output", "num_hidden_layers"), ENGINES),
 }
 
 
@@ -72,10 +67,9 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     check_layer(head, to)
     parts = parts_of(head)
     for name in sorted(parts):
-        words, formats = PARTS[name]
-        if to not in formats:
+        if to not in (formats := PARTS[name]):
             known = f"{', '.join(formats[:-1])} and {formats[-1]}"
-            raise ValueError(f"{words} ({name}), which only {known} know")
+            raise ValueError(f"its config.json has {name}, which only {known} know")
     qwen, ids = "qk_norm" in parts, head.aux_layers
     layers = llama_fields(head, served) | {
         "model_type": "qwen3" if qwen else "llama",

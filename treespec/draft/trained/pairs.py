@@ -37,12 +37,12 @@ class PairProposer(Proposer):
         self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
         self.waiting = [self.nothing]
 
-    @abstractmethod
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        """Run the layers over new pairs. Returns their states [B, n, H].
+        """Run the layers over new pairs. Returns their states [B, n, H]; without layers the features.
 
         features: [B, n, F]. tokens: [B, n]. roots: [B] with the last chunk of `begin`, else None.
         """
+        return features
 
     @abstractmethod
     def first(self, last: Tensor, roots: Tensor) -> Tensor:

@@ -81,9 +81,6 @@ class MedusaProposer(AtOnceProposer):
 
     head: MedusaHead
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return features
-
     def all_levels(self, last: Tensor) -> Tensor:
         return torch.stack([self.head.step(i, last) for i in range(self.head.max_depth)], dim=1)
 

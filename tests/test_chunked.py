@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from equality import close, seeded
 from models import random_head, target
 from test_losses import plain as losses_of
+from training import batch_of, options
 
 from treespec.draft.trained.kinds import rollout
-from treespec.train.config import TrainConfig
-from treespec.train.losses.objectives import STEP_DECAY, Batch, eagle_objective
+from treespec.train.losses.objectives import STEP_DECAY, eagle_objective
 from treespec.train.losses.tokens import Guess, Teacher, precise, token_losses
 
 
@@ -99,12 +99,9 @@ def test_eagles_later_steps_are_those_of_each_position_alone():
 
 def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     model = target("llama")
-    head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=seeded(1))
-    mask = torch.rand(2, 9, generator=seeded(4)) < 0.6
-    features = model.features(tokens)
-    config = TrainConfig(target="target", data="data", out="out", noise=0.0, token_weight=0.3)
-    batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
-    found = eagle_objective(config, model, head, batch)
+    head = random_head(model)
+    tokens, mask, features, *_ = batch = batch_of(model, head, steps=2)
+    found = eagle_objective(options(noise=0.0, token_weight=0.3), model, head, batch)
     total = 0.0
     for step, given in enumerate(head.unrolled(tokens, features[:, :-2], 2)):
         counts = mask[:, 2 + step :]

@@ -5,23 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from equality import seeded
 from models import as_undrafted, target
 from test_depth_heads import SEVERAL, heads_for
+from training import batch_of, options
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import new_head, rollout
 from treespec.heads.registry import TRAINING
-from treespec.train.config import TrainConfig
-from treespec.train.losses.objectives import Batch
 from treespec.train.run import train
-
-
-def batch_of(model, aux_layers=()):
-    generator = seeded(1)
-    tokens = torch.randint(3, 64, (2, 12), generator=generator)
-    mask = torch.rand(2, 12, generator=generator) < 0.5
-    return Batch(tokens, mask, model.features(tokens, aux_layers, last=True), torch.tensor([12, 12]), generator)
 
 
 @pytest.mark.parametrize("loss", ["published", "tv"])
@@ -29,8 +20,8 @@ def batch_of(model, aux_layers=()):
 def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, loss):
     """Against a loop over positions, in float32: 1e-4. Medusa's published one is over the text's tokens."""
     model = target("llama")
-    head, batch = heads_for(model, kind), batch_of(model)
-    total, config = 0.0, TrainConfig(target="target", data="data", out="out", head=kind, loss=loss)
+    head, total = heads_for(model, kind), 0.0
+    batch = batch_of(model, head)
     for i in range(4):
         losses = []
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
@@ -43,7 +34,7 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
                 if mask[t + 2 + i]:
                     losses.append(refused if loss == "tv" else -(law * row.log_softmax(-1)).sum())
         total += float(torch.stack(losses).mean()) * (0.8**i if kind == "medusa" else 1)
-    found = TRAINING[kind].loss()(config, model, head, batch).total
+    found = TRAINING[kind].loss()(options(head=kind, loss=loss), model, head, batch).total
     assert float(found.detach()) == pytest.approx(total, rel=1e-4)
 
 
@@ -51,9 +42,8 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
 def test_a_batch_without_an_assistants_token_has_no_loss_and_zero_gradients_for_every_weight(kind):
     model = target("llama")
     head = new_head(kind, model)
-    batch = batch_of(model, head.aux_layers)._replace(loss_mask=torch.zeros(2, 12, dtype=torch.bool), steps=2)
-    config = TrainConfig(target="target", data="data", out="out", head=kind)
-    total = TRAINING[kind].loss()(config, model, head, batch).total
+    batch = batch_of(model, head, steps=2)._replace(loss_mask=torch.zeros(2, 9, dtype=torch.bool))
+    total = TRAINING[kind].loss()(options(head=kind), model, head, batch).total
     total.backward()
     slopes = [weight.grad for weight in head.parameters() if weight.requires_grad]
     assert float(total.detach()) == 0

@@ -10,12 +10,12 @@ import torch
 from equality import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training import options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
-from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import Batch
 
 TEXTS, LENGTH = 2, 66
@@ -59,14 +59,13 @@ def target():
 
 def bytes_each(target, head, kind, loss):
     """The peak of a step in bytes, divided by its counted positions and the vocabulary."""
-    config = TrainConfig(target="target", data="data", out="out", head=kind, loss=loss)
     generator = seeded(0)
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
     counted, lengths = torch.ones_like(tokens, dtype=torch.bool), torch.full((TEXTS,), LENGTH)
     features = target.features(tokens, head.aux_layers, last=True)
     batch = Batch(tokens, counted, features, lengths, generator, TRAINING[kind].recipe.unrolled_steps)
     with Live() as live:
-        TRAINING[kind].loss()(config, target, head, batch).total.backward()
+        TRAINING[kind].loss()(options(head=kind, loss=loss), target, head, batch).total.backward()
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 

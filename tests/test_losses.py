@@ -4,9 +4,10 @@ import pytest
 import torch
 from equality import close, seeded
 from refusals import complains
+from training import options
 
 from treespec.train.config import LOSSES as NAMES
-from treespec.train.config import MOST_DRAWS, TrainConfig
+from treespec.train.config import MOST_DRAWS
 from treespec.train.losses.tokens import LOSSES, chosen_loss
 from treespec.verify.rates import optimal_iid
 
@@ -94,4 +95,4 @@ def test_the_names_are_those_of_the_help_and_others_are_refused():
         "acceptance:two": "number of drafts",
     }.items():
         with complains(complaint):
-            TrainConfig(target="target", data="data", out="out", loss=name)
+            options(loss=name)

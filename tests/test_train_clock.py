@@ -1,8 +1,8 @@
 """One clock: by steps or by minutes, a run warms up, grows and decays at the same shares of its length."""
 
 import pytest
+from training import options
 
-from treespec.train.config import TrainConfig
 from treespec.train.loop.steps import Clock, draft_steps_at, learning_rate
 
 PUBLISHED = {  # of Medusa and Hydra++ the commands in the README.md of FasterDecoding/Medusa and zankner/Hydra
@@ -22,21 +22,17 @@ PUBLISHED = {  # of Medusa and Hydra++ the commands in the README.md of FasterDe
 }
 
 
-def config(**options):
-    return TrainConfig(target="target", data="data", out="out", **options)
-
-
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind):
-    assert PUBLISHED[kind].items() <= vars(config(head=kind).recipe).items()
-    assert config(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
+    assert PUBLISHED[kind].items() <= vars(options(head=kind).recipe).items()
+    assert options(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""
-    recipe, rates = config(head=kind, warm_up=warm_up).recipe, []
+    recipe, rates = options(head=kind, warm_up=warm_up).recipe, []
     by_steps, by_minutes = Clock(1000), Clock(10**9, minutes=10)
     for step in range(1, 1000):
         seconds = 0.6 * step
@@ -54,6 +50,6 @@ def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
 def test_a_step_has_the_recipes_batch_in_any_number_of_processes():
     for kind, batch in (("medusa", 128), ("hydra++", 32)):
         for size, processes in ((4, 1), (4, 8), (8, 4), (1, 2)):
-            assert config(head=kind, batch_size=size).forwards(processes) * size * processes == batch
-    assert config(batch_size=2).forwards(3) == 1
-    assert config(head="medusa", accumulate=5).forwards(3) == 5
+            assert options(head=kind, batch_size=size).forwards(processes) * size * processes == batch
+    assert options(batch_size=2).forwards(3) == 1
+    assert options(head="medusa", accumulate=5).forwards(3) == 5

@@ -9,6 +9,7 @@ from models import GROUPED, random_head, random_model, target
 from torch import nn
 from training import (
     beside,
+    options,
     refused,
     same_weights,
     trained,
@@ -22,7 +23,7 @@ from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.train.config import DRAFT_VOCAB, TrainConfig
+from treespec.train.config import DRAFT_VOCAB
 from treespec.train.data.prepare import prepare
 from treespec.train.machine import make_accelerator
 from treespec.train.start import RIDGE, begin, fit_feature, sides, untrained, vocabulary_size
@@ -65,8 +66,8 @@ def large():
     return Target(random_model(LlamaConfig(**GROUPED | {"vocab_size": DRAFT_VOCAB + 8})))
 
 
-def size(model, **options):
-    return vocabulary_size(TrainConfig(target="target", data="data", out="out", **{"head": "eagle3"} | options), model)
+def size(model, **changes):
+    return vocabulary_size(options(**{"head": "eagle3"} | changes), model)
 
 
 def test_it_is_the_32000_most_frequent_where_the_target_has_more(large):

@@ -7,15 +7,14 @@ import torch
 from equality import close, seeded
 from models import random_eagle3, target
 from torch.nn.functional import softmax
-from training import trained
+from training import batch_of, options, trained
 from transformers import LlamaConfig
 
 from treespec.heads.checkpoint import load_head
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
-from treespec.train.config import TrainConfig
-from treespec.train.losses.objectives import STEP_DECAY, Batch, eagle3_objective
+from treespec.train.losses.objectives import STEP_DECAY, eagle3_objective
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
 
@@ -89,11 +88,8 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     """Against plain loops over sequences, steps and rows, 0 where the target's top token cannot be drafted: to 1e-5."""
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
-    tokens, mask = text(9), torch.rand(2, 9, generator=seeded(4)) < 0.6
-    features = model.features(tokens, head.aux_layers, last=True)
-    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
-    batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=3)
-    found = eagle3_objective(config, model, head, batch)
+    tokens, mask, features, *_ = batch = batch_of(model, head, steps=3)
+    found = eagle3_objective(options(head="eagle3"), model, head, batch)
 
     logits = model.output_logits(model.features(tokens))
     given, _ = model.parted(features, head.aux_layers)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from equality import seeded
 from safetensors.torch import load_file
 
 from treespec.errors import InputError
 from treespec.train.config import TrainConfig
+from treespec.train.losses.objectives import Batch
 from treespec.train.run import train
 
 
@@ -84,6 +86,18 @@ def small_run(model, data, out, **changes):
         "accumulate": 1,
     }
     return TrainConfig(target=str(model), data=str(data), out=str(out), **(options | changes))
+
+
+def options(**changes):
+    """Of a run that reads no files."""
+    return TrainConfig(target="target", data="data", out="out", **changes)
+
+
+def batch_of(model, head, steps=1):
+    """Two conversations of nine tokens, and the features that the head takes."""
+    tokens, mask = torch.randint(3, 64, (2, 9), generator=seeded(1)), torch.rand(2, 9, generator=seeded(4)) < 0.6
+    features = model.features(tokens, head.aux_layers, last=True)
+    return Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
 
 
 def weights(config):

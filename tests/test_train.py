@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from equality import seeded
 from models import random_head, target
 from safetensors.torch import load_file
-from training import beside, killed, refused, same_weights, trained, weights
+from training import beside, killed, refused, same_head, trained, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import rollout
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     for step in (3, 5):  # after the checkpoints at 2 and 4, with steps that are done again
         killed(config, step)
         assert not Path(config.out, "model.safetensors").exists()
-    assert same_weights(weights(trained(config)), weights(whole))
+    assert same_head(trained(config), whole)
 
 
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts
 def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_drafts(config, capsys):
     config = replace(config, max_steps=2)
     whole, small = trained(beside(config, "whole")), trained(config, draft_vocab=20, calibrate=True, validate_on=2)
-    assert not same_weights(weights(small), weights(whole))
+    assert not same_head(small, whole)
     said = json.loads(Path(config.out, "draft_vocab.json").read_text())
     assert f"20 tokens, {said['coverage']:.1%} of the answers" in capsys.readouterr().out
     spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="float32")

@@ -1,4 +1,4 @@
-"""What training reads: packed files, known data sets, answers that a limit cut; and the card that says so."""
+"""What training reads: answers that a limit cut; and the card that says so."""
 
 import json
 from dataclasses import replace
@@ -8,14 +8,13 @@ import pytest
 import torch
 from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
-from training import beside, checkpoint_of, same_weights, trained, weights
+from training import checkpoint_of, trained, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import FEW, FIELD
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.entries import Conversation
-from treespec.train.data import known as datasets
 from treespec.train.loop.steps import draft_steps_at
 from treespec.train.run import train
 
@@ -23,14 +22,6 @@ from treespec.train.run import train
 @pytest.fixture
 def config(config):
     return replace(config, max_steps=1)
-
-
-def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatch):
-    content = "[" + ", ".join(Path(config.data).read_text().splitlines()) + "]"
-    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
-    monkeypatch.setattr(datasets, "fetched", lambda data_set, say: ("from here", content))
-    known = trained(beside(config, "known"), data="sharegpt")
-    assert same_weights(weights(trained(config)), weights(known))
 
 
 @pytest.mark.parametrize("ended, ends", [(["max_new_tokens", "model"], 1), (["max_new_tokens"], 0)])

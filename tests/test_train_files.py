@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from training import (
     beside,
-    checkpoint_of,
     flipped,
     folder_of,
     kill_at,
@@ -78,7 +77,7 @@ def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
 
 
 def test_a_damaged_result_is_named_and_a_deleted_result_or_head_is_made_again(config):
-    before, result = weights(trained(config)), Path(config.out) / "training" / "result.json"
+    before, result = weights(trained(config)), folder_of(config) / "result.json"
     flipped(result, 0.5)
     assert str(result) in refused(config)
     for file in (result, Path(config.out) / "model.safetensors"):
@@ -92,7 +91,7 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
     with locked(shard.parent):  # all is there: it is only read
         trained(beside(config, "third"))
     shard.unlink()
-    for folder in (Path(config.out) / "training", shard.parent):
+    for folder in (folder_of(config), shard.parent):
         with locked(folder):
             assert f"{folder} is being written by process {os.getpid()}" in refused(config)
     train(config)
@@ -162,16 +161,12 @@ def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
     assert train(replace(config, out=str(moved)), kill_at(1)).positions > 0  # finished
 
 
-def test_records_of_another_format_are_refused(config):
+def test_records_of_another_format_and_checkpoints_without_a_record_are_refused(config):
     killed(config)
-    file = Path(config.out) / "training" / "config.json"
+    file = folder_of(config) / "config.json"
     write_json(file, read_json(file, "") | {"format": 9})
     assert f"{file} has format 9, this treespec reads 3: delete " in refused(config)
-
-
-def test_a_checkpoint_without_its_record_is_not_gone_on_from(config):
-    killed(config)
-    (Path(config.out) / "training" / "config.json").unlink()
-    assert "config.json" in refused(config)
-    shutil.rmtree(checkpoint_of(config).parent)
+    file.unlink()
+    assert f"cannot read {file}" in refused(config)
+    shutil.rmtree(file.parent)
     train(config)

@@ -11,9 +11,8 @@ from training import (
     beside,
     options,
     refused,
-    same_weights,
+    same_head,
     trained,
-    weights,
     write_data,
 )
 from transformers import LlamaConfig
@@ -83,7 +82,7 @@ def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
     trained(config, max_steps=1)
     more = str(write_data(tmp_path / "more.jsonl", count=40))
     still = trained(beside(config, "still"), max_steps=1, from_head=config.out, learning_rate=0.0, data=more)
-    assert same_weights(weights(config), weights(still))
+    assert same_head(config, still)
     assert "its kind is eagle, not eagle3" in refused(beside(still, "other"), head="eagle3")
 
 

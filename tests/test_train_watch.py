@@ -41,19 +41,9 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     assert line["decoded_length"] >= 1
 
 
-def scripted(monkeypatch, lengths):
-    """Validations that find these acceptance lengths, in order; the last for all that follow."""
-    left = list(lengths)
-
-    def validation(run):
-        return Validation([0.5], left.pop(0) if len(left) > 1 else left[0], 10)
-
-    monkeypatch.setattr(watch, "validation", validation)
-    monkeypatch.setattr("treespec.train.run.validation", validation)
-
-
 def test_the_best_head_of_the_validations_is_kept_and_the_last_one_saved(config, monkeypatch):
-    scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
+    found = iter([2.0, 3.0, 1.5])
+    monkeypatch.setattr(watch, "validation", lambda run: Validation([0.5], next(found), 10))
     trained(config, max_steps=4, validate_every=1, checkpoint_every=1)
     names = ("best", "checkpoint-000003", "checkpoint-000004")
     best, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)

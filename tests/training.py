@@ -108,6 +108,10 @@ def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def same_head(a, b):
+    return same_weights(weights(a), weights(b))
+
+
 def folder_of(config):
     return Path(config.out) / "training"
 

@@ -194,19 +194,33 @@ def outcomes(
     return found
 
 
-def verdict_texts(verifier, tree, p):
-    """{tokens of the verdict: probability}. The path must carry all of them but the last."""
-    texts, scripts = Counter(), [()]
+def chances_of(run):
+    """{what `run` gives with a generator: probability}, over all draws."""
+    found, scripts = Counter(), [()]
     with behind_every_draw():
         while scripts:
             oracle = Oracle(scripts.pop())
-            verdict = verifier(tree, p, oracle)
-            kept = verdict.tokens[: len(verdict.path)]
-            assert tree.tokens[verdict.path].tolist() == kept
-            assert tree.parents[verdict.path].tolist() == [0, *verdict.path][: len(kept)]
-            texts[tuple(verdict.tokens)] += oracle.probability
+            found[run(oracle)] += oracle.probability
             scripts += oracle.forks
-    return texts
+    return found
+
+
+def deviation(found, wanted):
+    """The largest difference of two {text: probability}."""
+    return max(abs(found.get(text, 0) - wanted.get(text, 0)) for text in {*found, *wanted})
+
+
+def verdict_texts(verifier, tree, p):
+    """{tokens of the verdict: probability}. The path must carry all of them but the last."""
+
+    def text(oracle):
+        verdict = verifier(tree, p, oracle)
+        kept = verdict.tokens[: len(verdict.path)]
+        assert tree.tokens[verdict.path].tolist() == kept
+        assert tree.parents[verdict.path].tolist() == [0, *verdict.path][: len(kept)]
+        return tuple(verdict.tokens)
+
+    return chances_of(text)
 
 
 def distribution(

@@ -7,7 +7,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from oracle import distribution, outcomes
+from oracle import deviation, distribution, outcomes
 from tiny_pairs import NEW, PROMPT, WAYS, spec_of
 
 from treespec.draft import tree_drafter
@@ -66,7 +66,7 @@ def enumerate_texts(spec, way="top-k", batch=64, **how):
     texts, cycles = outcomes(spec, PROMPT, batch, max_new_tokens=NEW, **how, **by.options).distribution()
     params = SamplingParams(**{name: by.options[name] for name in PARAMS & by.options.keys()})
     wanted = distribution(spec.target, PROMPT, NEW, params, by.change, by.end)
-    return max(abs(texts[text] - wanted[text]) for text in {*texts, *wanted}), cycles
+    return deviation(texts, wanted), cycles
 
 
 def enumerate_setup(drafter, verifier, tree, way, batch, **how):

@@ -1,7 +1,6 @@
 """Every scheme is lossless: over all draws, Pr(draws) * plan sums to p. And `draw` follows the law it says."""
 
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,9 @@ from enumeration import (
 )
 from equality import close, seeded
 from mutants import mutant
+from oracle import chances_of, deviation
 from refusals import complains, says
-from scipy.stats import chisquare
+from test_cold_laws import check
 
 from treespec.eval.acceptance import otm_lp
 from treespec.trees.tree import Draws
@@ -57,11 +57,7 @@ def test_output_law_is_the_target_law(name):
 @pytest.mark.parametrize("draws, tops", [count for count in COUNTS if any(count)])
 def test_it_is_where_some_tokens_are_there_for_sure(draws, tops):
     for p, q in pairs(25):
-        drawn, chances = with_tops(q, draws, tops)
-        plan = SCHEMES["rrs-wo"].plan(p.expand(len(chances), -1), q.expand(len(chances), -1), drawn)
-        assert (plan >= 0).all()
-        close(plan.sum(-1), torch.ones_like(chances), 1e-12)
-        close(chances @ plan, p, 1e-12)
+        check(SCHEMES["rrs-wo"], p[None], q[None], [with_tops(q, draws, tops)])
 
 
 def marked(draws):
@@ -120,31 +116,14 @@ def test_float32_plans_at_vocabulary_size_are_laws(name):
     close(plan.sum(-1), torch.ones(4), 1e-5)
 
 
-def check_law(tokens, expected):
-    """chi-squared at an error probability of 1e-6; cells that expect under 5 are one."""
-    counts = Counter(map(tuple, tokens.tolist()))
-    assert counts.keys() <= {draws for draws, _ in expected}
-    cells = [(counts[draws], counts.total() * probability) for draws, probability in expected]
-    large, small = ([cell for cell in cells if (cell[1] >= 5) == is_large] for is_large in (True, False))
-    rest = sum(c for c, _ in small), sum(e for _, e in small)
-    if rest[1] >= 5:
-        large.append(rest)
-    else:
-        large[0] = large[0][0] + rest[0], large[0][1] + rest[1]
-    assert len(large) == 1 or chisquare(*zip(*large, strict=True)).pvalue > 1e-6
-
-
 @pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [3e-13, 1 - 1e-12, 7e-13]])
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "optimal"])
-def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name, q):
-    """Also what is left of q after a draw of nearly all of it."""
-    ks = torch.tensor(numbers_of_draws(name)).repeat(20_000)
-    tokens = SCHEMES[name].draw(law(q).expand(len(ks), -1), ks, seeded(4)).tokens
-    assert tokens.shape == (len(ks), ks.max())
+def test_draws_follow_the_law_that_is_enumerated(name, q):
+    """Also what is left of q after a draw of nearly all of it. Draws of the generator: test_certify_tests.py."""
     for k in numbers_of_draws(name):
-        assert (tokens[ks == k, k:] == -1).all()
         if not SCHEMES[name].deterministic or 0 not in q:
-            check_law(tokens[ks == k, :k], outcomes(name, law(q), k))
+            found = chances_of(lambda oracle, k=k: (*SCHEMES[name].draw(law(q)[None], k, oracle).tokens[0].tolist(),))
+            assert deviation(found, dict(outcomes(name, law(q), k))) < 1e-9
 
 
 def test_a_deterministic_draw_takes_scores_and_lists_the_best_first():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from enumeration import STOCHASTIC, outcomes
 from equality import seeded
-from oracle import verdict_texts
+from oracle import deviation, verdict_texts
 
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.layout import layout
@@ -151,10 +151,6 @@ def text_law(verifier, shape, tables, dtype=torch.float64):
             texts[text] += probability * mass
             mean += probability * mass * len(text)
     return tables.completed(texts, shape.length), mean
-
-
-def deviation(found, expected):
-    return max(abs(found.get(text, 0) - expected.get(text, 0)) for text in found.keys() | expected.keys())
 
 
 CHAIN = Shape(chain(3))

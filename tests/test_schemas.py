@@ -30,7 +30,10 @@ def random_schema(seed, depth=3):
 def _any(rng, depth):
     if depth == 0 or rng.random() < 0.4:
         return _leaf(rng)
-    return rng.choice([_object, _array, _either])(rng, depth - 1)
+    part = _any(rng, depth - 1)
+    least = rng.randint(0, 2)
+    array = {"type": "array", "items": part, "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    return rng.choice([_object(rng, depth - 1), array, {"anyOf": [part, {"type": "null"}]}])
 
 
 def _object(rng, depth):
@@ -41,16 +44,6 @@ def _object(rng, depth):
         "required": [name for name in names if rng.random() < 0.8],
         "additionalProperties": False,
     }
-
-
-def _array(rng, depth):
-    least = rng.randint(0, 2)
-    most = least + rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth), "minItems": least, "maxItems": most}
-
-
-def _either(rng, depth):
-    return {"anyOf": [_any(rng, depth), {"type": "null"}]}
 
 
 def _leaf(rng):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from drafting import source_of
 from models import GROUPED, as_undrafted, random_eagle3, random_model
 from refusals import complains
 from safetensors.torch import load_file
-from test_depth_heads import heads_for
-from test_formats import DRAFTED, EIGHT, IDS, one, three
+from test_formats import DRAFTED, EIGHT, IDS, depth_heads, one, three
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
@@ -34,12 +34,7 @@ def saved(head, folder, **config):
     return str(folder)
 
 
-def whole():
-    return three(drafted=None)
-
-
-def unbiased():
-    return one(bias=False)
+whole, unbiased, medusa = partial(three, drafted=None), partial(one, bias=False), depth_heads("medusa")
 
 
 def biased():
@@ -48,10 +43,6 @@ def biased():
     head = EagleHead(one().config | {"qkv_bias": True, "bias": False}).eval()
     torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
     return head
-
-
-def medusa():
-    return heads_for(EIGHT, "medusa")
 
 
 PAIRS = [
@@ -128,7 +119,7 @@ FIELDS = [
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": 32,
             "norm_before_residual": False,
-            "speculators_config": {"default_proposal_method": "greedy"},
+            "speculators_config": {"verifier": {"name_or_path": "some/target", "architectures": []}},
             IDS: [2, 4, 5],
         },
         {"layers.0.hidden_norm.weight", "d2t"},
@@ -152,12 +143,6 @@ def test_the_engines_find_the_fields_and_tensors_that_they_ask_for(to, make, fie
         assert llama["max_position_embeddings"] == 4096
         assert llama["tie_word_embeddings"] is False
         assert llama["vocab_size"] == 64
-
-
-def test_a_speculators_directory_names_its_target(tmp_path):
-    export(saved(three(), tmp_path / "head"), "speculators", tmp_path / "out", SERVED)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
-    assert said["verifier"]["name_or_path"] == "some/target"
 
 
 def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_path):
@@ -190,7 +175,7 @@ def reading(*aux_layers):
     [
         ("speculators", one, {}, "speculators takes heads of kind eagle3: .*head is of kind eagle"),
         ("sglang", medusa, {}, "sglang takes heads of kind eagle or eagle3: .* is of kind medusa"),
-        ("vllm", lambda: heads_for(EIGHT, "hydra"), {}, "is of kind hydra"),
+        ("vllm", depth_heads("hydra"), {}, "is of kind hydra"),
         ("vllm", one, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
         ("sglang", biased, {}, "its queries, keys and values have biases"),
         ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),

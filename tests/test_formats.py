@@ -87,51 +87,46 @@ def without_bias(tensors):
     return {name: value for name, value in tensors.items() if name != "fc.bias"}
 
 
-# name: (head, config.json, how its tensors are told there, file)
+def depth_heads(kind):
+    return lambda: heads_for(EIGHT, kind)
+
+
+# name: (head, config.json, how its tensors are told there)
 DIRECTORIES = {
-    "eagle": (one, LLAMA | {"architectures": ["LlamaForCausalLM"]}, dict, "pytorch_model.bin"),
-    "eagle-vllm": (
-        lambda: one(bias=False),
-        LLAMA | {"architectures": ["EagleLlamaForCausalLM"]},
-        without_bias,
-        "model.safetensors",
-    ),
-    "eagle-sglang": (one, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]}, dict, "model.safetensors"),
-    "eagle3-safeailab": (three, THREE, dict, "pytorch_model.bin"),
-    "eagle3-vllm": (three, THREE | {IDS: [2, 4, 5]}, layered, "model.safetensors"),
-    "eagle3-vllm-residual": (lambda: three(True), THREE | {"norm_before_residual": True}, dict, "model.safetensors"),
-    "eagle3-sglang": (three, THREE | NESTED, dict, "model.safetensors"),
-    "speculators": (three, SPECULATORS, layered, "model.safetensors"),
-    "medusa": (lambda: heads_for(EIGHT, "medusa"), {"medusa_num_heads": 2}, dict, "medusa_lm_head.pt"),
-    "medusa-later": (lambda: heads_for(EIGHT, "medusa"), {}, dict, "medusa_lm_head.safetensors"),
-    "medusa-whole": (
-        lambda: heads_for(EIGHT, "medusa"),
-        LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1},
-        in_whole,
-        "model.safetensors",
-    ),
+    "eagle": (one, LLAMA | {"architectures": ["LlamaForCausalLM"]}, dict),
+    "eagle-vllm": (lambda: one(bias=False), LLAMA | {"architectures": ["EagleLlamaForCausalLM"]}, without_bias),
+    "eagle-sglang": (one, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]}, dict),
+    "eagle3-safeailab": (three, THREE, dict),
+    "eagle3-vllm": (three, THREE | {IDS: [2, 4, 5]}, layered),
+    "eagle3-vllm-residual": (lambda: three(True), THREE | {"norm_before_residual": True}, dict),
+    "eagle3-sglang": (three, THREE | NESTED, dict),
+    "speculators": (three, SPECULATORS, layered),
+    "medusa": (depth_heads("medusa"), {"medusa_num_heads": 2}, dict),
+    "medusa-later": (depth_heads("medusa"), {}, dict),
+    "medusa-whole": (depth_heads("medusa"), LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1}, in_whole),
     "medusa-vllm": (
-        lambda: heads_for(EIGHT, "medusa"),
+        depth_heads("medusa"),
         {"model_type": "medusa", "num_heads": 4, "num_hidden_layers": 1, "medusa_fc_bias": True},
         as_vllm,
-        "model.safetensors",
     ),
-    "hydra": (
-        lambda: heads_for(EIGHT, "hydra"),
-        {"hydra_head_arch": "mlp", "grounded_heads": True},
-        with_unused,
-        "hydra_lm_head.pt",
-    ),
+    "hydra": (depth_heads("hydra"), {"hydra_head_arch": "mlp", "grounded_heads": True}, with_unused),
     "hydra++": (
-        lambda: heads_for(EIGHT, "hydra++"),
+        depth_heads("hydra++"),
         {"hydra_num_heads": 4, "hydra_num_layers": 4, "hydra_head_arch": "prefix-mlp"},
         with_prefix_unused,
-        "hydra_lm_head.pt",
     ),
+}
+FILES = {  # of those without model.safetensors
+    **dict.fromkeys(("eagle", "eagle3-safeailab"), "pytorch_model.bin"),
+    **dict.fromkeys(("hydra", "hydra++"), "hydra_lm_head.pt"),
+    "medusa": "medusa_lm_head.pt",
+    "medusa-later": "medusa_lm_head.safetensors",
 }
 
 
-def write(folder, config, tensors, file="model.safetensors"):
+def write(folder, config, tensors, name=""):
+    """A directory. name: in `FILES`."""
+    file = FILES.get(name, "model.safetensors")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save = save_file if file.endswith("safetensors") else torch.save
@@ -141,9 +136,9 @@ def write(folder, config, tensors, file="model.safetensors"):
 
 def built(folder, name):
     """The directory of that name, and the head that it was built from."""
-    make, config, told, file = DIRECTORIES[name]
+    make, config, told = DIRECTORIES[name]
     head = make()
-    return write(folder, config, told(head.state_dict()), file), head
+    return write(folder, config, told(head.state_dict()), name), head
 
 
 @torch.no_grad()
@@ -168,14 +163,14 @@ def test_a_directory_gives_the_logits_of_the_head_that_it_was_built_from(name, t
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_a_missing_and_an_unknown_tensor_are_named(name, tmp_path):
-    make, config, told, file = DIRECTORIES[name]
+    make, config, told = DIRECTORIES[name]
     tensors = make().state_dict()
     absent = next(n for n in tensors if ("q_proj" in n or "linear" in n) and n != "0.0.linear.weight")
     shown = absent if name != "speculators" else absent.replace("layers.0", "midlayer")
     with complains(f"lacks .*{shown}"):
-        load_head(write(tmp_path, config, told({n: v for n, v in tensors.items() if n != absent}), file))
+        load_head(write(tmp_path, config, told({n: v for n, v in tensors.items() if n != absent}), name))
     with complains(r"unknown tensors \S*stray\.weight"):
-        load_head(write(tmp_path, config, told(tensors) | {stray(name): torch.zeros(2)}, file))
+        load_head(write(tmp_path, config, told(tensors) | {stray(name): torch.zeros(2)}, name))
 
 
 def stray(name):
@@ -245,8 +240,8 @@ def test_a_config_that_is_not_known_is_refused_by_its_field(name, changes, compl
 
 
 def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_path):
-    make, config, _, file = DIRECTORIES["hydra++"]
-    folder = write(tmp_path, config | {"base_model_name_or_path": "vicuna"}, make().state_dict(), file)
+    make, config, _ = DIRECTORIES["hydra++"]
+    folder = write(tmp_path, config | {"base_model_name_or_path": "vicuna"}, make().state_dict())
     with complains(r"num_attention_heads is missing, .* add what vicuna has"):
         load_head(folder)
 

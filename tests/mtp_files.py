@@ -71,24 +71,8 @@ def mtp_tensors(model, layout, layers=1, seed=3):
         for part, size in zip(parts, sizes, strict=True):
             tensors[f"{part}.weight"] = drawn(*size) + (len(size) == 1)
         for name, value in decoder_layer(model).state_dict().items():
-            tensors |= split_experts(before + name, drawn(*value.shape) + ("norm" in name))
+            tensors[before + name] = drawn(*value.shape) + ("norm" in name)
     return tensors
-
-
-def split_experts(name, value):
-    """A tensor of all experts as published: one for each."""
-    start, _, part = name.rpartition(".experts.")
-    if part == "gate_up_proj":
-        halves = [("gate_proj", value.chunk(2, 1)[0]), ("up_proj", value.chunk(2, 1)[1])]
-    elif part == "down_proj" and start:
-        halves = [("down_proj", value)]
-    else:
-        return {name: value}
-    return {
-        f"{start}.experts.{i}.{half}.weight": expert.clone()
-        for half, values in halves
-        for i, expert in enumerate(values)
-    }
 
 
 def add_tensors(folder, tensors, drop=None):

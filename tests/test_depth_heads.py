@@ -223,8 +223,6 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind):
         Spec(model, head, "eagle")
     with complains("take --tree dynamic:depth=3"):
         Spec(model, head, "dynamic")
-    with complains("take --tree confident:depth=3"):
-        Spec(model, head, "confident")
     for verifier in ("topk", "rrs", "single", "is-lp", "spechub"):
         assert Spec(model, head, verifier=verifier).policy.max_depth == 3
 

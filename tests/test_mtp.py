@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.mtp import dequantised, load_mtp
+from treespec.draft.trained.mtp import dequantised, joined_experts, load_mtp
 from treespec.heads.mtp_layouts import mtp_layer
 from treespec.model.target import Target
 
@@ -29,22 +29,12 @@ class Plain:
         tensors, config, self.layout = load_file(folder / "model.safetensors"), self.model.config, layout
         before, parts = names_of(layout, 0, config.num_hidden_layers)
         self.layer = decoder_layer(self.model).eval()
-        state = self.layer.state_dict()
-        self.layer.load_state_dict({name: self.whole(tensors, before + name, state[name]) for name in state})
+        self.layer.load_state_dict({name: tensors[before + name] for name in self.layer.state_dict()})
         norm = type(self.layer.input_layernorm)
         self.norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
         for made, part in zip(self.norms, (parts[0], parts[1], parts[3]), strict=True):
             made.load_state_dict({"weight": tensors[f"{part}.weight"]})
         self.weight = tensors[f"{parts[2]}.weight"]
-
-    def whole(self, tensors, name, like):
-        if name in tensors:
-            return tensors[name]
-        start, _, part = name.rpartition(".")
-        halves = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
-        return torch.stack(
-            [torch.cat([tensors[f"{start}.{i}.{half}.weight"] for half in halves]) for i in range(len(like))]
-        )
 
     def run(self, hidden, tokens):
         """[T, H] states of the layer over [T, H] states and the token after each."""
@@ -165,6 +155,15 @@ def test_copies_of_the_embedding_and_head_are_not_read(tmp_path):
     assert names == plain
     nested = {name.replace("model.", "model.language_model.", 1): name for name in held}
     assert mtp_layer(nested, 3)[1]["project.weight"] == "model.language_model.layers.3.eh_proj.weight"
+
+
+def test_experts_of_a_tensor_each_are_joined():
+    parts = {"gate_proj": torch.randn(2, 3, 4), "up_proj": torch.randn(2, 3, 4), "down_proj": torch.randn(2, 4, 3)}
+    each = {f"mlp.experts.{i}.{part}.weight": parts[part][i] for part in parts for i in (0, 1)}
+    joined = joined_experts(each | {"norm.weight": torch.ones(4)})
+    assert joined.keys() == {"norm.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert torch.equal(joined["mlp.experts.gate_up_proj"], torch.cat([parts["gate_proj"], parts["up_proj"]], 1))
+    assert torch.equal(joined["mlp.experts.down_proj"], parts["down_proj"])
 
 
 def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():

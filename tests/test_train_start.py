@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from models import GROUPED, random_head, random_model, target
+from models import random_head, target
 from torch import nn
 from training import (
     beside,
@@ -15,7 +16,6 @@ from training import (
     trained,
     write_data,
 )
-from transformers import LlamaConfig
 
 from treespec.draft.vocabulary import load_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
@@ -60,30 +60,23 @@ def test_dropout_is_where_the_published_hydra_plus_has_it_and_ends_with_the_run(
     assert not [part for part in load_head(trained(config).out).modules() if isinstance(part, nn.Dropout)]
 
 
-@pytest.fixture(scope="module")
-def large():
-    return Target(random_model(LlamaConfig(**GROUPED | {"vocab_size": DRAFT_VOCAB + 8})))
+def test_it_is_the_32000_most_frequent_where_the_target_has_more():
+    def size(vocab_size=DRAFT_VOCAB + 8, head="eagle3", **changes):
+        return vocabulary_size(options(head=head, **changes), SimpleNamespace(vocab_size=vocab_size))
+
+    assert size() == DRAFT_VOCAB == 32000
+    assert size(draft_vocab=7) == 7
+    assert size(draft_vocab=0) == size(head="eagle") == size(64) == 0
 
 
-def size(model, **changes):
-    return vocabulary_size(options(**{"head": "eagle3"} | changes), model)
-
-
-def test_it_is_the_32000_most_frequent_where_the_target_has_more(large):
-    assert size(large) == DRAFT_VOCAB == 32000
-    assert size(large, draft_vocab=0) == 0
-    assert size(large, draft_vocab=7) == 7
-    assert size(large, head="eagle") == 0
-    assert size(target("llama")) == 0
-
-
-def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
-    """With learning rate 0 they stay what they were, in more data too."""
-    trained(config, max_steps=1)
-    more = str(write_data(tmp_path / "more.jsonl", count=40))
-    still = trained(beside(config, "still"), max_steps=1, from_head=config.out, learning_rate=0.0, data=more)
+@pytest.mark.parametrize("kind, vocabulary", [("eagle", None), ("eagle3", 40)])
+def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path, kind, vocabulary):
+    """With learning rate 0 they stay what they were, in more data too, and so do an EAGLE-3 head's draft tokens."""
+    config = trained(config, max_steps=1, head=kind, draft_vocab=vocabulary)
+    more, on = write_data(tmp_path / "more.jsonl", count=40, name="other"), {"from_head": config.out}
+    still = trained(beside(config, "still"), draft_vocab=None, learning_rate=0.0, data=str(more), **on)
     assert same_head(config, still)
-    assert "its kind is eagle, not eagle3" in refused(beside(still, "other"), head="eagle3")
+    assert f"its kind is {kind}, not hydra" in refused(beside(still, "other"), head="hydra")
 
 
 @pytest.mark.parametrize("bias", [True, False])

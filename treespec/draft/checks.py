@@ -1,7 +1,6 @@
 """What can be wrong with a drafter's files, found before torch loads."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from treespec.draft.drafters import DrafterSpec
@@ -9,7 +8,7 @@ from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped
 from treespec.heads.folder import check_files as check_head_files
 from treespec.heads.folder import head_folder
-from treespec.heads.mtp_layouts import Layout, mtp_layer
+from treespec.heads.mtp_layouts import mtp_layer
 from treespec.heads.registry import kind_in
 from treespec.model.folder import check_files
 
@@ -56,17 +55,7 @@ def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
     layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
     if layers is not None and folder.is_dir():
-        mtp_names(str(folder), tensor_files(str(folder)), layers)
-
-
-def mtp_names(
-    name: str, files: Mapping[str, Path], layers: int
-) -> tuple[Layout, Mapping[str, str]]:
-    """As `mtp_layer`, of a target's files. name: the target's. Raises InputError."""
-    try:
-        return mtp_layer(files.keys(), layers)
-    except ValueError as error:
-        raise InputError(f"--drafter mtp: {name}: {error}") from error
+        mtp_layer(tensor_files(str(folder)), layers)
 
 
 def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:

@@ -23,12 +23,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from treespec.draft.checks import mtp_names, tensor_files
+from treespec.draft.checks import tensor_files
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
-from treespec.heads.mtp_layouts import KNOWN
+from treespec.heads.mtp_layouts import KNOWN, mtp_layer
 from treespec.model.masks import Chunk, additive
 from treespec.model.target import Target
 
@@ -119,7 +119,7 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     # 1. The tensors.
     config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
     files = tensor_files(name, getattr(config, "_commit_hash", None))
-    layout, names = mtp_names(name, files, target.layers)
+    layout, names = mtp_layer(files, target.layers)
     tensors = joined_experts(dequantised(read_tensors(files, names)))
 
     # 2. A layer as the target's last one, without memory at first.

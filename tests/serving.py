@@ -1,5 +1,6 @@
 """Many callers of one engine: threads that submit, read, and cut answers off."""
 
+import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,19 @@ def random_prompts(count, longest=40, seed=3):
 
 def said(pieces):
     return [token for piece in pieces for token in piece.token_ids]
+
+
+def interrupted(function, call):
+    """The function, whose call of that number ends in a KeyboardInterrupt after its work."""
+    calls = itertools.count(1)
+
+    def run(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    return run
 
 
 def held():

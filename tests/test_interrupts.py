@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import random_head, target
+from serving import interrupted
 
 from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
@@ -124,17 +125,8 @@ def test_an_interrupt_amid_a_batch_leaves_the_object_usable(monkeypatch, owner, 
     """As texts enter and leave a batch."""
     spec = Spec(target("llama"), random_head(target("llama")), "2x2")
     wanted = [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS]
-    original, calls = getattr(*owner), []
-
-    def interrupted(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return result
-
     with monkeypatch.context() as patch:
-        patch.setattr(*owner, interrupted)
+        patch.setattr(*owner, interrupted(getattr(*owner), call))
         with pytest.raises(KeyboardInterrupt):
             spec.generate(PROMPTS, max_new_tokens=5, batch=2)
     assert [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS] == wanted

@@ -9,6 +9,7 @@ import pytest
 from drafting import source_of
 from models import plain_generate, prompt, random_head, small, target
 from refusals import complains
+from serving import interrupted, said
 
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
@@ -16,6 +17,7 @@ from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.errors import SupersededError
+from treespec.model.target import Target
 
 NEW = 16
 ONE, OTHER = prompt(), prompt(length=9, seed=11)
@@ -47,10 +49,6 @@ def wanted():
 
 def answer(spec, ids):
     return spec.generate(ids, max_new_tokens=NEW).token_ids
-
-
-def said(pieces):
-    return [token for piece in pieces for token in piece.token_ids]
 
 
 def test_a_stream_goes_on_unless_another_text_has_begun(spec, wanted):
@@ -99,17 +97,8 @@ def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
 @pytest.mark.parametrize("stage", ["forward_trees", "output_logits"])
 def test_an_interrupt_anywhere_spoils_nothing(spec, wanted, monkeypatch, stage):
     """Ctrl-C within the forward of the target, of a prompt, or of a drafter that is the target itself."""
-    original, calls = getattr(type(spec.target), stage), []
-
-    def interrupted(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return result
-
     answer(spec, OTHER)
-    monkeypatch.setattr(type(spec.target), stage, interrupted)
+    monkeypatch.setattr(Target, stage, interrupted(getattr(Target, stage), 3))
     stream = spec.stream(ONE, max_new_tokens=NEW)
     with pytest.raises(KeyboardInterrupt):
         list(stream)

@@ -1,6 +1,5 @@
 """Verifiers that look at whole trees: over all trees and coins texts have the target's distribution, exactly."""
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -34,10 +33,6 @@ class Tables:
     p: dict[Text, Law]
     q: dict[Text, Law]
 
-    @property
-    def vocabulary(self):
-        return len(self.p[()])
-
     def of_sequences(self, length):
         """{text: probability} under the target."""
         return self.completed({(): 1.0}, length)
@@ -55,18 +50,24 @@ class Tables:
         return {text: mass for text, mass in law.items() if mass > 0}
 
 
-def random_tables(vocabulary, depth, seed, noise=1.0, zeros=False):
+def tables(depth, laws):
+    """Of 3 tokens. laws: gives the target's and the draft's after the next text."""
+    texts = [text for length in range(depth + 1) for text in product(range(3), repeat=length)]
+    p, q = zip(*(laws() for _ in texts), strict=True)
+    return Tables(dict(zip(texts, p, strict=True)), dict(zip(texts, q, strict=True)))
+
+
+def random_tables(seed, zeros=True):
     generator = seeded(seed)
-    p, q = {}, {}
-    for length in range(depth + 1):
-        for text in itertools.product(range(vocabulary), repeat=length):
-            logits = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
-            other = logits + noise * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
-            if zeros:
-                for row in (logits, other):  # at most one token, half the time
-                    row[torch.randint(2 * vocabulary, (1,), generator=generator) :][:1] = -torch.inf
-            p[text], q[text] = logits.softmax(-1).tolist(), other.softmax(-1).tolist()
-    return Tables(p, q)
+
+    def laws():
+        logits, noise = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+        both = torch.stack([logits, logits + 1.5 * noise])
+        for row in both if zeros else ():  # at most one token, half the time
+            row[torch.randint(6, (1,), generator=generator) :][:1] = -torch.inf
+        return both.softmax(-1).tolist()
+
+    return tables(3, laws)
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,11 @@ class Drawn:
     draws: dict[Path, Text]
     texts: dict[Path, Text]
 
-    def children(self, path):
-        """The draws below a node, also those without a node."""
-        return [(*path, k) for k, token in enumerate(self.draws.get(path, ())) if token >= 0]
-
-    def has_node(self, path):
-        return path in self.shape.nodes.paths
-
     def tensors(self, dtype=torch.float64):
         """The tree as it goes to a verifier, and p [N, V]. Below an absent draw laws are uniform, tokens are 0."""
         paths, fixed = self.shape.nodes.paths, layout(self.shape.nodes, torch.device("cpu"))
         inner = [i for i, path in enumerate(paths) if path in self.draws]
-        uniform = [1 / self.tables.vocabulary] * self.tables.vocabulary
+        uniform = [1 / 3] * 3
 
         def laws(table, nodes):
             known = [self.texts.get(paths[node]) for node in nodes]
@@ -166,7 +160,7 @@ TREES = [
 CHAIN_VERIFIERS, TREE_VERIFIERS = [BLOCK, Layer(Single())], [TRAVERSAL, Layer(Greedy())]
 VERIFIERS = CHAIN_VERIFIERS + TREE_VERIFIERS
 PAIRS = [*product(CHAIN_VERIFIERS, CHAINS), *product(TREE_VERIFIERS, TREES)]
-SPARSE = random_tables(3, 3, 0, noise=1.5, zeros=True)
+SPARSE = random_tables(0)
 
 
 def named(value):
@@ -180,24 +174,25 @@ def test_texts_have_the_targets_law(verifier, shape):
 
 
 def cold_tables(temperature):
-    """Three tokens: after every text the draft has one far above the others, or none, and the target likes all."""
+    """After every text the draft has one token far above the others, or none, and the target likes all."""
     generator = seeded(2)
-    p, q = {}, {}
-    for text in [text for length in range(3) for text in product(range(3), repeat=length)]:
-        target, draft = 2 * temperature * torch.rand(2, 3, generator=generator)
-        draft[int(torch.randint(4, (1,), generator=generator)) :][:1] += 95 * temperature
-        laws = probs(torch.stack([target, draft]), SamplingParams(temperature))
-        p[text], q[text] = laws.double().div(laws.double().sum(-1, keepdim=True)).tolist()
-    return Tables(p, q)
+
+    def laws():
+        both = 2 * temperature * torch.rand(2, 3, generator=generator)
+        both[1, int(torch.randint(4, (1,), generator=generator)) :][:1] += 95 * temperature
+        found = probs(both, SamplingParams(temperature)).double()
+        return found.div(found.sum(-1, keepdim=True)).tolist()
+
+    return tables(2, laws)
 
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL.scheme)], ids=named)
 def test_so_they_have_in_float32_at_low_temperatures(verifier):
     shape = Shape(chain(2) if verifier in CHAIN_VERIFIERS else balanced(2, 2))
     for temperature in (0.01, 0.05, 1.0):
-        tables = cold_tables(temperature)
-        found, _ = text_law(verifier, shape, tables, torch.float32)
-        assert deviation(tables.completed(found, 3), tables.of_sequences(3)) < 2e-6
+        cold = cold_tables(temperature)
+        found, _ = text_law(verifier, shape, cold, torch.float32)
+        assert deviation(cold.completed(found, 3), cold.of_sequences(3)) < 2e-6
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -205,8 +200,8 @@ def test_so_they_have_in_float32_at_low_temperatures(verifier):
 def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
     """On average over all trees and coins. With draws without nodes that does not hold for traversal."""
     shape = CHAIN if verifier in CHAIN_VERIFIERS else LOPSIDED
-    tables = random_tables(3, 3, seed, noise=1.5, zeros=seed > 0)
-    lengths = [text_law(one, shape, tables)[1] for one in (verifier, Walk(verifier.scheme))]
+    found = random_tables(seed, seed > 0)
+    lengths = [text_law(one, shape, found)[1] for one in (verifier, Walk(verifier.scheme))]
     assert lengths[0] >= lengths[1] - 1e-12
 
 

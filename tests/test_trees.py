@@ -11,7 +11,7 @@ from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, posit
 from treespec.trees.policy import POLICIES, policy
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
-from treespec.trees.tree import best_first, connect
+from treespec.trees.tree import best_first
 
 CPU = torch.device("cpu")
 
@@ -116,11 +116,6 @@ def test_ties_go_to_the_shallower_candidate():
 
 FIVE = torch.tensor([-1, 0, 0, 1, 2])
 DEPTH = torch.tensor([0, 1, 1, 2, 2])
-SEEN = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
-
-
-def test_a_node_sees_what_is_above_it():
-    assert ancestor_mask(FIVE, max_depth=2).int().tolist() == SEEN
 
 
 def test_texts_of_a_batch_have_their_own_positions_and_columns():
@@ -130,17 +125,3 @@ def test_texts_of_a_batch_have_their_own_positions_and_columns():
     assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
     for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
         assert (mask & near)[0, 4].nonzero().flatten().tolist() == [5, 7]  # its parent and itself
-
-
-def test_candidates_are_renumbered():
-    parents = torch.tensor([0, 0, 0, 0, 1, 1, 3])
-    assert connect(torch.tensor([0, 1, 3, 5, 6]), parents).tolist() == FIVE.tolist()
-
-
-def test_a_static_tree_is_laid_out_level_by_level():
-    shape = layout(StaticTree(((0,), (2,), (0, 0), (2, 1))), torch.device("cpu"))
-    assert shape.parents.tolist() == FIVE.tolist()
-    fields = ("nodes", "draws", "rows", "columns", "parent_rows")
-    drawn = [[[0], [3], [0, 0], [0, 2], [0]], [[1, 2], [1, 2], [0, 1], [0, 1], [0, 0]]]
-    assert [[getattr(level, name).tolist() for name in fields] for level in shape.levels] == drawn
-    assert [level.first for level in shape.levels] == [1, 3]

@@ -42,7 +42,8 @@ class Stream:
     """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
-        self._pieces, self._stats = pieces, stats
+        """stats: counts and seconds of the answer so far."""
+        self._pieces, self.stats = pieces, stats
         self._seen: list[Piece] = []
         self._lock = RLock()  # threads may share a stream: one of them gets each piece
         self._closed = False
@@ -78,14 +79,9 @@ class Stream:
         self._closed = True
 
     @property
-    def stats(self) -> Stats:
-        """Counts and seconds of the answer so far."""
-        return self._stats
-
-    @property
     def output(self) -> Output:
         """The answer so far."""
-        return output_of(self._seen, self._stats)
+        return output_of(self._seen, self.stats)
 
 
 def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
@@ -112,6 +108,7 @@ class Completion:
     def __init__(self, text: Request, on_piece: OnPiece | None = None) -> None:
         """on_piece: is called on the engine's thread for each piece, and with None at the end."""
         self._text, self._on_piece = text, on_piece
+        self.stats = text.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
         self._read = 0  # pieces that the consumer has got
         self._over = False
@@ -150,11 +147,6 @@ class Completion:
     def error(self) -> Exception | None:
         """What ended the answer before its time."""
         return self._text.error
-
-    @property
-    def stats(self) -> Stats:
-        """Counts and seconds of the answer so far."""
-        return self._text.stats
 
     @property
     def output(self) -> Output:

@@ -146,7 +146,6 @@ def digest(source: str | Path) -> str:
     Raises InputError where it cannot be read.
     """
     if name := hub_name(source):
-        load_library(name)
         repository, _, rest = name.partition(":")
         return f"commit {commit_of(repository)} {rest}".strip()
     try:

@@ -218,8 +218,9 @@ def test_spaces_before_punctuation_are_kept_where_a_tokenizer_would_clean_them_u
 @pytest.mark.parametrize(
     "words, stop, reason",
     [
-        (tokenizer(), ("a", ""), "a string of 0 characters"),
-        (tokenizer(), ("a" * 1001,), "a string of 1001 characters, must have 1 to 1000"),
+        (tokenizer(), ("a", ""), "16 strings at most, each of 1 to 1000"),
+        (tokenizer(), ("a" * 1001,), "each of 1 to 1000 characters"),
+        (tokenizer(), ("a",) * 17, "16 strings at most"),
         (None, ("a",), "no tokenizer"),
     ],
 )

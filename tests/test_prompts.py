@@ -146,7 +146,10 @@ NOT = {  # an option, and what it may not be
     "batch": (0, 1.0, True),
 }
 WRONG = [(name, value, f"{name} is ") for name, values in NOT.items() for value in values]
-WRONG += [("stop", ["x", 5], r"stop is \['x', 5\]"), ("stop", ["x", ""], "stop has a string of 0")]
+WRONG += [
+    ("stop", ["x", 5], r"stop is \['x', 5\]"),
+    ("stop", ["x", ""], "stop takes 16 strings at most, each of 1 to 1000"),
+]
 WRONG += [("temprature", 1.0, r"unknown option temprature \(did you mean temperature\?\): there are .*top_k, top_p")]
 
 

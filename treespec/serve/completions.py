@@ -47,8 +47,6 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
 async def complete(request: Request, asked: CompletionRequest) -> Response:
     # 1. The prompts, as one list of them.
     state, given = state_of(request), asked.prompt
-    if not given:
-        raise ApiError(400, "the prompt is empty: give text or token ids", "prompt")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     one = isinstance(given, str) or isinstance(given[0], int)  # a list of numbers is one

@@ -122,9 +122,8 @@ def choice_of(asked: ChatRequest) -> Choice:
         return tools, Form("", "", calls_in, at_start=True), _any_call(named)
 
     # 3. One by its name.
-    function = wanted.get("function") if isinstance(wanted, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or name not in named:
+    name = wanted["function"]["name"] if isinstance(wanted, dict) else ""
+    if name not in named:
         known = ", ".join(named) or "no tools are given"
         message = f"tool_choice is {wanted!r:.80}: take auto, none, required or a tool ({known})"
         raise ApiError(400, message, "tool_choice")

@@ -23,7 +23,6 @@ OPTIONS = (  # fields with the name and the meaning of an option
     *("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"),
 )
-MOST_STOPS = 16
 # OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
@@ -70,11 +69,8 @@ class Sampled(StrictBody):
 
     def options(self) -> dict[str, Any]:
         """The options of `Spec.generate` that the request names. Raises ApiError."""
-        given = self.model_extra or {}
-        options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
-        if isinstance(stop := options.get("stop"), list) and len(stop) > MOST_STOPS:
-            message = f"there are {len(stop)} stop strings, at most {MOST_STOPS} are taken"
-            raise ApiError(400, message, "stop")
+        extra = self.model_extra or {}
+        options = {name: extra[name] for name in OPTIONS if extra.get(name) is not None}
         if self.top_k is not None:
             options["top_k"] = max(self.top_k, 0)  # -1 is off in other servers
         return options
@@ -141,7 +137,7 @@ class ChatRequest(Sampled):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -158,7 +154,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """prompt: text, token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 

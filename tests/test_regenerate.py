@@ -77,7 +77,6 @@ def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     "named, change",
     {
         "seed = 12, not 8": {"seed": 8},
-        "temperature = 1.0, not 0.5": {"temperature": 0.5},
         "max_new_tokens = 8, not 9": {"max_new_tokens": 9},
         "filter = 'all', not 'english'": {"filter": "english"},
     }.items(),

@@ -29,7 +29,6 @@ def no_target(monkeypatch):
     "name, content, complaint",
     [
         ("data.jsonl.gz", gzip.compress(b"of some length " * 9)[:-9], "cannot read .*data.jsonl.gz: .* fetch it again"),
-        ("data.zip", b"PK\x03\x04", "data.zip:1: not valid JSON.*one conversation a line"),
         ("notes.txt", b"Some notes.\nOf two lines.\n", "notes.txt:1: not valid JSON.*one conversation a line"),
         ("deep.jsonl", b'{"messages": ' + b"[" * 100_000, "deep.jsonl:1: not valid JSON"),
     ],

@@ -103,8 +103,9 @@ class HydraProposer(DeepeningProposer):
     level = 0
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        seen = chunk.seen[:, None]
-        return self.head.states(features, chunk.positions, seen, *self.cache.tree_layers)
+        for layer in self.cache.tree_layers:
+            features = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
+        return features
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.level, embedded = 0, self.target.embeddings(roots).to(last.dtype)

@@ -137,19 +137,28 @@ async def model(request: Request, name: str) -> Fields:
 
 
 def _model(state: State) -> Fields:
-    spec = state.spec
-    fields = {"id": state.name, "object": "model", "created": state.started}
-    fields |= {"owned_by": "treespec", "max_model_len": spec.target.context_length}
-    fields["dtype"] = str(spec.target.dtype).removeprefix("torch.")
-    return fields | {"drafter": spec.source.name if spec.source else None}
+    target, source = state.spec.target, state.spec.source
+    return {
+        "id": state.name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "treespec",
+        "max_model_len": target.context_length,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "drafter": source.name if source else None,
+    }
 
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """200 while requests are answered, 503 once the server shuts down."""
-    state, engine = state_of(request), state_of(request).engine
-    told: Fields = {"status": "ending" if state.ending else "ok", "model": state.name}
-    told |= {"running": engine.running, "waiting": engine.waiting}
+    state = state_of(request)
+    told = {
+        "status": "ending" if state.ending else "ok",
+        "model": state.name,
+        "running": state.engine.running,
+        "waiting": state.engine.waiting,
+    }
     return JSONResponse(told, 503 if state.ending else 200)
 
 

@@ -38,8 +38,9 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status_code == 429 else kind
-        told = {"message": one_line(str(self.detail)), "type": kind}
-        return {"error": told | {"param": self.param, "code": self.code}}
+        message = one_line(str(self.detail))
+        told = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
 
 
 def refused(error: BaseException, param: str | None = None) -> ApiError:

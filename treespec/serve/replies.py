@@ -53,8 +53,12 @@ def chat_choice(delta: Delta, whole: bool) -> Fields:
     elif delta.calls:
         written["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta.calls)]
     told = None if delta.tokens is None else {"content": delta.tokens, "refusal": None}
-    fields = {"index": delta.index, "message" if whole else "delta": written, "logprobs": told}
-    return fields | {"finish_reason": delta.end}
+    return {
+        "index": delta.index,
+        "message" if whole else "delta": written,
+        "logprobs": told,
+        "finish_reason": delta.end,
+    }
 
 
 def text_choice(delta: Delta, whole: bool) -> Fields:
@@ -71,8 +75,12 @@ def text_choice(delta: Delta, whole: bool) -> Fields:
             ],
             "text_offset": list(accumulate(map(len, words), initial=delta.offset))[:-1],
         }
-    fields = {"index": delta.index, "text": delta.text or "", "logprobs": told}
-    return fields | {"finish_reason": delta.end}
+    return {
+        "index": delta.index,
+        "text": delta.text or "",
+        "logprobs": told,
+        "finish_reason": delta.end,
+    }
 
 
 @final

@@ -17,7 +17,7 @@ SETUPS = {
     ("eagle", "dynamic", "topk", 0): (12, 25),
     ("eagle3", "dynamic", "auto", 0): (12, 25),
     ("medusa", "medusa", "auto", 1): (84,),
-    ("hydra", "2x3", "greedy", 1): (12, 26),
+    ("hydra", "2x3", "greedy", 1): (13, 26),
     ("lookup", None, "topk", 1): (12,),
     ("suffix", None, "auto", 0): (12,),
     ("eagle", "chain:3", "single", 1): (14,),
@@ -54,8 +54,8 @@ def measure():
 
     def source(name):
         if name in HEADS:
-            torch.manual_seed(0)
             plain = Target(random_model(CONFIGS["llama"]()))  # a moved weight is no plain matrix
+            torch.manual_seed(0)
             return far_device.moved(new_head(name, plain).eval())
         return None if name == "none" else load_source(DrafterSpec.parse(name), target)
 

@@ -208,7 +208,8 @@ def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> li
     text.stats.accepted.append(len(drafted) + len(own) - 1)
     text.stats.new_tokens += len(drafted) + len(own)
     text.stats.truncated = text.ending.truncated
-    text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
+    levels = tree.depth.tolist()
+    text.stats.count_drafted([levels.count(depth) for depth in range(1, max(levels) + 1)])
 
     if text.distribution.stuck is not None and len(drafted) + len(own) > text.distribution.stuck:
         raise InputError(FORBIDDEN)

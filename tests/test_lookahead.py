@@ -12,23 +12,6 @@ from treespec.draft.model_free.lookahead import Lookahead, beside
 from treespec.draft.options import LookaheadOptions
 from treespec.model.target import TreeOutput
 
-WINDOW = [[9, 11, 12], [20, 21, 22]]  # row 0: root a1 a2, row 1: b0 b1 b2
-
-
-def test_the_drawn_example():
-    """W = 3, N = 3, beside a tree of two nodes."""
-    rows = beside(2, WINDOW)
-    assert rows.tokens.tolist() == [20, 21, 22, 11, 12]
-    assert rows.depth.tolist() == [1, 2, 3, 1, 2]
-    assert rows.mask.int().tolist() == [
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 0, 0, 1, 0, 1, 0],
-        [1, 0, 0, 0, 1, 1, 1],
-        [1, 0, 0, 0, 0, 1, 0],
-        [1, 0, 0, 0, 0, 1, 1],
-    ]
-    assert rows.asked == 3
-
 
 def with_rows(tree, seed=3, rows=3, width=4):
     window = torch.randint(3, VOCAB, (rows, width), generator=seeded(seed)).tolist()

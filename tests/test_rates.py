@@ -87,12 +87,6 @@ def test_kseq_accepts_at_least_its_share_of_the_optimum_and_one_draw_of_it_is_th
         close(*plans, 1e-14)
 
 
-def test_rates_that_have_no_closed_form_are_not_stated():
-    p, q = (law(values)[None] for values in CASES["plain"])
-    assert SCHEMES["rrs-wo"].acceptance_rate(p, q, 2) is None
-    assert SCHEMES["is-lp"].acceptance_rate(p, q, 3) is None
-
-
 @pytest.mark.parametrize("s", [1, 2, 3, 6])
 def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
     """Khisti et al. 2025: short of α* by at most the sum of (p - q^2)+ over the tokens that it does not see."""

@@ -106,7 +106,7 @@ class HeadKind:
 
     def fits(self, config: Config, names: Collection[str]) -> bool:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
-        fields = [f"{name}={value}" for name, value in config.items()]
+        fields = ["", *(f"{name}={value}" for name, value in config.items())]
         lines = chain(fields, (f"tensor {name}" for name in names))
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 

@@ -22,7 +22,6 @@ from treespec.heads.checkpoint import save_head
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
 from treespec.model.target import Target
-from treespec.train.machine import shard
 
 FORMS = ("int8", "fp8")
 PROMPT = [3, 9, 4, 30]
@@ -90,11 +89,6 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
         assert head.vocabulary.tolist() == tokens.tolist()
     output = new_head("medusa", whole).output_layers[0](hidden)
     close(output, whole.output_logits(hidden), 1e-5)
-
-
-def test_a_quantised_target_is_not_split_over_processes(whole):
-    with complains("this target's are quantised"):
-        shard(whole, 2, torch.device("cpu"))
 
 
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):

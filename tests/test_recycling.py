@@ -9,27 +9,12 @@ from treespec.model.target import TreeOutput
 A, B, C, D, E = range(5)
 
 
-def drafted(drafter, *text):
-    guess = drafter.draft(torch.tensor(text).numpy(), torch.Generator())
-    tokens = [text[-1], *guess.tokens]
-    return {(tokens[parent], token) for parent, token in zip(guess.parents, guess.tokens, strict=True)}
-
-
 def scored(*best):
     """The target's output where these are the most likely tokens after each node, best first."""
     logits = torch.zeros(len(best), TOPK)
     for row, tokens in zip(logits, best, strict=True):
         row[list(tokens)] = torch.arange(len(tokens), 0, -1).float()
     return TreeOutput(logits, torch.empty(0), logits[:0])
-
-
-def test_the_drawn_example():
-    drafter = Recycling()
-    assert drafted(drafter, C, B, A) == set()
-    drafter.settle(Guess(), 0, scored((B, C)))  # after a
-    assert drafter.after[A][:2] == [B, C]
-    drafter.after = {A: [B, C], B: [D, E]}
-    assert drafted(drafter, C, B, A) == {(A, B), (A, C), (B, D), (B, E)}
 
 
 def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():

@@ -120,7 +120,7 @@ def test_the_pairing_rule_refuses_biased_pairs():
     with complains("at most 1 draw"):
         check_fit(policy("2x2"), scheme_by_name("single"))
     for scheme in SCHEMES.values():
-        check_fit(default_tree(scheme), scheme)
+        check_fit(default_tree(scheme, None, None, False), scheme)
 
 
 @pytest.mark.parametrize("new", [1, 2, 5, 17])

@@ -48,103 +48,107 @@ def brute(tokens, pattern):
     return [i for i in range(len(tokens)) if tokens[i : i + len(pattern)].tolist() == pattern]
 
 
-class TestSuffixes:
-    @pytest.mark.parametrize("order", [1, 2, 5, 16])
-    @pytest.mark.parametrize("length", [1, 2, 3, 200])
-    def test_places_are_sorted_by_what_begins_there(self, order, length):
-        tokens = random_tokens(order, length)
-        places = suffix_array(tokens, order).tolist()
-        assert sorted(places) == list(range(length))
-        beginnings = [tokens[place : place + order].tolist() for place in places]
-        assert beginnings == sorted(beginnings)
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_a_search_finds_every_place(self, seed):
-        tokens = random_tokens(seed)
-        store = store_of(tokens)
-        for length in (1, 2, 4, 16):
-            for pattern in (tokens[77 : 77 + length].tolist(), random_tokens(seed + 9, length).tolist(), [9] * length):
-                ranks = store.places_of(np.array(pattern))
-                assert sorted(store.suffixes[list(ranks)].tolist()) == brute(tokens, pattern)
+@pytest.mark.parametrize("order", [1, 2, 5, 16])
+@pytest.mark.parametrize("length", [1, 2, 3, 200])
+def test_places_are_sorted_by_what_begins_there(order, length):
+    tokens = random_tokens(order, length)
+    places = suffix_array(tokens, order).tolist()
+    assert sorted(places) == list(range(length))
+    beginnings = [tokens[place : place + order].tolist() for place in places]
+    assert beginnings == sorted(beginnings)
 
 
-class TestContinuations:
-    @pytest.mark.parametrize("seed", range(6))
-    def test_they_are_what_follows_in_the_text_up_to_its_end(self, seed):
-        tokens, text = random_tokens(seed), random_tokens(seed + 50, 9)
-        text[text == END] = 0
-        known = next(n for n in range(9, 1, -1) if brute(tokens, text[-n:].tolist()))
-        wanted = Counter()
-        for place in brute(tokens, text[-known:].tolist()):
-            following = tokens[place + known : place + known + 5].tolist()
-            following = following[: following.index(END)] if END in following else following
-            wanted[tuple(following + [-1] * (5 - len(following)))] += 1
-        found = store_of(tokens).continuations(text.astype(np.int64), 5000, 5)
-        assert Counter(map(tuple, found.tolist())) == wanted
-
-    def test_of_too_many_each_kind_keeps_its_share(self):
-        tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.int32)
-        found = store_of(tokens).continuations(np.array([0, 1]), 30, 1)
-        assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_finds_every_place(seed):
+    tokens = random_tokens(seed)
+    store = store_of(tokens)
+    for length in (1, 2, 4, 16):
+        for pattern in (tokens[77 : 77 + length].tolist(), random_tokens(seed + 9, length).tolist(), [9] * length):
+            ranks = store.places_of(np.array(pattern))
+            assert sorted(store.suffixes[list(ranks)].tolist()) == brute(tokens, pattern)
 
 
-class TestFiles:
-    @pytest.fixture
-    def folder(self, tmp_path):
-        words = tokenizer()
-        assert build([words.encode(LINE)] * 2, words, tmp_path / "store") == 2 * len(words.encode(LINE)) + 2
-        return tmp_path / "store"
+@pytest.mark.parametrize("seed", range(6))
+def test_they_are_what_follows_in_the_text_up_to_its_end(seed):
+    tokens, text = random_tokens(seed), random_tokens(seed + 50, 9)
+    text[text == END] = 0
+    known = next(n for n in range(9, 1, -1) if brute(tokens, text[-n:].tolist()))
+    wanted = Counter()
+    for place in brute(tokens, text[-known:].tolist()):
+        following = tokens[place + known : place + known + 5].tolist()
+        following = following[: following.index(END)] if END in following else following
+        wanted[tuple(following + [-1] * (5 - len(following)))] += 1
+    found = store_of(tokens).continuations(text.astype(np.int64), 5000, 5)
+    assert Counter(map(tuple, found.tolist())) == wanted
 
-    def test_what_is_written_is_what_is_read(self, folder):
-        words = tokenizer()
-        store = open_datastore(folder, words, 400)
-        text = words.encode(LINE)
-        assert store.tokens.tolist() == [*text, END] * 2
-        assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
 
-    @pytest.mark.parametrize(
-        "change, complaint",
-        [
-            (lambda file: file.unlink(), "no datastore at"),
-            (lambda file: file.write_bytes(file.read_bytes()[:-8]), "is damaged"),
-            (lambda file: rewritten(file, format="0"), "has format 0, this treespec reads 2: build it again"),
-            (lambda file: rewritten(file, tokenizer="other"), "of another tokenizer than the target's"),
-            (lambda file: rewritten(file, lacks="suffixes"), "is damaged"),
-            (lambda file: rewritten(file, lacks="tokens"), "is damaged"),
-        ],
-    )
-    def test_what_cannot_be_used_is_one_line(self, folder, change, complaint):
-        change(folder / DATASTORE)
-        with complains(complaint):
-            open_datastore(folder, tokenizer(), 400)
+def test_of_too_many_each_kind_keeps_its_share():
+    tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.int32)
+    found = store_of(tokens).continuations(np.array([0, 1]), 30, 1)
+    assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
 
-    def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
-        (folder / f".{DATASTORE}.99999999.tmp").write_text("half")
-        (folder / DATASTORE).unlink()
-        with complains("no datastore"):
-            open_datastore(folder, tokenizer(), 400)
+
+@pytest.fixture
+def folder(tmp_path):
+    words = tokenizer()
+    assert build([words.encode(LINE)] * 2, words, tmp_path / "store") == 2 * len(words.encode(LINE)) + 2
+    return tmp_path / "store"
+
+
+def test_what_is_written_is_what_is_read(folder):
+    words = tokenizer()
+    store = open_datastore(folder, words, 400)
+    text = words.encode(LINE)
+    assert store.tokens.tolist() == [*text, END] * 2
+    assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda file: file.unlink(), "no datastore at"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "is damaged"),
+        (lambda file: rewritten(file, format="0"), "has format 0, this treespec reads 2: build it again"),
+        (lambda file: rewritten(file, tokenizer="other"), "of another tokenizer than the target's"),
+        (lambda file: rewritten(file, lacks="suffixes"), "is damaged"),
+        (lambda file: rewritten(file, lacks="tokens"), "is damaged"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(folder, change, complaint):
+    change(folder / DATASTORE)
+    with complains(complaint):
+        open_datastore(folder, tokenizer(), 400)
+
+
+def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(folder):
+    (folder / f".{DATASTORE}.99999999.tmp").write_text("half")
+    (folder / DATASTORE).unlink()
+    with complains("no datastore"):
+        open_datastore(folder, tokenizer(), 400)
+    build([[1, 2, 3]], tokenizer(), folder)
+    assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
+    assert {path.name for path in folder.iterdir()} == {DATASTORE}
+
+
+def test_an_existing_folder_and_an_empty_text_are_refused(folder, tmp_path):
+    with complains("exists: delete it"):
         build([[1, 2, 3]], tokenizer(), folder)
-        assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
-        assert {path.name for path in folder.iterdir()} == {DATASTORE}
-
-    def test_an_existing_folder_and_an_empty_text_are_refused(self, folder, tmp_path):
+    with complains("holds no text"):
+        build([[]], tokenizer(), tmp_path / "other")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.txt").write_text("not a datastore's")
+    for name in ("mine", "mine/mine.txt"):
         with complains("exists: delete it"):
-            build([[1, 2, 3]], tokenizer(), folder)
-        with complains("holds no text"):
-            build([[]], tokenizer(), tmp_path / "other")
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "mine.txt").write_text("not a datastore's")
-        for name in ("mine", "mine/mine.txt"):
-            with complains("exists: delete it"):
-                build([[1, 2, 3]], tokenizer(), tmp_path / name)
-        assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.txt"]
+            build([[1, 2, 3]], tokenizer(), tmp_path / name)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.txt"]
 
-    def test_plain_text_is_read_whole(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(datastore, "BLOCK", 100)
-        monkeypatch.setattr(datastore, "BLOCKS", 3)
-        (tmp_path / "text.txt").write_text(LINE * 20 + "the end")
-        [tokens] = encoded(tmp_path / "text.txt", tokenizer())
-        assert tokenizer().decode(tokens) == LINE * 20 + "the end"
+
+def test_plain_text_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(datastore, "BLOCK", 100)
+    monkeypatch.setattr(datastore, "BLOCKS", 3)
+    (tmp_path / "text.txt").write_text(LINE * 20 + "the end")
+    [tokens] = encoded(tmp_path / "text.txt", tokenizer())
+    assert tokenizer().decode(tokens) == LINE * 20 + "the end"
 
 
 def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkeypatch, capsys):

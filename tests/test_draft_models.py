@@ -138,39 +138,39 @@ def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(k
     as_undrafted(spec, [prompt()], 16)
 
 
-class TestASmallerModel:
-    def test_it_runs_over_every_committed_token_once(self, monkeypatch):
-        proposer, seen, original = PROPOSERS["model"](target("llama")), [], Target.prefill
-        monkeypatch.setattr(
-            Target, "prefill", lambda self, *a, **k: seen.append((self, a[1])) or original(self, *a, **k)
-        )
-        out = Spec(target("llama"), proposer, "chain:3").generate(prompt(length=50), max_new_tokens=20)
-        run = torch.cat([tokens[0] for model, tokens in seen if model is proposer.model]).tolist()
-        text = prompt(length=50) + out.token_ids
-        assert len(run) > len(text) - 5
-        assert run == text[: len(run)]
+def test_it_runs_over_every_committed_token_once(monkeypatch):
+    proposer, seen, original = PROPOSERS["model"](target("llama")), [], Target.prefill
+    monkeypatch.setattr(Target, "prefill", lambda self, *a, **k: seen.append((self, a[1])) or original(self, *a, **k))
+    out = Spec(target("llama"), proposer, "chain:3").generate(prompt(length=50), max_new_tokens=20)
+    run = torch.cat([tokens[0] for model, tokens in seen if model is proposer.model]).tolist()
+    text = prompt(length=50) + out.token_ids
+    assert len(run) > len(text) - 5
+    assert run == text[: len(run)]
 
-    @pytest.mark.parametrize("vocab_size, missing", [(56, 8), (80, 0)])
-    def test_padding_of_either_embedding_is_no_difference(self, vocab_size, missing):
-        """For a target of 64 tokens: what is missing is never drafted."""
-        one = ModelProposer(small(vocab_size=vocab_size), target("llama"))
-        spec = Spec(target("llama"), one, "2x3")
-        as_undrafted(spec, [[60, 5]], 16)
-        _, together = joined(target("llama"), one)
-        (logits, *_) = together.begin(torch.tensor([8, 5, 41]))
-        assert (logits.shape, int(logits.isinf().sum())) == ((1, 64), missing)
 
-    def test_another_tokenizer_is_noticed_by_the_first_token_that_differs(self, tmp_path):
-        words, others = save_model(tmp_path / "target"), save_model(tmp_path / "others")
-        table = tokenizer().get_vocab()
-        a, b = (next(token for token, i in table.items() if i == number) for number in (40, 42))
-        text = tokenizer().backend_tokenizer.to_str()
-        (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
-        target, model = Target.load(str(words)), Target.load(str(others))
-        assert tokens_differ(target.tokenizer, model.tokenizer, 400, 400) == f"token 40 is '{b}', the target's '{a}'"
-        with complains("--drafter model:nowhere"):
-            load(str(words), drafter="model:nowhere")
+@pytest.mark.parametrize("vocab_size, missing", [(56, 8), (80, 0)])
+def test_padding_of_either_embedding_is_no_difference(vocab_size, missing):
+    """For a target of 64 tokens: what is missing is never drafted."""
+    one = ModelProposer(small(vocab_size=vocab_size), target("llama"))
+    spec = Spec(target("llama"), one, "2x3")
+    as_undrafted(spec, [[60, 5]], 16)
+    _, together = joined(target("llama"), one)
+    (logits, *_) = together.begin(torch.tensor([8, 5, 41]))
+    assert (logits.shape, int(logits.isinf().sum())) == ((1, 64), missing)
 
-    def test_without_tokenizers_the_vocabularies_must_be_of_one_size(self):
-        assert tokens_differ(None, None, 64, 64) is None
-        assert "56 and 64" in tokens_differ(None, None, 64, 56)
+
+def test_another_tokenizer_is_noticed_by_the_first_token_that_differs(tmp_path):
+    words, others = save_model(tmp_path / "target"), save_model(tmp_path / "others")
+    table = tokenizer().get_vocab()
+    a, b = (next(token for token, i in table.items() if i == number) for number in (40, 42))
+    text = tokenizer().backend_tokenizer.to_str()
+    (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
+    target, model = Target.load(str(words)), Target.load(str(others))
+    assert tokens_differ(target.tokenizer, model.tokenizer, 400, 400) == f"token 40 is '{b}', the target's '{a}'"
+    with complains("--drafter model:nowhere"):
+        load(str(words), drafter="model:nowhere")
+
+
+def test_without_tokenizers_the_vocabularies_must_be_of_one_size():
+    assert tokens_differ(None, None, 64, 64) is None
+    assert "56 and 64" in tokens_differ(None, None, 64, 56)

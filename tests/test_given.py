@@ -49,43 +49,42 @@ def merged(root, continuations, nodes):
     return tree_of(continuations, nodes - 1).tree(torch.tensor([root]))
 
 
-class TestTree:
-    @pytest.mark.parametrize("seed", range(8))
-    def test_it_keeps_the_heaviest_beginnings_and_their_parents(self, seed):
-        """Against a count of all beginnings; ties may go either way."""
-        g = np.random.default_rng(seed)
-        lengths = g.integers(5, size=30)
-        lines = [g.integers(3, size=length).tolist() for length in lengths]
-        total: Counter = Counter()
-        for line in lines:
-            total.update(tuple(line[:end]) for end in range(1, len(line) + 1))
-        tree = merged(7, [line + [-1] * (4 - len(line)) for line in lines], nodes=12)
-        kept = [path[1:] for path in paths_of(tree)]
-        assert len(set(kept)) == 12
-        assert sum(total[path] for path in kept) == sum(sorted(total.values())[-11:])
-        assert (tree.parents[1:] < torch.arange(1, 12)).all()
-        assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
+@pytest.mark.parametrize("seed", range(8))
+def test_it_keeps_the_heaviest_beginnings_and_their_parents(seed):
+    """Against a count of all beginnings; ties may go either way."""
+    g = np.random.default_rng(seed)
+    lengths = g.integers(5, size=30)
+    lines = [g.integers(3, size=length).tolist() for length in lengths]
+    total: Counter = Counter()
+    for line in lines:
+        total.update(tuple(line[:end]) for end in range(1, len(line) + 1))
+    tree = merged(7, [line + [-1] * (4 - len(line)) for line in lines], nodes=12)
+    kept = [path[1:] for path in paths_of(tree)]
+    assert len(set(kept)) == 12
+    assert sum(total[path] for path in kept) == sum(sorted(total.values())[-11:])
+    assert (tree.parents[1:] < torch.arange(1, 12)).all()
+    assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
 
 
-class TestLookup:
-    @pytest.mark.parametrize("seed", range(10))
-    @pytest.mark.parametrize("ngram", [1, 3, 6])
-    def test_it_finds_what_a_search_of_all_places_finds(self, seed, ngram):
-        text = random_text(seed).tolist()
-        for size in range(ngram, 0, -1):
-            ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
-            if ends:
-                break
-        assert longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("ngram", [1, 3, 6])
+def test_it_finds_what_a_search_of_all_places_finds(seed, ngram):
+    text = random_text(seed).tolist()
+    for size in range(ngram, 0, -1):
+        ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
+        if ends:
+            break
+    assert longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
 
-    @pytest.mark.parametrize("seed", range(10))
-    def test_one_match_is_transformers_prompt_lookup(self, seed):
-        text = random_text(seed, vocab=6)
-        theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
-        wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
-        guess = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
-        assert guess.tokens == wanted
-        assert guess.parents == list(range(len(wanted)))
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_match_is_transformers_prompt_lookup(seed):
+    text = random_text(seed, vocab=6)
+    theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
+    wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
+    guess = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
+    assert guess.tokens == wanted
+    assert guess.parents == list(range(len(wanted)))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -110,26 +109,25 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
     assert spec.generate(full, max_new_tokens=50).token_ids == plain_generate(spec.target, full, 8)
 
 
-class TestWhatDoesNotGoTogether:
-    @pytest.mark.parametrize(
-        "drafter, complaint",
-        {
-            "lookup:tokens=0": "--drafter lookup:tokens=0: tokens is 0, must be a whole number from 1 to 4,095",
-            "lookup:words=3": "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1",
-            "lookahead:ngram=1": "ngram is 1, must be a whole number from 2 to 64",
-            "jacobi:window": "'window' is not understood; its options are window=15",
-            "lookout": "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, ",
-            "rest:nowhere": "no datastore at nowhere",
-            "suffix:tokens=99999999": "tokens is 99999999, must be a whole number from 0 to 1,000,000",
-            "suffix:tokens=5000,memory": "'memory' is not understood; its options are tokens=200000, longest=64",
-            "sparse:512,h2o": "'h2o' is not",
-            "sparse:4": "at least 8",
-            "sparse:32,window=32": "at least 64",
-        }.items(),
-    )
-    def test_a_drafter_that_there_is_not_is_one_line(self, drafter, complaint):
-        with says(complaint):
-            source_of(drafter, target("llama"))
+@pytest.mark.parametrize(
+    "drafter, complaint",
+    {
+        "lookup:tokens=0": "--drafter lookup:tokens=0: tokens is 0, must be a whole number from 1 to 4,095",
+        "lookup:words=3": "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1",
+        "lookahead:ngram=1": "ngram is 1, must be a whole number from 2 to 64",
+        "jacobi:window": "'window' is not understood; its options are window=15",
+        "lookout": "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, ",
+        "rest:nowhere": "no datastore at nowhere",
+        "suffix:tokens=99999999": "tokens is 99999999, must be a whole number from 0 to 1,000,000",
+        "suffix:tokens=5000,memory": "'memory' is not understood; its options are tokens=200000, longest=64",
+        "sparse:512,h2o": "'h2o' is not",
+        "sparse:4": "at least 8",
+        "sparse:32,window=32": "at least 64",
+    }.items(),
+)
+def test_a_drafter_that_there_is_not_is_one_line(drafter, complaint):
+    with says(complaint):
+        source_of(drafter, target("llama"))
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():

@@ -83,107 +83,112 @@ def test_nothing_is_drafted_before_anything_was_observed(table):
     assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]
 
 
-class TestConfidentChains:
-    def test_a_chain_goes_on_while_its_last_token_was_likely_enough_and_keeps_that_token(self, table):
-        """The chance is that at temperature 1, whatever the temperature of the draws."""
-        lengths = set()
-        for seed in range(40):
-            tree = grow(table, "confident:depth=6,threshold=.5", "single", 0.7, seed=seed)
-            tokens = tree.tokens[1:].tolist()
-            sure = [float(draft_logits(table, tokens[:i]).softmax(-1)[tokens[i]]) for i in range(len(tokens))]
-            assert all(chance >= 0.5 for chance in sure[:-1])
-            assert len(tokens) == 6 or sure[-1] < 0.5
-            assert tree.parents.tolist() == list(range(-1, len(tokens)))
-            lengths.add(len(tokens))
-        assert len(lengths) > 1
-
-    def test_the_threshold_follows_what_was_accepted(self):
-        """β₁ .5, goal .9, ε .01, β₂ .9, chains of at most 4, by hand."""
-        chain, threshold, rate = ConfidentChain(depth=4), 0.8, 0.0
-        for accepted, drafted, wanted, known in [
-            (2, 2, 0.801, 0.5),  # below the goal yet
-            (2, 2, 0.802, 0.75),
-            (1, 1, 0.803, 0.875),
-            (3, 3, 0.802, 0.9375),  # above: less sure will do
-            (4, 4, 0.802, 0.96875),  # as long as it may be: nothing to gain
-            (0, 4, 0.803, 0.484375),
-        ]:
-            threshold, rate = chain.update((threshold, rate), accepted, drafted)
-            assert (threshold, rate) == (pytest.approx(wanted), pytest.approx(known))
-
-    def test_each_text_has_a_threshold_of_its_own_from_its_first_cycle_on(self):
-        spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "confident:depth=3,threshold=.2")
-        alone = [spec.generate(prompt(seed=seed), max_new_tokens=20) for seed in (3, 4)]
-        assert spec.decoder.drafter.builders[0].known[0] != 0.2
-        together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
-        assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
-        assert [out.stats.drafted for out in together] == [out.stats.drafted for out in alone]
+def test_a_chain_goes_on_while_its_last_token_was_likely_enough_and_keeps_that_token(table):
+    """The chance is that at temperature 1, whatever the temperature of the draws."""
+    lengths = set()
+    for seed in range(40):
+        tree = grow(table, "confident:depth=6,threshold=.5", "single", 0.7, seed=seed)
+        tokens = tree.tokens[1:].tolist()
+        sure = [float(draft_logits(table, tokens[:i]).softmax(-1)[tokens[i]]) for i in range(len(tokens))]
+        assert all(chance >= 0.5 for chance in sure[:-1])
+        assert len(tokens) == 6 or sure[-1] < 0.5
+        assert tree.parents.tolist() == list(range(-1, len(tokens)))
+        lengths.add(len(tokens))
+    assert len(lengths) > 1
 
 
-class TestSampledTrees:
-    def test_the_allotted_draws_are_the_best_of_all_pairs(self):
-        generator = seeded(1)
-        rates = torch.rand(60, 30, generator=generator, dtype=torch.float64).numpy()
-        tops = rates[:, :3] / rates[:, :4].sum(-1, keepdims=True)  # [F, J]
-        left = 1 - np.pad(tops.cumsum(-1), ((0, 0), (1, 0)))
-        draws = rates[:, 4:24].reshape(60, 4, 5)
-        draws = left[..., None] * draws[..., :4] / draws.sum(-1, keepdims=True)  # [F, J + 1, M]
-        reach = rates[:, 24]
-        for price in (0.02, 0.1, 0.4):
-            k, children = allot(reach, tops, draws, price)
-            for row in range(60):
-                worth = {}
-                for j, m in itertools.product(range(4), range(5)):
-                    accepted = [*draws[row, j, :m].tolist(), *tops[row, :j].tolist()]
-                    worth[m, j] = reach[row] * sum(accepted) - price * (j + m), accepted
-                best = max(worth, key=lambda pair: worth[pair][0])
-                wanted = [reach[row] * chance for chance in worth[best][1]]
-                assert tuple(k[row].tolist()) == best
-                assert children[row].tolist() == pytest.approx(wanted + [0] * (7 - len(wanted)), abs=1e-12)
-            same_k, alike = allot(reach, tops, draws, price, even=True)
-            assert np.array_equal(same_k, k)
-            assert np.allclose(alike.sum(-1), children.sum(-1))
-            assert all(len({*alike[row, :m].tolist()}) <= 1 for row, (m, _) in enumerate(k.tolist()))
+def test_the_threshold_follows_what_was_accepted():
+    """β₁ .5, goal .9, ε .01, β₂ .9, chains of at most 4, by hand."""
+    chain, threshold, rate = ConfidentChain(depth=4), 0.8, 0.0
+    for accepted, drafted, wanted, known in [
+        (2, 2, 0.801, 0.5),  # below the goal yet
+        (2, 2, 0.802, 0.75),
+        (1, 1, 0.803, 0.875),
+        (3, 3, 0.802, 0.9375),  # above: less sure will do
+        (4, 4, 0.802, 0.96875),  # as long as it may be: nothing to gain
+        (0, 4, 0.803, 0.484375),
+    ]:
+        threshold, rate = chain.update((threshold, rate), accepted, drafted)
+        assert (threshold, rate) == (pytest.approx(wanted), pytest.approx(known))
 
-    def test_the_drawn_five_node_tree_is_allotted(self, table):
-        tree = grow(table, "sampled:price=.15", "rrs-wo", 1.0, DRAWN)
-        assert tree.parents.tolist() == [-1, 0, 0, 2, 3]
-        assert tree.drafts.nodes.tolist() == [0, 2, 3]
-        assert (tree.drafts.draws.tokens >= 0).sum(-1).tolist() == [2, 1, 1]
-        assert tree.tokens[2:].tolist() == tree.drafts.q.argmax(-1).tolist()
 
-    @pytest.mark.parametrize("price", [0.001, 0.03, 0.2])
-    def test_children_are_reached_no_more_often_than_their_parent(self, price):
-        """By any calibration."""
-        generator = seeded(2)
-        q = torch.stack([random_law(20, generator) for _ in range(200)])
-        for _ in range(5):
-            weights = torch.randn(11, generator=generator).tolist()
-            tops, draws = Calibration(tuple(weights[:4]), tuple(weights[4:])).chances(outline(q), depth=2)
-            assert (tops.shape, draws.shape) == ((200, TOPS), (200, TOPS + 1, DRAWS))
-            reach = torch.rand(200, generator=generator, dtype=q.dtype).numpy()
-            _, children = allot(reach, tops, draws, price)
-            assert (children >= 0).all()
-            assert (children.sum(-1) <= reach + 1e-12).all()
+def test_each_text_has_a_threshold_of_its_own_from_its_first_cycle_on():
+    spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "confident:depth=3,threshold=.2")
+    alone = [spec.generate(prompt(seed=seed), max_new_tokens=20) for seed in (3, 4)]
+    assert spec.decoder.drafter.builders[0].known[0] != 0.2
+    together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
+    assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
+    assert [out.stats.drafted for out in together] == [out.stats.drafted for out in alone]
 
-    def test_at_temperature_0_it_is_the_dynamic_tree(self, table):
-        sampled = grow(table, "sampled:nodes=12,depth=3", "rrs-wo", calibration=USUAL)
-        dynamic = grow(table, "dynamic:nodes=12,depth=3")
-        assert sampled.drafts is None
-        assert all(torch.equal(vars(sampled)[name], vars(dynamic)[name]) for name in ("tokens", "parents", "depth"))
 
-    def test_without_a_calibration_it_is_refused_with_a_remedy(self, table):
-        with complains("treespec calibrate"):
-            grow(table, "sampled", "rrs-wo", 1.0)
+def test_the_allotted_draws_are_the_best_of_all_pairs():
+    generator = seeded(1)
+    rates = torch.rand(60, 30, generator=generator, dtype=torch.float64).numpy()
+    tops = rates[:, :3] / rates[:, :4].sum(-1, keepdims=True)  # [F, J]
+    left = 1 - np.pad(tops.cumsum(-1), ((0, 0), (1, 0)))
+    draws = rates[:, 4:24].reshape(60, 4, 5)
+    draws = left[..., None] * draws[..., :4] / draws.sum(-1, keepdims=True)  # [F, J + 1, M]
+    reach = rates[:, 24]
+    for price in (0.02, 0.1, 0.4):
+        k, children = allot(reach, tops, draws, price)
+        for row in range(60):
+            worth = {}
+            for j, m in itertools.product(range(4), range(5)):
+                accepted = [*draws[row, j, :m].tolist(), *tops[row, :j].tolist()]
+                worth[m, j] = reach[row] * sum(accepted) - price * (j + m), accepted
+            best = max(worth, key=lambda pair: worth[pair][0])
+            wanted = [reach[row] * chance for chance in worth[best][1]]
+            assert tuple(k[row].tolist()) == best
+            assert children[row].tolist() == pytest.approx(wanted + [0] * (7 - len(wanted)), abs=1e-12)
+        same_k, alike = allot(reach, tops, draws, price, even=True)
+        assert np.array_equal(same_k, k)
+        assert np.allclose(alike.sum(-1), children.sum(-1))
+        assert all(len({*alike[row, :m].tolist()}) <= 1 for row, (m, _) in enumerate(k.tolist()))
 
-    def test_the_price_follows_the_sizes_of_a_sequences_trees_to_the_wanted_mean(self):
-        """Trees have 3 / price nodes here; a given price stays."""
-        tree = SampledTree(nodes=30)
-        price = tree.first
-        for _ in range(60):
-            price = tree.update(price, 0, round(3 / price) - 1)
-        assert 3 / price == pytest.approx(30, rel=0.05)
-        assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
+
+def test_the_drawn_five_node_tree_is_allotted(table):
+    tree = grow(table, "sampled:price=.15", "rrs-wo", 1.0, DRAWN)
+    assert tree.parents.tolist() == [-1, 0, 0, 2, 3]
+    assert tree.drafts.nodes.tolist() == [0, 2, 3]
+    assert (tree.drafts.draws.tokens >= 0).sum(-1).tolist() == [2, 1, 1]
+    assert tree.tokens[2:].tolist() == tree.drafts.q.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("price", [0.001, 0.03, 0.2])
+def test_children_are_reached_no_more_often_than_their_parent(price):
+    """By any calibration."""
+    generator = seeded(2)
+    q = torch.stack([random_law(20, generator) for _ in range(200)])
+    for _ in range(5):
+        weights = torch.randn(11, generator=generator).tolist()
+        tops, draws = Calibration(tuple(weights[:4]), tuple(weights[4:])).chances(outline(q), depth=2)
+        assert (tops.shape, draws.shape) == ((200, TOPS), (200, TOPS + 1, DRAWS))
+        reach = torch.rand(200, generator=generator, dtype=q.dtype).numpy()
+        _, children = allot(reach, tops, draws, price)
+        assert (children >= 0).all()
+        assert (children.sum(-1) <= reach + 1e-12).all()
+
+
+def test_at_temperature_0_it_is_the_dynamic_tree(table):
+    sampled = grow(table, "sampled:nodes=12,depth=3", "rrs-wo", calibration=USUAL)
+    dynamic = grow(table, "dynamic:nodes=12,depth=3")
+    assert sampled.drafts is None
+    assert all(torch.equal(vars(sampled)[name], vars(dynamic)[name]) for name in ("tokens", "parents", "depth"))
+
+
+def test_without_a_calibration_it_is_refused_with_a_remedy(table):
+    with complains("treespec calibrate"):
+        grow(table, "sampled", "rrs-wo", 1.0)
+
+
+def test_the_price_follows_the_sizes_of_a_sequences_trees_to_the_wanted_mean():
+    """Trees have 3 / price nodes here; a given price stays."""
+    tree = SampledTree(nodes=30)
+    price = tree.first
+    for _ in range(60):
+        price = tree.update(price, 0, round(3 / price) - 1)
+    assert 3 / price == pytest.approx(30, rel=0.05)
+    assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -68,13 +68,13 @@ def test_such_questions_are_found():
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 231_425,
-    "test code tokens": 201_379,
-    "source files": 266,
-    "source lines": 36_250,
+    "source code tokens": 198_983,
+    "test code tokens": 179_995,
+    "source files": 254,
+    "source lines": 31_374,
     "functions with 7 parameters or more": 3,
     "rooms": 19,
-    "imports between rooms": 112,
+    "imports between rooms": 111,
     "circles of files, type-only imports too": 0,
 }
 LAYOUT = {

@@ -36,15 +36,15 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_finds_its_prefix_whoever_aske
     turns = [[start, *[3 + start, 50, 20 + start] * 6] for start in (5, 9, 12)]
     with Engine(spec, batch=3) as engine:
         for turn in range(3):
-            answers = [engine.submit(prompt, max_new_tokens=NEW) for prompt in turns]
+            answers = [engine.submit(prompt, **NEW) for prompt in turns]
             for number, answer in enumerate(answers):
                 output = answer.result()
-                assert output.token_ids == alone(spec, turns[number], max_new_tokens=NEW)
+                assert output.token_ids == alone(spec, turns[number], **NEW)
                 # All but three tokens that follow, the latest one, and the one before it.
                 assert output.stats.cached_tokens >= (len(turns[number]) - 5 if turn else 0)
                 turns[number] = [*turns[number], *output.token_ids, 30, 31, 32]
-        asked = turns[1][: -NEW - 3]
+        asked = turns[1][: -NEW["max_new_tokens"] - 3]
         for memory, cached in (("another's", 0), ("", len(asked) - 2)):
-            again = engine.submit(asked, max_new_tokens=NEW, memory=memory)
-            assert again.result().token_ids == alone(spec, asked, max_new_tokens=NEW)
+            again = engine.submit(asked, **NEW, memory=memory)
+            assert again.result().token_ids == alone(spec, asked, **NEW)
             assert again.stats.cached_tokens == cached

@@ -44,76 +44,77 @@ def test_a_copy_that_grows_equals_one_that_is_made_at_once(name, budget, window)
         commit(text[keep : {24: 27, 27: 30, 30: 29, 29: 18, 18: 20, 20: 40, 40: 42}[end]])
 
 
-class TestSnapKV:
-    def test_what_stays_is_what_the_last_tokens_saw_most(self):
-        """Against the weights that the plain model reports, of three texts at once."""
-        config = CONFIGS["llama"]()
-        plain = random_model(config)
-        plain.set_attn_implementation("eager")
-        texts = [LONG[2][:20], LONG[2][5:], LONG[2][:9]]
-        cache, _ = joined(target("llama"), SparseProposer(target("llama"), 8), [[*text, 0] for text in texts])
-        before = contents(cache)
-        windows = torch.tensor([text[-4:] for text in texts])
-        found = most_seen(target("llama"), cache, windows, keep=5)
-        assert same(before, contents(cache))
-        for text, ours in zip(texts, found, strict=True):
-            with torch.no_grad():
-                layers = plain(torch.tensor([text]), output_attentions=True).attentions
-            for layer, weights in enumerate(layers):
-                start = len(text) - 4
-                seen = weights[0, :, start:, :start].sum(1).unflatten(0, (2, 2)).sum(1)  # [key-value heads, start]
-                for head in range(2):
-                    score = [float(torch.nn.functional.pad(seen[head], (2, 2))[i : i + 5].sum()) for i in range(start)]
-                    best = sorted(range(start), key=score.__getitem__, reverse=True)[:5]
-                    assert set(ours[layer, :, head].tolist()) == set(best)
-        assert target("llama").config._attn_implementation == "sdpa_tree"
-
-    def test_it_is_chosen_once_a_prompt_and_when_a_text_outgrows_the_budget(self):
-        spec = Spec(target("llama"), SparseProposer(target("llama"), 16, 4), "chain:3")
-        spec.generate(prompt(length=12), max_new_tokens=2)
-        assert spec.decoder.drafter.proposer.chosen == [None]
-        spec.generate(prompt(length=12), max_new_tokens=20)
-        ((start, chosen),) = spec.decoder.drafter.proposer.chosen
-        assert chosen.shape == (3, 12, 2)
-        assert 12 <= start <= 20
-        assert (chosen < start).all()
-
-    def test_layers_that_see_a_window_are_refused(self):
-        with complains("MistralForCausalLM do not"):
-            refuse_what_shows_no_attention(target("mistral-window-6"))
-        eager = Target(random_model(CONFIGS["llama"]()))
-        eager.model.set_attn_implementation("eager")
-        with complains("LlamaForCausalLM has another"):
-            refuse_what_shows_no_attention(eager)
+def test_what_stays_is_what_the_last_tokens_saw_most():
+    """Against the weights that the plain model reports, of three texts at once."""
+    config = CONFIGS["llama"]()
+    plain = random_model(config)
+    plain.set_attn_implementation("eager")
+    texts = [LONG[2][:20], LONG[2][5:], LONG[2][:9]]
+    cache, _ = joined(target("llama"), SparseProposer(target("llama"), 8), [[*text, 0] for text in texts])
+    before = contents(cache)
+    windows = torch.tensor([text[-4:] for text in texts])
+    found = most_seen(target("llama"), cache, windows, keep=5)
+    assert same(before, contents(cache))
+    for text, ours in zip(texts, found, strict=True):
+        with torch.no_grad():
+            layers = plain(torch.tensor([text]), output_attentions=True).attentions
+        for layer, weights in enumerate(layers):
+            start = len(text) - 4
+            seen = weights[0, :, start:, :start].sum(1).unflatten(0, (2, 2)).sum(1)  # [key-value heads, start]
+            for head in range(2):
+                score = [float(torch.nn.functional.pad(seen[head], (2, 2))[i : i + 5].sum()) for i in range(start)]
+                best = sorted(range(start), key=score.__getitem__, reverse=True)[:5]
+                assert set(ours[layer, :, head].tolist()) == set(best)
+    assert target("llama").config._attn_implementation == "sdpa_tree"
 
 
-class TestSkipSet:
-    def test_a_saved_set_is_loaded_and_drafts(self, tmp_path):
-        words = save_model(tmp_path / "target")
-        file = tmp_path / "skip.json"
-        save_skip_set(SOME, file, {"target": str(words)})
-        assert load_skip_set(file, 3) == SOME
-        assert json.loads(file.read_text())["target"] == str(words)
-        spec = load(str(words), None, "2x3", drafter=f"self:{file}", dtype="float32")
-        as_undrafted(spec, [[5, 6]], 8)
+def test_it_is_chosen_once_a_prompt_and_when_a_text_outgrows_the_budget():
+    spec = Spec(target("llama"), SparseProposer(target("llama"), 16, 4), "chain:3")
+    spec.generate(prompt(length=12), max_new_tokens=2)
+    assert spec.decoder.drafter.proposer.chosen == [None]
+    spec.generate(prompt(length=12), max_new_tokens=20)
+    ((start, chosen),) = spec.decoder.drafter.proposer.chosen
+    assert chosen.shape == (3, 12, 2)
+    assert 12 <= start <= 20
+    assert (chosen < start).all()
 
-    @pytest.mark.parametrize(
-        "content, complaint",
-        [
-            (None, "cannot read"),
-            ("{", "is damaged \\(Expecting"),
-            ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
-            ('{"layers": 3, "mlp": []}', "is no skip set"),
-            ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),
-            ('{"layers": 3, "attention": [3], "mlp": []}', "names layer 3, the target's are 0 to 2"),
-            ('{"layers": 40, "attention": [3], "mlp": []}', "for 40 layers, the target has 3"),
-        ],
-    )
-    def test_another_file_is_refused(self, tmp_path, content, complaint):
-        if content:
-            (tmp_path / "skip.json").write_text(content)
-        with complains(complaint):
-            load_skip_set(tmp_path / "skip.json", 3)
+
+def test_layers_that_see_a_window_are_refused():
+    with complains("MistralForCausalLM do not"):
+        refuse_what_shows_no_attention(target("mistral-window-6"))
+    eager = Target(random_model(CONFIGS["llama"]()))
+    eager.model.set_attn_implementation("eager")
+    with complains("LlamaForCausalLM has another"):
+        refuse_what_shows_no_attention(eager)
+
+
+def test_a_saved_set_is_loaded_and_drafts(tmp_path):
+    words = save_model(tmp_path / "target")
+    file = tmp_path / "skip.json"
+    save_skip_set(SOME, file, {"target": str(words)})
+    assert load_skip_set(file, 3) == SOME
+    assert json.loads(file.read_text())["target"] == str(words)
+    spec = load(str(words), None, "2x3", drafter=f"self:{file}", dtype="float32")
+    as_undrafted(spec, [[5, 6]], 8)
+
+
+@pytest.mark.parametrize(
+    "content, complaint",
+    [
+        (None, "cannot read"),
+        ("{", "is damaged \\(Expecting"),
+        ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
+        ('{"layers": 3, "mlp": []}', "is no skip set"),
+        ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),
+        ('{"layers": 3, "attention": [3], "mlp": []}', "names layer 3, the target's are 0 to 2"),
+        ('{"layers": 40, "attention": [3], "mlp": []}', "for 40 layers, the target has 3"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, content, complaint):
+    if content:
+        (tmp_path / "skip.json").write_text(content)
+    with complains(complaint):
+        load_skip_set(tmp_path / "skip.json", 3)
 
 
 def test_models_of_another_build_are_refused_by_name():

@@ -1,7 +1,5 @@
 """Suffix decoding: what the index finds, how counts become a tree, whose answers are drafted from, and its files."""
 
-import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -32,123 +30,123 @@ def suffix(**options):
     return Suffix(chosen, SuffixCaches(chosen.tokens))
 
 
-class TestIndex:
-    @pytest.mark.parametrize("seed", range(5))
-    def test_it_finds_the_longest_suffix(self, seed):
-        """By brute force, over texts of three tokens."""
-        random = np.random.default_rng(seed)
-        texts = [random.integers(3, size=30).tolist() for _ in range(2)]
-        context = random.integers(3, size=12).tolist()
-        wanted, follow = 0, Counter()
-        for length in range(1, 13):
-            ends = [
-                (text, end)
-                for text in texts
-                for end in range(length, 30)
-                if text[end - length : end] == context[-length:]
-            ]
-            if ends:
-                wanted, follow = length, Counter(text[end] for text, end in ends)
-        length, places = longest_match(joined(*texts), np.array(context), 64)
-        assert (length, Counter(joined(*texts)[places].tolist())) == (wanted, follow)
-
-    def test_no_match_crosses_the_end_of_a_text(self):
-        tokens = joined([1, 2], [3, 4, 5])
-        assert longest_match(tokens, np.array([2, 3]), 64)[0] == 1
-        assert longest_match(tokens, np.array([9, 2]), 64)[0] == 0
+@pytest.mark.parametrize("seed", range(5))
+def test_it_finds_the_longest_suffix(seed):
+    """By brute force, over texts of three tokens."""
+    random = np.random.default_rng(seed)
+    texts = [random.integers(3, size=30).tolist() for _ in range(2)]
+    context = random.integers(3, size=12).tolist()
+    wanted, follow = 0, Counter()
+    for length in range(1, 13):
+        ends = [
+            (text, end) for text in texts for end in range(length, 30) if text[end - length : end] == context[-length:]
+        ]
+        if ends:
+            wanted, follow = length, Counter(text[end] for text, end in ends)
+    length, places = longest_match(joined(*texts), np.array(context), 64)
+    assert (length, Counter(joined(*texts)[places].tolist())) == (wanted, follow)
 
 
-class TestGuess:
-    def test_the_drawn_example(self):
-        a, b, c, d, e = range(1, 6)
-        made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
-        tree = made.tree(torch.tensor([9]))
-        assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
-        assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
-            (9, a): 3 / 4,
-            (9, e): 1 / 4,
-            (9, a, b): 2 / 3,
-            (9, a, d): 1 / 3,
-            (9, a, b, c): 1,
-        }
-        assert made.score == pytest.approx(3 / 4 + 1 / 4 + 2 / 4 + 1 / 4 + 2 / 4)
-
-    def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out(self):
-        text = np.array([*range(20), 30, *range(8)])
-        drafted = [len(suffix(growth=growth, percent=1).draft(text, GENERATOR).tokens) for growth in (1, 2, 3)]
-        assert drafted == [8, 16, 21]  # to the text's end
-        thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
-        assert suffix(percent=1, growth=9).draft(thrice, GENERATOR).tokens[:2] == [3, 2]
-        assert suffix(percent=10, growth=9).draft(thrice, GENERATOR).tokens == [3]
+def test_no_match_crosses_the_end_of_a_text():
+    tokens = joined([1, 2], [3, 4, 5])
+    assert longest_match(tokens, np.array([2, 3]), 64)[0] == 1
+    assert longest_match(tokens, np.array([9, 2]), 64)[0] == 0
 
 
-class TestAnswers:
-    def test_what_was_answered_before_is_drafted_whole(self):
-        spec = spec_of("llama", "suffix")
-        first = spec.generate(prompt(), max_new_tokens=24)
-        again = spec.generate(prompt(), max_new_tokens=24)
-        assert again.token_ids == first.token_ids
-        assert again.stats.acceptance_length > 2 * first.stats.acceptance_length
-
-    @pytest.mark.parametrize(
-        "first, second, known",
-        [
-            ({}, {}, True),
-            ({"memory": "a"}, {"memory": "a"}, True),
-            ({"memory": "a"}, {"memory": "b"}, False),
-            ({"memory": "a"}, {}, False),
-            ({}, {"memory": None}, False),
-            ({"memory": None}, {}, False),
-            ({"remember": False}, {}, False),
-        ],
-    )
-    def test_a_memory_is_known_by_its_name_alone(self, first, second, known):
-        spec = spec_of("llama", "suffix")
-        cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
-        spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
-        assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
-
-    def test_callers_of_an_engine_share_by_name(self):
-        with Engine(spec_of("llama", "suffix"), batch=2) as engine:
-            cycles = [
-                engine.submit(prompt(), max_new_tokens=24, memory=name).result().stats.cycles
-                for name in ("a", "b", "a")
-            ]
-        assert cycles[0] == cycles[1] > cycles[2]
-
-    def test_an_answer_that_is_cut_off_is_not_remembered(self):
-        spec = spec_of("llama", "suffix")
-        with spec.stream(prompt(), max_new_tokens=24) as stream:
-            next(stream)
-        assert spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist() == []
-
-    def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens(self):
-        spec = spec_of("llama", "suffix")
-        output = spec.generate(prompt(12), max_new_tokens=7)
-        kept = spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist()
-        assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
-
-    @pytest.mark.parametrize("name", [7, True, b"a"])
-    def test_a_name_is_a_string(self, name):
-        with complains(r"memory is .*, must be a string"):
-            spec_of("llama", "suffix").generate(prompt(), memory=name)
+def test_the_drawn_example():
+    a, b, c, d, e = range(1, 6)
+    made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
+    tree = made.tree(torch.tensor([9]))
+    assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
+    assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
+        (9, a): 3 / 4,
+        (9, e): 1 / 4,
+        (9, a, b): 2 / 3,
+        (9, a, d): 1 / 3,
+        (9, a, b, c): 1,
+    }
+    assert made.score == pytest.approx(3 / 4 + 1 / 4 + 2 / 4 + 1 / 4 + 2 / 4)
 
 
-class TestBounds:
-    def test_the_oldest_answers_are_forgotten(self):
-        memory = SuffixCache(100)
-        for number in range(200):
-            memory.add([number] * 9)
-            assert len(memory.tokens) <= 100
-        assert {*memory.tokens.tolist()} == {-1, *range(190, 200)}
+def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out():
+    text = np.array([*range(20), 30, *range(8)])
+    drafted = [len(suffix(growth=growth, percent=1).draft(text, GENERATOR).tokens) for growth in (1, 2, 3)]
+    assert drafted == [8, 16, 21]  # to the text's end
+    thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
+    assert suffix(percent=1, growth=9).draft(thrice, GENERATOR).tokens[:2] == [3, 2]
+    assert suffix(percent=10, growth=9).draft(thrice, GENERATOR).tokens == [3]
 
-    def test_memories_are_as_many_as_are_kept(self):
-        memories = SuffixCaches(1024)
-        for number in range(300):
-            memories.named(str(number)).add([1, 2])
-        assert len(memories._by_name) == 256
-        assert memories.named("0").tokens.tolist() == []
-        assert memories.named("299").tokens.tolist() == [1, 2, -1]
+
+def test_what_was_answered_before_is_drafted_whole():
+    spec = spec_of("llama", "suffix")
+    first = spec.generate(prompt(), max_new_tokens=24)
+    again = spec.generate(prompt(), max_new_tokens=24)
+    assert again.token_ids == first.token_ids
+    assert again.stats.acceptance_length > 2 * first.stats.acceptance_length
+
+
+@pytest.mark.parametrize(
+    "first, second, known",
+    [
+        ({}, {}, True),
+        ({"memory": "a"}, {"memory": "a"}, True),
+        ({"memory": "a"}, {"memory": "b"}, False),
+        ({"memory": "a"}, {}, False),
+        ({}, {"memory": None}, False),
+        ({"memory": None}, {}, False),
+        ({"remember": False}, {}, False),
+    ],
+)
+def test_a_memory_is_known_by_its_name_alone(first, second, known):
+    spec = spec_of("llama", "suffix")
+    cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
+    spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
+    assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
+
+
+def test_callers_of_an_engine_share_by_name():
+    with Engine(spec_of("llama", "suffix"), batch=2) as engine:
+        cycles = [
+            engine.submit(prompt(), max_new_tokens=24, memory=name).result().stats.cycles for name in ("a", "b", "a")
+        ]
+    assert cycles[0] == cycles[1] > cycles[2]
+
+
+def test_an_answer_that_is_cut_off_is_not_remembered():
+    spec = spec_of("llama", "suffix")
+    with spec.stream(prompt(), max_new_tokens=24) as stream:
+        next(stream)
+    assert spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist() == []
+
+
+def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens():
+    spec = spec_of("llama", "suffix")
+    output = spec.generate(prompt(12), max_new_tokens=7)
+    kept = spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist()
+    assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
+
+
+@pytest.mark.parametrize("name", [7, True, b"a"])
+def test_a_name_is_a_string(name):
+    with complains(r"memory is .*, must be a string"):
+        spec_of("llama", "suffix").generate(prompt(), memory=name)
+
+
+def test_the_oldest_answers_are_forgotten():
+    memory = SuffixCache(100)
+    for number in range(200):
+        memory.add([number] * 9)
+        assert len(memory.tokens) <= 100
+    assert {*memory.tokens.tolist()} == {-1, *range(190, 200)}
+
+
+def test_memories_are_as_many_as_are_kept():
+    memories = SuffixCaches(1024)
+    for number in range(300):
+        memories.named(str(number)).add([1, 2])
+    assert len(memories._by_name) == 256
+    assert memories.named("0").tokens.tolist() == []
+    assert memories.named("299").tokens.tolist() == [1, 2, -1]
 
 
 KILLED = """
@@ -162,91 +160,97 @@ for number in range(10**6):
 """
 
 
-class TestFiles:
-    def memories(self, folder, tokens=4096, tokenizer="words", vocab_size=100):
-        return SuffixCaches(tokens, folder, tokenizer, vocab_size)
+def caches(folder, tokens=4096, tokenizer="words", vocab_size=100):
+    return SuffixCaches(tokens, folder, tokenizer, vocab_size)
 
-    def texts(self, memory):
-        return " ".join(map(str, memory.tokens.tolist())).split(" -1")
 
-    def test_what_one_process_remembers_the_next_one_knows(self, tmp_path):
-        first = self.memories(tmp_path)
-        first.named("").add([1, 2, 3])
-        first.named("key").add([4, 5])
-        first.named("").add([6])
-        second = self.memories(tmp_path)
-        assert second.named("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
-        assert second.named("key").tokens.tolist() == [4, 5, -1]
-        assert second.named("other").tokens.tolist() == []
-        assert not [file for file in tmp_path.rglob("*") if "key" in file.name]
+def cache(folder):
+    return caches(folder).named("")
 
-    def test_two_at_a_time_lose_nothing(self, tmp_path):
-        one, other = self.memories(tmp_path).named(""), self.memories(tmp_path).named("")
-        for number in range(20):
-            (one if number % 2 else other).add([number, number])
-        assert [text.split()[0] for text in self.texts(self.memories(tmp_path).named(""))[:-1]] == [
-            str(number) for number in range(20)
-        ]
 
-    def test_the_files_stay_within_the_bound(self, tmp_path):
-        memory = self.memories(tmp_path).named("")
-        for number in range(300):
-            memory.add([number % 100] * 60)
-        assert read_tensors(tmp_path / "shared.safetensors", "")[0]["tokens"].shape == (4096,)
-        assert self.memories(tmp_path).named("").tokens.tolist() == memory.tokens.tolist()
+def texts(memory):
+    return " ".join(map(str, memory.tokens.tolist())).split(" -1")
 
-    def test_a_kill_at_any_moment_leaves_whole_files(self, tmp_path):
-        for wait in (0.05, 0.15):
-            process = subprocess.Popen(
-                [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ
-            )
+
+def test_what_one_process_remembers_the_next_one_knows(tmp_path):
+    first = caches(tmp_path)
+    first.named("").add([1, 2, 3])
+    first.named("key").add([4, 5])
+    first.named("").add([6])
+    second = caches(tmp_path)
+    assert second.named("").tokens.tolist() == [1, 2, 3, -1, 6, -1]
+    assert second.named("key").tokens.tolist() == [4, 5, -1]
+    assert second.named("other").tokens.tolist() == []
+    assert not [file for file in tmp_path.rglob("*") if "key" in file.name]
+
+
+def test_two_at_a_time_lose_nothing(tmp_path):
+    one, other = cache(tmp_path), cache(tmp_path)
+    for number in range(20):
+        (one if number % 2 else other).add([number, number])
+    assert [int(text.split()[0]) for text in texts(cache(tmp_path))[:-1]] == list(range(20))
+
+
+def test_the_files_stay_within_the_bound(tmp_path):
+    memory = cache(tmp_path)
+    for number in range(300):
+        memory.add([number % 100] * 60)
+    assert read_tensors(tmp_path / "shared.safetensors", "")[0]["tokens"].shape == (4096,)
+    assert cache(tmp_path).tokens.tolist() == memory.tokens.tolist()
+
+
+def test_a_kill_at_any_moment_leaves_whole_files(tmp_path):
+    for wait in (0.05, 0.15):
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(wait)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-            kept = self.memories(tmp_path).named("")
-            assert all(len(set(text.split())) == 1 for text in self.texts(kept)[:-1])
-        kept.add([7])  # a lock or a temporary of the killed one is in nobody's way
-        assert self.memories(tmp_path).named("").tokens.tolist()[-2:] == [7, -1]
+            process.kill()
+        kept = cache(tmp_path)
+        assert all(len(set(text.split())) == 1 for text in texts(kept)[:-1])
+    kept.add([7])  # a lock or a temporary of the killed one is in nobody's way
+    assert cache(tmp_path).tokens.tolist()[-2:] == [7, -1]
 
-    def test_another_tokenizer_is_one_line(self, tmp_path):
-        model = Target(target("llama").model, tokenizer())
-        spec = spec_of(model, f"suffix:{tmp_path}")
-        spec.generate(prompt(), max_new_tokens=4)
-        source_of(f"suffix:{tmp_path}", model)
-        others = Target(target("llama").model, tokenizer(265))
-        with complains(r"of another tokenizer than the target's: delete it"):
-            source_of(f"suffix:{tmp_path}", others)
 
-    def test_a_damaged_file_is_one_line(self, tmp_path):
-        self.memories(tmp_path).named("").add([1, 2, 3])
-        file = tmp_path / "shared.safetensors"
-        whole = file.read_bytes()
-        for damage in (whole[:-2], whole[:-1] + b"7", b"[2", b""):
-            file.write_bytes(damage)
-            with says("is damaged", "delete it to forget its answers"):
-                self.memories(tmp_path)
+def test_another_tokenizer_is_one_line(tmp_path):
+    model = Target(target("llama").model, tokenizer())
+    spec = spec_of(model, f"suffix:{tmp_path}")
+    spec.generate(prompt(), max_new_tokens=4)
+    source_of(f"suffix:{tmp_path}", model)
+    others = Target(target("llama").model, tokenizer(265))
+    with complains(r"of another tokenizer than the target's: delete it"):
+        source_of(f"suffix:{tmp_path}", others)
 
-    def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(self, tmp_path, caplog):
-        memories = self.memories(tmp_path)
-        memories.named("key").add([1, 2, 3])
-        again = self.memories(tmp_path)
-        for file in tmp_path.glob("*.safetensors"):
-            file.write_bytes(b"half")
-        again.named("key").add([4])
-        assert again.named("key").tokens.tolist() == [4, -1]
-        assert "the suffix cache goes on without its folder" in caplog.text
 
-    def test_a_file_in_the_folders_place_is_one_line(self, tmp_path):
-        (tmp_path / "file").write_text("")
-        with complains("is a file: name a folder"):
-            self.memories(tmp_path / "file")
+def test_a_damaged_file_is_one_line(tmp_path):
+    cache(tmp_path).add([1, 2, 3])
+    file = tmp_path / "shared.safetensors"
+    whole = file.read_bytes()
+    for damage in (whole[:-2], whole[:-1] + b"7", b"[2", b""):
+        file.write_bytes(damage)
+        with says("is damaged", "delete it to forget its answers"):
+            caches(tmp_path)
 
-    def test_a_folder_that_cannot_be_written_ends_no_answer(self, tmp_path, caplog):
-        spec = spec_of("llama", f"suffix:{tmp_path}/memory")
-        (tmp_path / "memory").write_text("")
-        first = spec.generate(prompt(), max_new_tokens=12)
-        assert "the suffix cache goes on without its folder" in caplog.text
-        assert spec.generate(prompt(), max_new_tokens=12).stats.cycles < first.stats.cycles
+
+def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(tmp_path, caplog):
+    caches(tmp_path).named("key").add([1, 2, 3])
+    again = caches(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"half")
+    again.named("key").add([4])
+    assert again.named("key").tokens.tolist() == [4, -1]
+    assert "the suffix cache goes on without its folder" in caplog.text
+
+
+def test_a_file_in_the_folders_place_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with complains("is a file: name a folder"):
+        caches(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_ends_no_answer(tmp_path, caplog):
+    spec = spec_of("llama", f"suffix:{tmp_path}/memory")
+    (tmp_path / "memory").write_text("")
+    first = spec.generate(prompt(), max_new_tokens=12)
+    assert "the suffix cache goes on without its folder" in caplog.text
+    assert spec.generate(prompt(), max_new_tokens=12).stats.cycles < first.stats.cycles

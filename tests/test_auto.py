@@ -17,7 +17,7 @@ from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
-from treespec.draft.model_free.one_hot import part, rests
+from treespec.draft.model_free.one_hot import part, pauses
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
@@ -202,17 +202,17 @@ def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
 
 def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_not():
     wrong, right = CostModel(times(2e-3)), CostModel(times(2e-3))
-    assert not rests(wrong, 0)
+    assert not pauses(wrong, 0)
     for _ in range(30):
         for pace, path in ((wrong, []), (right, [1])):
-            if not rests(pace, 0):
+            if not pauses(pace, 0):
                 part(given_tree(), pace)
                 pace.update(path)
-    assert rests(wrong, 0)
-    assert not rests(right, 0)
+    assert pauses(wrong, 0)
+    assert not pauses(right, 0)
     assert wrong.by_law.factors[0, 0] < ACCEPTED[0] < right.by_law.factors[0, 0]
 
 
 def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
-    assert rests(CostModel(times(1e-3)), 120)
-    assert not rests(CostModel(times(1e-6)), 60)
+    assert pauses(CostModel(times(1e-3)), 120)
+    assert not pauses(CostModel(times(1e-6)), 60)

@@ -105,7 +105,7 @@ def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
     drafts = Drafts(torch.arange(len(q)), q, draws)
-    laws, tokens, is_first = drawn(SCHEMES[name].chance, drafts)
+    laws, tokens, is_first = drawn(SCHEMES[name].random_draws, drafts)
     assert is_first.sum() == len(q)
     assert uniform(placed(laws, laws, tokens, generator)) > 1e-4
     if name in ("rrs", "kseq", "optimal"):

@@ -184,7 +184,7 @@ def test_long_texts_take_the_cycles_that_they_took(setup):
 
 
 def test_a_grower_without_feedback_is_found(monkeypatch):
-    monkeypatch.setattr(tree_drafter.TreeDrafter, "settle", lambda *_: None)
+    monkeypatch.setattr(tree_drafter.TreeDrafter, "update", lambda *_: None)
     for setup in (LONG[1], LONG[3]):
         assert long_text(*setup) != CYCLES["long | " + named(setup)]
 

@@ -156,7 +156,6 @@ def test_the_ruler_counts_code_alone():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset("bc")}
 
 
-@pytest.mark.parametrize("word", ["in place of", "anew", "likeliest", "phantom"])
-def test_the_source_says_what_the_field_says(word):
-    found = [str(file) for file in MODULES.values() if re.search(rf"\b{word}\b", file.read_text())]
-    assert not found
+def test_the_source_says_what_the_field_says():
+    words = re.compile(r"\b(in place of|anew|likeliest|phantom|laws?|company|paced|heard|taps)\b")
+    assert not [str(file) for file in MODULES.values() if words.search(file.read_text())]

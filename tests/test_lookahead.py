@@ -56,7 +56,7 @@ def cycle(drafter, root, *new):
     alone = len(drafter.window) == 1  # the first column's token is the root, a node
     out = TreeOutput(says(new[0], *[0] * (len(tree.tokens))), torch.empty(0), says(*new[alone:]))
     assert len(out.rows) == tree.rows.asked
-    drafter.settle(tree, 0, out)
+    drafter.update(tree, 0, out)
     return tree
 
 

@@ -26,7 +26,7 @@ class NoDrafts(Drafter):
         assert self.counts == cache.lengths
         return [root_only(root) for root in roots.split(1)]
 
-    def settle(self, paths, outs):
+    def update(self, paths, outs):
         pass
 
     def observe(self, features, tokens):
@@ -97,7 +97,7 @@ def test_a_cycle_counts_the_draft_models_seconds_apart():
 class Own:
     """A verifier with what `Verifier` names, and nothing else."""
 
-    name, scheme, paced = "own", TopK(), False
+    name, scheme, any_tree = "own", TopK(), False
 
     def __call__(self, tree, p, generator):
         return Walk(self.scheme)(tree, p, generator)

@@ -94,9 +94,9 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
         said, path = cycle.own, paths[cycle.own.at]
         assert said.p == pytest.approx(float(target_law(text + path)[said.token]), abs=1e-4)
         if said.q is not None:
-            law = draft_law(text, path)
-            assert said.q == pytest.approx(float(law[said.token]), abs=1e-4)
-            assert said.rank == 1 + int((law > law[said.token]).sum())
+            distribution = draft_law(text, path)
+            assert said.q == pytest.approx(float(distribution[said.token]), abs=1e-4)
+            assert said.rank == 1 + int((distribution > distribution[said.token]).sum())
         text += [token for piece in cycle.answer for token in piece.token_ids]
 
 
@@ -131,7 +131,7 @@ def test_the_sentence_says_why_the_path_ends():
     refused = cycle_of(path=[], own=own(0, " eel", 0.1, 0.001, 7))
     assert explained(refused) == (
         "0 of 2 drafted nodes are accepted. The target went elsewhere at once: the 2 children there hold 0.90 of "
-        "its law, and it said “␣eel” (p 0.10), the draft model's choice number 7 (q < 0.01)."
+        "its distribution, and it said “␣eel” (p 0.10), the draft model's choice number 7 (q < 0.01)."
     )
     one = {"tokens": [1], "texts": ["the"], "parents": [-1], "q": [None], "p": [None], "path": []}
     alone = cycle_of(**one, own=own(0, " eel", 0.1))

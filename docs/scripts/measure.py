@@ -183,12 +183,12 @@ def verify(
     leaves = itertools.product(range(4), range(3), range(4))
     shape = StaticTree(tuple(dict.fromkeys(leaf[:n] for leaf in leaves for n in (1, 2, 3))))
     logits = 4 * torch.randn(shape.size, vocabulary, generator=generator)  # [N, V]
-    laws, rows = TargetDistributions(logits, Distribution(SamplingParams(1.0))), []
+    p, rows = TargetDistributions(logits, Distribution(SamplingParams(1.0))), []
     for name in verifiers.split(","):
         verifier: Any = verifier_by_name(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
         ways = [verifier, verifier.at_once] if name in SCHEMES else [verifier]
-        sides = {way: partial(milliseconds, partial(way, tree, laws, generator)) for way in ways}
+        sides = {way: partial(milliseconds, partial(way, tree, p, generator)) for way in ways}
         times = [f"{ms:.1f}" for ms in medians(sides, rounds).values()]
         rows.append([f"`{name}`", *times, *[""] * (2 - len(ways))])
     show(["", "step by step", "at once"], rows)

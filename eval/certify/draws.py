@@ -1,6 +1,6 @@
 """What each cycle showed of its draws: their places in the distributions that they are said to come from.
 
-The scheme says which draws are random (`Scheme.chance`); their distributions are computed here
+The scheme says which draws are random (`Scheme.random_draws`); their distributions are computed here
 once more, apart from its code.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.eval.certify.statistics import on_odds, on_powers
 from treespec.trees.tree import Drafts
-from treespec.verify.scheme import Chance
+from treespec.verify.scheme import RandomDraws
 
 DRAWS = "draws follow their reported distribution"
 POWER = "draws are not from a power of it"
@@ -38,23 +38,23 @@ class Cycle:
 
 
 def shown(
-    tokens: list[int], drafts: Drafts | None, chance: Chance | None, coins: torch.Generator
+    tokens: list[int], drafts: Drafts | None, how: RandomDraws | None, coins: torch.Generator
 ) -> Cycle:
     """What a cycle showed. tokens: its committed tokens. drafts: those of its tree."""
     if drafts is None:
         return Cycle(tokens)
-    q, draws, is_first = drawn(chance, drafts)
+    q, draws, is_first = drawn(how, drafts)
     number = torch.arange(q.shape[-1], device=q.device).expand_as(q)
     first = placed(q[is_first], number[is_first], draws[is_first], coins)
     numbers = {DRAWS: placed(q, q, draws, coins), POWER: on_powers(q, draws).cpu()}
-    if chance == "independent":
+    if how == "independent":
         numbers[REPEATS] = on_odds(*repeats_among(drafts, coins)).cpu()
     at_root = drafts.q[drafts.nodes == 0]
     return Cycle(tokens, numbers, first, at_root[0] if len(at_root) else None)
 
 
-def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """The m random draws; none where `chance` is None.
+def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
+    """The m random draws; none where `how` is None.
 
     Returns the distribution of each [m, V], not normalised, its token [m], and whether it is the
     first at its node, [m] bool.
@@ -62,11 +62,11 @@ def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
     # 1. Which draws are random, and which tokens are sure.
     tokens, sure = drafts.draws.tokens, sure_tokens(drafts)
     present = tokens >= 0
-    random = present & ~sure & bool(chance)
-    if chance == "the last":
+    random = present & ~sure & bool(how)
+    if how == "the last":
         random &= present.cumsum(1) == present.sum(1, keepdim=True)
         sure = present & ~random
-    elif chance == "the first":
+    elif how == "the first":
         random[:, 1:] = False
 
     # 2. The distribution of the next draw at each node, a column of draws at a time.
@@ -74,7 +74,7 @@ def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
     is_first = (random.cumsum(1) == 1) & random
     for token, rows in zip(tokens.T, random.T, strict=True):
         found.append(left[rows])
-        if chance == "without replacement":
+        if how == "without replacement":
             left = without(left, token[:, None], rows[:, None])
     return torch.cat(found), tokens.T[random.T], is_first.T[random.T]
 

@@ -51,11 +51,11 @@ def own_samples(
 
     generator: of seeds and coins. options: further ones of `Spec.request`.
     """
-    samples, requests, chance = list[Sample](), [], spec.verifier.scheme.chance
+    samples, requests, random_draws = list[Sample](), [], spec.verifier.scheme.random_draws
 
     def listen(cycles: list[Cycle], seen: Recorded) -> None:
         tokens = [token for piece in seen.answer for token in piece.token_ids]
-        cycles.append(shown(tokens, seen.tree.drafts, chance, generator))
+        cycles.append(shown(tokens, seen.tree.drafts, random_draws, generator))
 
     for params, prompt in groups:
         samples.append(Sample(params, prompt, []))

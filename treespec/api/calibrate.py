@@ -88,11 +88,11 @@ def outcomes(
         if len(tokens) < depth + 3 or positions <= 0:
             continue
         features, last = target.parted(known, head.aux_layers)
-        law = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
-        weight = torch.ones(len(tokens) - depth - 1, device=law.device)
+        after = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
+        weight = torch.ones(len(tokens) - depth - 1, device=after.device)
         for step, logits in enumerate(rollout(head, target, tokens, features, depth), 1):
             q = probs(logits, params)
-            p, following = law[step : step + len(q)], tokens[step + 1 : step + 1 + len(q), None]
+            p, following = after[step : step + len(q)], tokens[step + 1 : step + 1 + len(q), None]
             chosen = counts[step + 1 : step + 1 + len(q)].nonzero().squeeze(1)[:: depth + 1]
             wanted = p[chosen] if temperature else one_hot(p[chosen].argmax(-1), p.shape[1]).to(p)
             yield *tried(wanted, q[chosen], step - 1, generator), weight[chosen].cpu()

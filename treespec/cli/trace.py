@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from treespec.requests.events import Cycle, chance, explained, visible
+from treespec.requests.events import Cycle, explained, percent, visible
 
 ACCEPTED, OWN, REFUSED = "bold green", "bold yellow", "dim"
 
@@ -45,5 +45,5 @@ def picture(cycle: Cycle) -> Tree:
 
 
 def odds(q: float | None, p: float | None) -> str:
-    parts = [f"  {name} {chance(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
+    parts = [f"  {name} {percent(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
     return "".join(parts)

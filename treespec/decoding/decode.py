@@ -123,7 +123,7 @@ class Decoder:
                 trees = [root_only(root) for root in roots.split(1)]
                 if drafter:
                     for text in texts:
-                        text.distribution.heard = {} if text.listener else None
+                        text.distribution.reported = {} if text.listener else None
                     before, now = drafter.forward_seconds, stats[0].now
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
@@ -159,7 +159,7 @@ class Decoder:
                     text.root = tokens[-1]
                     text.distribution.grow(tokens[1:])
                 if drafter:
-                    drafter.settle([verdict.path for verdict in verdicts], outs)
+                    drafter.update([verdict.path for verdict in verdicts], outs)
                     features = []
                     for out, kept in zip(outs, nodes, strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy
@@ -177,7 +177,7 @@ class Decoder:
         # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
         for row, text in enumerate(texts):
             if text.listener and answers[row]:
-                drafts = text.distribution.heard or {}
+                drafts = text.distribution.reported or {}
                 with text.failing():
                     cycle = Recorded(trees[row], shaped[row], drafts, verdicts[row], answers[row])
                     text.listener(cycle)

@@ -176,7 +176,7 @@ class Proposer(Observer):
 
 
 class Drafter(Observer):
-    """Token trees for B sequences. The calls of a cycle: draft_trees, settle, observe.
+    """Token trees for B sequences. The calls of a cycle: draft_trees, update, observe.
 
     `TreeDrafter` grows trees over any `Proposer`. Drafters without a model return whole trees.
 
@@ -223,13 +223,13 @@ class Drafter(Observer):
         """
 
     @abstractmethod
-    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+    def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         """Feedback after a cycle: accepted nodes of each tree, and the target's output on it.
 
         paths: by sequence, without the root.
         """
 
-    def paced(self, times: CostBy) -> "Drafter":
+    def with_times(self, times: CostBy) -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
 
         times: measures when it is called first.

@@ -78,24 +78,24 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
 
 
 def default_tree(
-    scheme: "Scheme", deepest: int | None, calibration: "Calibration | None", paced: bool
+    scheme: "Scheme", deepest: int | None, calibration: "Calibration | None", any_tree: bool
 ) -> Policy:
     """The tree without `--tree`: one chosen by its cost where acceptance rates are known, else the scheme's.
 
     Rates are known for deterministic children. With a head's calibration they are known for draws
     that are accepted in turn.
-    deepest: levels that can be drafted; None: any number. paced: whether the verifier takes any
+    deepest: levels that can be drafted; None: any number. any_tree: whether the verifier takes any
     tree; then `auto` guesses unknown rates and learns them from the text.
     """
     calibrated = calibration is not None and bool(calibration.rates)
-    if paced or scheme.deterministic or (scheme.accepted_in_turn and calibrated):
+    if any_tree or scheme.deterministic or (scheme.accepted_in_turn and calibrated):
         return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
     return scheme.default_tree.cut(deepest) if deepest else scheme.default_tree
 
 
 def by_rank(verifier: "Known | Verifier", tree: Policy | None) -> bool:
     """Whether `auto` stands for `topk`, as it does with a tree of the most likely tokens."""
-    return verifier.paced and tree is not None and tree.reranks
+    return verifier.any_tree and tree is not None and tree.reranks
 
 
 def verifier_for(verifier: "Verifier", tree: Policy | None) -> "Verifier":
@@ -137,7 +137,7 @@ def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
     where all schemes agree.
     """
-    takes = verifier.scheme.deterministic or verifier.paced
+    takes = verifier.scheme.deterministic or verifier.any_tree
     refuse(
         {
             f"{name} hands over given tokens, which have no draft distribution for verifier "

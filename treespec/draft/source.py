@@ -66,13 +66,13 @@ class Source:
         times: measures when it is called first. Raises InputError for a tree and verifier that do
         not go with it.
         """
-        paced = verifier.paced
+        any_tree = verifier.any_tree
         if not isinstance(own := self.drafting, Proposer):
             if own.one_hot:
                 check_one_hot(self.name, verifier, tree)
-            return own.paced(times) if paced else own.new()
-        policy = tree or default_tree(verifier.scheme, own.max_depth, calibration, paced)
-        cache = self.cache and (self.cache.paced(times) if policy.timed else self.cache.new())
+            return own.with_times(times) if any_tree else own.new()
+        policy = tree or default_tree(verifier.scheme, own.max_depth, calibration, any_tree)
+        cache = self.cache and (self.cache.with_times(times) if policy.timed else self.cache.new())
         return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
 
 

@@ -89,21 +89,21 @@ class TreeDrafter(ForcedDrafter):
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
         each = roots.split(1)
         self.offers = [self._offer(row, root) for row, root in enumerate(each)]
-        rests = [
-            offer is not None or builder.pauses(by.params, by.company(len(each))) or by.over
+        pauses = [
+            offer is not None or builder.pauses(by.params, by.neighbours(len(each))) or by.over
             for offer, builder, by in zip(self.offers, self.builders, distributions, strict=True)
         ]
 
         # 2. Draft logits for the children of the roots.
         begun: list[Tensor | None] = [None] * len(each)
-        if not all(rests):
+        if not all(pauses):
             started = now()
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
 
         # 3. A tree for each sequence, in draft tokens but for the root.
         growths = [
-            self._growth(row, self.end(row, root), None if rests[row] else begun[row], generator)
+            self._growth(row, self.end(row, root), None if pauses[row] else begun[row], generator)
             for row, (root, generator) in enumerate(zip(each, generators, strict=True))
         ]
         trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
@@ -149,7 +149,7 @@ class TreeDrafter(ForcedDrafter):
                 logits = yield Frontier(token, torch.zeros_like(token))
 
         # 2. The tree below them, from logits that the sequence's processors change and listeners hear.
-        if by.shapers or by.heard is not None:
+        if by.shapers or by.reported is not None:
             self.paths[row] = [tuple(chain)]
             logits = self._shaped(row, logits)
         if proposer.at_once:
@@ -191,7 +191,7 @@ class TreeDrafter(ForcedDrafter):
         if not self.offers[row]:
             builder = self.builders[row]
             if self.cache:
-                builder.choice.settle(len(self.chains[row]) + len(path), builder.seconds)
+                builder.choice.update(len(self.chains[row]) + len(path), builder.seconds)
             builder.update(path)
 
     def rewind(self, lengths: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """A smaller draft vocabulary: a head drafts only the most frequent tokens.
 
 FR-Spec (Zhao et al. 2025, 2502.14856). A draft step then multiplies by N rows of the output
-embedding instead of V. The target's law p stays whole; q is the law over the N tokens, 0
-elsewhere. So the text keeps the target's law.
+embedding instead of V. The target's p stays whole; q is a distribution over the N tokens, 0
+elsewhere. So the text keeps the target's distribution.
 """
 
 import json

@@ -1,8 +1,8 @@
 """One thread at a time computes with a model, and threads take turns.
 
 A forward over a tree changes the model while it runs: drafts by the target itself swap layers, and
-taps hang hooks on them. So the lock belongs to the model, whatever wraps it: two `Spec`s over one
-model take turns, a cycle each.
+aux hidden states are read by hooks on them. So the lock belongs to the model, whatever wraps it: two
+`Spec`s over one model take turns, a cycle each.
 """
 
 from collections import deque

@@ -146,7 +146,7 @@ class Recurrent:
             steps = {name: torch.cat([held[name][:, :earlier], steps[name]], 1) for name in steps}
 
         # 2. Its own code over the paths.
-        state = lent(cache, number, rows.sequences.tolist())
+        state = state_in(cache, number, rows.sequences.tolist())
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
             returned, trail = mixer.run(cache, constant, by_path, state)
@@ -183,7 +183,7 @@ class Recurrent:
             for length, sequences in again.items():
                 kept = torch.tensor(sequences), torch.tensor([list(nodes[i]) for i in sequences])
                 steps = {name: entries(values, *kept) for name, values in forwarded.steps.items()}
-                state = lent(cache, number, sequences)
+                state = state_in(cache, number, sequences)
                 with read_back(mixer.module, forwarded.known, *kept):
                     trail = mixer.run(cache, forwarded.constant, steps, state)[1]
                 for row, sequence in enumerate(sequences):
@@ -191,7 +191,7 @@ class Recurrent:
         return new
 
 
-def lent(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
+def state_in(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
     """Copies of a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
     held = [cache.states[i][number] if cache.states[i] else None for i in sequences]
     zeros = {key: torch.zeros_like(x) for key, x in next(filter(None, held), {}).items()}

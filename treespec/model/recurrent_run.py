@@ -1,6 +1,6 @@
 """Layers that carry a state from token to token, here called mixers: one over rows of tokens.
 
-The model's own code computes it, with the states of each row lent to it. What that code can do is
+The model's own code computes it, with the states of each row handed to it. What that code can do is
 found by trial (`tried`): nothing in a model says it.
 """
 

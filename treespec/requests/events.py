@@ -47,7 +47,7 @@ class OwnToken:
 class Cycle:
     """One cycle. number: from 1. Lists have an entry a node; node 0 is the root.
 
-    tokens, texts, parents: of the nodes. q: None at the root and for drafters without a draft law.
+    tokens, texts, parents: of the nodes. q: None at the root and for drafters without a draft distribution.
     p: None at the root. path: accepted nodes, without the root. answer: what this cycle adds to the
     answer; its end may cut it. seconds: by stage; head is a part of draft.
     """
@@ -75,7 +75,7 @@ class Cycle:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def held(self, node: int) -> float:
-        """The share of the target's law that the children of a node hold."""
+        """The share of the target's distribution that the children of a node hold."""
         return sum(self.p[child] or 0.0 for child in self.children(node))
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def explained(cycle: Cycle) -> str:
     # 1. What was accepted.
     count, own = len(cycle.path), cycle.own
     drafted, children = len(cycle.tokens) - 1, cycle.children(own.at)
-    said = f"said “{visible(own.text)}” (p {chance(own.p)})"
+    said = f"said “{visible(own.text)}” (p {percent(own.p)})"
     if not drafted:
         return f"Nothing was drafted; the target {said}."
     accepted = f"{count} of {drafted} drafted nodes {'is' if count == 1 else 'are'} accepted"
@@ -107,14 +107,14 @@ def explained(cycle: Cycle) -> str:
     after = f"after “{visible(cycle.texts[own.at])}”" if own.at else "at once"
     verb = "one child there holds" if len(children) == 1 else f"{len(children)} children there hold"
     ranked = "" if own.rank is None else f", the draft model's choice number {own.rank}"
-    likely = "" if own.q is None else f" (q {chance(own.q)})"
+    likely = "" if own.q is None else f" (q {percent(own.q)})"
     return (
-        f"{accepted}. The target went elsewhere {after}: the {verb} {chance(cycle.held(own.at))} of "
-        f"its law, and it {said}{ranked}{likely}."
+        f"{accepted}. The target went elsewhere {after}: the {verb} {percent(cycle.held(own.at))} of "
+        f"its distribution, and it {said}{ranked}{likely}."
     )
 
 
-def chance(value: float) -> str:
+def percent(value: float) -> str:
     """A probability in two digits: 0.62, and < 0.01 for what is not 0 but would look so."""
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
@@ -131,13 +131,13 @@ def reporting(
     """A listener that calls `on_cycle` with each cycle of one sequence, whose counts are `stats`."""
     before = dict.fromkeys(STAGES, 0.0)
 
-    def heard(seen: Recorded) -> None:
+    def report(seen: Recorded) -> None:
         now = {stage: stats.seconds[stage] for stage in STAGES}
         spent = {stage: now[stage] - before[stage] for stage in STAGES}
         before.update(now)
         on_cycle(cycle_of(stats.cycles, seen, spent, tokenizer, params))
 
-    return heard
+    return report
 
 
 def cycle_of(
@@ -172,8 +172,8 @@ def cycle_of(
 
     def after(node: int, token: int) -> tuple[str, float, float | None]:
         """(text, p, q) of a token after a node."""
-        law = q.get(paths[node])
-        likely = None if law is None else float(law[token])
+        probabilities = q.get(paths[node])
+        likely = None if probabilities is None else float(probabilities[token])
         return words(tokens[node], token), float(p[node, token]), likely
 
     # 3. The nodes below the root, and what the target said after the path.
@@ -181,8 +181,8 @@ def cycle_of(
     nodes = zip(root, *map(after, parents[1:], tokens[1:]), strict=True)
     texts, p_of, q_of = map(list[Any], nodes)
     at = path[-1] if path else 0
-    law = q.get(paths[at])
-    rank = None if law is None else 1 + int((law > law[token]).sum())
+    probabilities = q.get(paths[at])
+    rank = None if probabilities is None else 1 + int((probabilities > probabilities[token]).sum())
     own = OwnToken(at, token, *after(at, token), rank)
     return Cycle(number, tokens, texts, parents, q_of, p_of, path, own, seen.answer, seconds)
 

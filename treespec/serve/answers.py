@@ -78,8 +78,8 @@ class Answers:
             for prompt in prompts:
                 numbers = range(len(self.answers), len(self.answers) + samples)
                 own = None if seed is None else seed + numbers[0]
-                heard = [self._listener(number) for number in numbers]
-                more: Any = {"seed": own, "on_pieces": heard, **options}
+                listeners = [self._listener(number) for number in numbers]
+                more: Any = {"seed": own, "on_pieces": listeners, **options}
                 self.answers += engine.submit_n(prompt, samples, **more)
 
         try:

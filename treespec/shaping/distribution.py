@@ -20,7 +20,7 @@ class Distribution:
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
     after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
-    logits stay as they are, until the decoder ends the text. heard: the shaped draft logits of the
+    logits stay as they are, until the decoder ends the text. reported: the shaped draft logits of the
     present cycle by path, where someone listens; None where nobody does. stuck: tokens of the
     present cycle before the one at which every token is forbidden; None: there is none. over:
     whether the present cycle's forced tokens end the text.
@@ -35,14 +35,14 @@ class Distribution:
         self.answer: list[int] = []
         self.error: Exception | None = None
         self.over = False
-        self.heard: dict[Path, Tensor] | None = None
+        self.reported: dict[Path, Tensor] | None = None
         self.stuck: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.params.greedy
 
-    def company(self, texts: int) -> int:
+    def neighbours(self, texts: int) -> int:
         """The number of texts for which trees are chosen, in a batch of this many.
 
         Draws depend on the tree that they are made in. A caller who chooses their seed gets the same

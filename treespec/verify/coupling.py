@@ -112,8 +112,8 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
 
     # 3. Exchange s for t with the probability that makes E[g(score)] = f.
     here, there = k * s ** (k - 1), k * t ** (k - 1)
-    chance = (f - here).abs() / (there - here).abs().clamp(min=TINY)
-    return torch.where(matched & (coin < chance), t, s)
+    probability = (f - here).abs() / (there - here).abs().clamp(min=TINY)
+    return torch.where(matched & (coin < probability), t, s)
 
 
 def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:

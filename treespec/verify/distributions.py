@@ -30,7 +30,7 @@ class Independent(Scheme):
     """A scheme of independent draws."""
 
     drawing = "with replacement"
-    chance = "independent"
+    random_draws = "independent"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         return Draws(keep_first(independent(q, width, generator), number))

@@ -70,20 +70,20 @@ class Known:
     """A verifier by its name.
 
     loads: "module:NAME" of the `Verifier`, or of its class where `over` names a scheme to make it over.
-    paced: whether it takes any tree (`Verifier.paced`).
+    any_tree: whether it takes any tree (`Verifier.any_tree`).
     """
 
     name: str
     scheme: Facts
     loads: str
-    paced: bool = False
+    any_tree: bool = False
     over: str = ""
 
 
 BEYOND_THE_NODE: dict[str, Known] = {
     known.name: known
     for known in (
-        Known("auto", SCHEMES["rrs-wo"], "treespec.verify.traversal:AUTO", paced=True),
+        Known("auto", SCHEMES["rrs-wo"], "treespec.verify.traversal:AUTO", any_tree=True),
         Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
         Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
     )

@@ -35,7 +35,7 @@ class Layer:
     """
 
     scheme: LayerScheme
-    paced = False
+    any_tree = False
 
     @property
     def name(self) -> str:

@@ -61,7 +61,7 @@ class Optimal(SureScheme, LayerScheme):
 
     name = "optimal"
     accepted_in_turn = True
-    chance = "independent"
+    random_draws = "independent"
     equal_draws = True
 
     threshold: float = 0.35

@@ -75,7 +75,7 @@ class RRSWithoutReplacement(SureScheme):
 
     name = "rrs-wo"
     drawing = "without replacement"
-    chance = "without replacement"
+    random_draws = "without replacement"
     accepted_in_turn = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:

@@ -15,7 +15,7 @@ from treespec.trees.tree import Draws
 from treespec.verify.facts import check_options
 
 Drawing = Literal["with replacement", "without replacement", "greedy", "tops and tail"]
-Chance = Literal["independent", "without replacement", "the last", "the first"]
+RandomDraws = Literal["independent", "without replacement", "the last", "the first"]
 
 
 class Scheme(Protocol):
@@ -64,8 +64,8 @@ class Scheme(Protocol):
         """
         return None
 
-    chance: ClassVar[Chance | None] = None
-    """Which of a node's draws chance makes, beside sure tokens, for `treespec certify`.
+    random_draws: ClassVar[RandomDraws | None] = None
+    """Which of a node's draws are random, next to tokens that are certain, for `treespec certify`.
 
     "independent": all, from one distribution. "without replacement": all, each without the earlier ones.
     "the last": the last one, without the others. "the first": the first one. None: no draw.

@@ -24,7 +24,7 @@ from treespec.verify.distributions import (
     tops,
     without,
 )
-from treespec.verify.scheme import Chance, Drawing, LayerScheme
+from treespec.verify.scheme import Drawing, LayerScheme, RandomDraws
 
 
 def last_draw(tokens: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Greedy(LayerScheme):
 
     name = "greedy"
     drawing: ClassVar[Drawing] = "greedy"
-    chance: ClassVar[Chance] = "the last"
+    random_draws: ClassVar[RandomDraws] = "the last"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         best = tops(q, number - 1, width - 1)
@@ -86,7 +86,7 @@ class Single(Greedy):
 
     name = "single"
     drawing = "with replacement"
-    chance = "independent"
+    random_draws = "independent"
     max_draws = 1
     accepted_in_turn = True
     default_tree = chain(5)

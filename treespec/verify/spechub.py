@@ -44,7 +44,7 @@ class SpecHub(Scheme):
     name = "spechub"
     max_draws = 2
     drawing = "greedy"
-    chance = "the first"
+    random_draws = "the first"
     default_tree = eagle().narrowed(2)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:

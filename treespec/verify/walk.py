@@ -35,7 +35,7 @@ class Verifier(Protocol):
 
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
-    paced: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
+    any_tree: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
     """
 
     @property
@@ -43,7 +43,7 @@ class Verifier(Protocol):
     @property
     def scheme(self) -> Scheme: ...
     @property
-    def paced(self) -> bool: ...
+    def any_tree(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -63,7 +63,7 @@ class Walk:
     """
 
     scheme: Scheme
-    paced = False
+    any_tree = False
 
     @property
     def name(self) -> str:

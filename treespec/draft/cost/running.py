@@ -2,7 +2,7 @@
 
 Seconds are modelled, not clocked: the choice of each cycle depends on the sequence's own past and on
 the batch size, never on draws to come, so it stays lossless. With a seed of the caller's it depends on
-the past alone (`Law.company`), so the same seed gives the same tokens.
+the past alone (`Distribution.neighbours`), so the same seed gives the same tokens.
 
 A drafter predicts for each node Pr(it is accepted | its parent is). `Correction` is the ratio of actual to
 predicted acceptances at the nodes that were reached: of first children and of the others apart, and of
@@ -225,7 +225,7 @@ class Choice:
         own = self.tokens / (self.seconds or CYCLES * model.cost.seconds(3, 2))
         return (1 + score) / model.cost.seconds(nodes, 0) > max(model.plain, own)
 
-    def settle(self, accepted: int, seconds: float | None) -> None:
+    def update(self, accepted: int, seconds: float | None) -> None:
         """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""
         if seconds is not None:
             self.seconds = WINDOW * (self.seconds or CYCLES * seconds) + seconds

@@ -96,8 +96,8 @@ class Profitable(Ranked):
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         greedy = self.params.greedy
-        law = logits.float().softmax(-1) if greedy else probs(logits, self.params)
-        best, tokens = largest(law, min(self.topk, logits.shape[-1]))
+        probabilities = logits.float().softmax(-1) if greedy else probs(logits, self.params)
+        best, tokens = largest(probabilities, min(self.topk, logits.shape[-1]))
         predicted = best.double().cpu().numpy()
         if self.calibration and greedy:
             predicted = self.calibration.sure(predicted, depth)
@@ -133,20 +133,20 @@ class Profitable(Ranked):
 
 
 def expansion(
-    reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int
+    reach: np.ndarray, rate: float, price: float, step: float, row: float, levels: int
 ) -> int:
     """How many of the best nodes of a level to expand; 0 ends the tree.
 
-    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes
+    Below a node of reach r a chain is expected, of reach r·rate, r·rate², …; each of its nodes
     costs `price`. A level costs `step`, and `row` for each node but one. The number of nodes and
     levels that brings most decides. All in tokens. reach: [M] descending.
 
-        reach .8 .2   chance .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
+        reach .8 .2   rate .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
                                                         two levels, the second too    .35 + .14 - .1        = .39
     """
     depth = np.arange(1, levels + 1)
-    gain = (reach[:, None] * chance**depth - price).clip(min=0) - row  # [M, L]
+    gain = (reach[:, None] * rate**depth - price).clip(min=0) - row  # [M, L]
     gain[0] += row - step
     worth = gain.cumsum(1).cumsum(0)
     nodes, _ = np.unravel_index(int(worth.argmax()), worth.shape)

@@ -98,9 +98,9 @@ class TreeBuilder:
 
     def levels(self, depth: int, ranks: int) -> np.ndarray:
         assert self.ahead
-        laws = probs(self.ahead()[:depth], self.params)
-        most = min(ranks, self.scheme.max_draws or ranks, laws.shape[1])
-        return largest(laws, most)[0].double().cpu().numpy()
+        levels = probs(self.ahead()[:depth], self.params)
+        most = min(ranks, self.scheme.max_draws or ranks, levels.shape[1])
+        return largest(levels, most)[0].double().cpu().numpy()
 
     def fixed(self, shape: StaticTree, threshold: float = 0.0) -> Growth:
         """One draft step and one batch of draws for each level.
@@ -196,8 +196,8 @@ class Ranked:
         above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
         """
         shared = len(logits) > 1 and logits.stride(0) == 0  # one distribution for the whole level
-        law = (logits[:1] if shared else logits).float().log_softmax(-1)
-        best, tokens = largest(law, min(self.topk, law.shape[-1]))
+        log_probabilities = (logits[:1] if shared else logits).float().log_softmax(-1)
+        best, tokens = largest(log_probabilities, min(self.topk, log_probabilities.shape[-1]))
         return tokens.expand(len(logits), -1), best if above is None else above[:, None] + best
 
     def width(self, level: int, scores: list[Tensor]) -> int:

@@ -102,8 +102,8 @@ def drafts_of(levels: list[Drawn]) -> Drafts | None:
     """The distributions and draws of all levels; None without any level."""
     if not levels:
         return None
-    nodes, laws, draws = (list(parts) for parts in zip(*levels, strict=True))
-    return Drafts(torch.cat(nodes), table(laws), stack(draws))
+    nodes, distributions, draws = (list(parts) for parts in zip(*levels, strict=True))
+    return Drafts(torch.cat(nodes), table(distributions), stack(draws))
 
 
 def stack(draws: list[Draws]) -> Draws:
@@ -149,8 +149,8 @@ def shape_drafts(
 
     # 2. The same shapers as the target's, then the draft tokens alone.
     shaped = by.shape(paths, whole)
-    if by.heard is not None:
-        by.heard.update(zip(paths, shaped, strict=True))
+    if by.reported is not None:
+        by.reported.update(zip(paths, shaped, strict=True))
     if vocabulary is not None:
         shaped = shaped[:, vocabulary]
     empty = shaped.amax(-1, keepdim=True) == -torch.inf
@@ -166,10 +166,10 @@ def with_chain(
 ) -> TokenTree:
     """A tree with forced tokens above it (`treespec.trees.tree.hung_below`).
 
-    A forced token is a draw from a one-hot law, so every verifier answers it as any other draw.
+    A forced token is a draw from a one-hot q, so every verifier answers it as any other draw.
     root: [1] int64. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
     """
-    # 1. Without laws, the children are a function of the text anyway.
+    # 1. Without draft distributions, the children are a function of the text anyway.
     hung = hung_below(root, chain, tree)
     drafts = hung.drafts
     if drafts is None:
@@ -225,7 +225,7 @@ class ForcedDrafter(Drafter):
             for root, chain, tree, generator in rows
         ]
 
-    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+    def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
             above = len(self.chains[row])
             below = replace(out, logits=out.logits[above:]) if above else out

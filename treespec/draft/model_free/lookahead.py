@@ -52,7 +52,7 @@ class Jacobi(TextDrafter):
         missing = self.options.window - len(self.guesses)
         return Guess.chain(self.guesses + picks(text, missing, generator))
 
-    def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
         """The target's choice after node i is the guess for the position after it.
 
         The choice after the last accepted node is the new root, so guesses start one node later.
@@ -85,7 +85,7 @@ class Lookahead(TextDrafter):
         guess = tree_of(known, self.options.guesses * self.options.ngram)
         return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
-    def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
         below = out.rows if len(self.window) > 1 else torch.cat([out.logits[:1], out.rows])
         new = below.argmax(-1).tolist()
         if len(self.window) < self.options.ngram - 1:

@@ -50,7 +50,7 @@ class TextDrafter(Renewed, ABC):
     def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
         """The draft tokens below the last token, the root. text: [T] int64."""
 
-    def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
         """Feedback after a cycle: the draft tokens that the target scored, the number of accepted
         ones, and the target's output on their tree.
         """
@@ -111,7 +111,7 @@ class OneHotDrafter(ForcedDrafter):
         trees = []
         for number, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
             model, row = self.cost_model(number, by), self.rows[number]
-            waits = model and not row.drafter.predicts and rests(model, row.drafter.widest)
+            waits = model and not row.drafter.predicts and pauses(model, row.drafter.widest)
             row.guess = None
             if not (waits or by.over):
                 last = [*root.tolist(), *self.chains[number]]
@@ -130,14 +130,14 @@ class OneHotDrafter(ForcedDrafter):
     def cost_model(self, row: int, distribution: Distribution) -> CostModel | None:
         """What drafting costs and brings this sequence; None: it drafts whole trees."""
         models = self.rows[row].models
-        return models and models.among(distribution.company(len(self.rows)))
+        return models and models.among(distribution.neighbours(len(self.rows)))
 
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
         own = self.rows[row]
         if own.models:
             own.models.present.update(path)
         if own.guess:
-            own.drafter.settle(own.guess, len(path), out)
+            own.drafter.update(own.guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, new in zip(self.rows, tokens, strict=True):
@@ -154,9 +154,9 @@ class OneHotDrafter(ForcedDrafter):
         self.rows = [self._row(row.drafter.new(), row.text[:length]) for row, length in pairs]
 
     def new(self) -> "OneHotDrafter":
-        return self.paced(self.times)
+        return self.with_times(self.times)
 
-    def paced(self, times: CostBy | None) -> "OneHotDrafter":
+    def with_times(self, times: CostBy | None) -> "OneHotDrafter":
         """Another of its kind that drafts only what pays."""
         return OneHotDrafter(self.rows[0].drafter.new(), times)
 
@@ -208,7 +208,7 @@ def by_rank(guess: Guess) -> np.ndarray:
     return np.array(probabilities)
 
 
-def rests(model: CostModel, widest: int) -> bool:
+def pauses(model: CostModel, widest: int) -> bool:
     """Whether a sequence goes without drafts this cycle; asked before they are looked for.
 
     widest: nodes and rows of a forward, for a drafter with rows of its own; 0 for others.

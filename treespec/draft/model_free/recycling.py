@@ -55,7 +55,7 @@ class Recycling(TextDrafter):
             parents.append(parent)
         return Guess(tokens[1:], parents)
 
-    def settle(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
         best = largest(out.logits, min(TOPK, out.logits.shape[1]))[1].tolist()
         self.after.update(zip((self.root, *guess.tokens), best, strict=True))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.heads.head import Config, TargetFacts
-from treespec.heads.layers import Attend, Attention, KeyValues, Layer
+from treespec.heads.layers import Angles, Attend, Attention, KeyValues, Layer
 from treespec.heads.llama import LlamaHead
 from treespec.heads.unrolled import UnrolledAttention
 
@@ -111,17 +111,18 @@ class FeatureHead(LlamaHead):
         self,
         tokens: Tensor,
         features: Tensor,
-        positions: Tensor,
+        positions: Tensor | Angles,
         mask: Tensor | None = None,
         caches: Sequence[KeyValues] | None = None,
     ) -> Tensor:
         """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
 
-        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
-        mask: [T, P + T] or [B, 1, T, P + T] bool, what each position attends to; None is causal.
-        caches: keys and values of each decoder layer.
+        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features, or
+        their angles. mask: [T, P + T] or [B, 1, T, P + T] bool, what each position attends to; None is
+        causal. caches: keys and values of each decoder layer.
         """
-        angles = self.rotary(positions, features.dtype)
+        given = isinstance(positions, Tensor)
+        angles = self.rotary(positions, features.dtype) if given else positions
         stores = caches if caches is not None else [None] * len(self.attentions)
         attends = [
             partial(attention, angles=angles, mask=mask, cache=cache)
@@ -132,7 +133,8 @@ class FeatureHead(LlamaHead):
     def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
-        return (self.embed_tokens(tokens) * self.embed_scale).to(dtype)
+        embedded = self.embed_tokens(tokens)
+        return (embedded if self.embed_scale == 1 else embedded * self.embed_scale).to(dtype)
 
     def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
         """[2 T - 1, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features."""

@@ -17,7 +17,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from treespec.files.atomic import Fields as Config
 
 Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
-Angles = tuple[Tensor, Tensor]  # cos and sin, as `Rotary` gives them
+Angles = Sequence[Tensor]  # cos and sin, as `Rotary` gives them
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -40,10 +40,13 @@ class Rotary(nn.Module):
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads."""
+        """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads.
+
+        The first half of the angles is negative, so that `rotate` need not negate.
+        """
         self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None, :, None] * self.inv_freq
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = torch.cat([-angles, angles], dim=-1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
@@ -52,8 +55,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return x * cos + x.roll(size // 2, -1) * sin
 
 
 class Attention(nn.Module):
@@ -117,11 +119,15 @@ class Attention(nn.Module):
         """
         both = x if context is None else torch.cat([context, x], dim=1)
         q, k, v = (
-            layer(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            layer(inputs).unflatten(-1, (-1, self.head_dim))  # [B, T, heads, D]
             for layer, inputs in ((self.q_proj, x), (self.k_proj, both), (self.v_proj, both))
         )
-        own = [part[:, :, both.shape[1] - x.shape[1] :] for part in angles]
-        return [rotate(self.q_norm(q), *own), rotate(self.k_norm(k), *angles), v]
+        q, k, v = self.q_norm(q), self.k_norm(k), v.transpose(1, 2)
+        if context is None:  # the same positions: turned together
+            turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), *angles)
+            return [*turned.split([q.shape[2], k.shape[2]], dim=1), v]
+        own = [part[:, :, context.shape[1] :] for part in angles]
+        return [rotate(q.transpose(1, 2), *own), rotate(k.transpose(1, 2), *angles), v]
 
     def joined(self, out: Tensor) -> Tensor:
         """[B, heads, T, D] -> [B, T, H] the layer's output."""

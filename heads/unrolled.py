@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from treespec.heads.layers import Attention
+from treespec.heads.layers import Angles, Attention
 
 ROWS = 256  # per block
 
@@ -43,7 +43,7 @@ class UnrolledAttention:
         self.attention, self.rows = attention, rows
         self.steps: list[tuple[Tensor, Tensor]] = []  # keys and values by step, [B, kv heads, R, D]
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """x: [B, R, in] -> [B, R, H]. angles: of `Rotary`, at the rows' positions of this step."""
         q, k, v = self.attention.project(x, angles)
         self.steps.append((k, v))

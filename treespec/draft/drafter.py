@@ -9,11 +9,11 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.draft.cost.model import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
+from treespec.model.masks import together
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.trees.shape import Policy
@@ -112,7 +112,8 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
     tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
     parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
     sizes = [len(row) for row in tokens]
-    return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
+    beside = torch.stack if len({*sizes}) == 1 < len(sizes) else together
+    return beside(tokens), beside(parents), sizes
 
 
 class Proposer(Observer):

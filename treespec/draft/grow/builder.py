@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.draft.calibration import Calibration, outline
 from treespec.draft.cost.model import CostBy
@@ -139,7 +140,10 @@ class TreeBuilder:
         assert calibration
         assert takes_sure_tokens(scheme)
         nodes, levels, logits = Nodes(self.root), list[Drawn](), self.logits
-        frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
+        frontier, reach = (
+            np.zeros(1, dtype=np.int64),
+            np.ones(1),
+        )  # places in the level, Pr(reached)
         for level in range(1, depth + 1):
             # 1. The numbers of draws and sure tokens, fixed before drawing.
             q = probs(logits, self.params)
@@ -158,16 +162,16 @@ class TreeBuilder:
             drawn = scheme.draw_with_sure(q, number, sure, self.generator)
             slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
             row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
-            levels.append((torch.from_numpy(frontier).to(q.device), q, drawn))
+            numbers = torch.from_numpy(nodes.first + frontier).to(q.device)
+            levels.append((numbers, q, drawn))
 
             # 4. The next frontier: the children that are likely enough.
-            first = nodes.count
             nodes.add(*map(torch.from_numpy, (slots[row, column], frontier[row])))
             reach = child_reach[row, column]
             (likely,) = np.nonzero(reach > price)
             if level == depth or not len(likely):
                 break
-            frontier, reach = first + likely, reach[likely]
+            frontier, reach = likely, reach[likely]
             logits = yield nodes.frontier(*map(torch.from_numpy, (likely, some[row[likely]])))
         return nodes.tree(drafts=drafts_of(levels))
 
@@ -196,7 +200,7 @@ class Ranked:
         above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
         """
         shared = len(logits) > 1 and logits.stride(0) == 0  # one distribution for the whole level
-        log_probabilities = (logits[:1] if shared else logits).float().log_softmax(-1)
+        log_probabilities = (logits[:1] if shared else logits).log_softmax(-1, torch.float32)
         best, tokens = largest(log_probabilities, min(self.topk, log_probabilities.shape[-1]))
         return tokens.expand(len(logits), -1), best if above is None else above[:, None] + best
 
@@ -212,23 +216,24 @@ class Ranked:
         kept. root: [1] int64. logits: [1, V] draft logits of its children.
         """
         nodes, scores = Nodes(root), list[Tensor]()
-        frontier, above = root.new_zeros(1), None
+        best, above = root.new_zeros(1), None
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
             tokens, reach = self.below(above, logits, level - 1)  # [F, K]
-            first, width = nodes.count, tokens.shape[1]
-            nodes.add(tokens.flatten(), frontier.repeat_interleave(width))
+            width = tokens.shape[1]
+            nodes.add(tokens.flatten(), best[:, None].expand(tokens.shape))
             scores.append(reach.flatten())
 
             # 2. The best of them are the next frontier.
             expanded = self.width(level, scores)
             if not expanded:
                 break
-            best = best_first(scores[-1], expanded)
-            frontier, above = first + best, scores[-1][best]
+            above, order = (
+                part[:expanded] for part in scores[-1].sort(descending=True, stable=True)
+            )
+            best = order.to(root.device)
             logits = yield nodes.frontier(best, best // width)
 
         # 3. Keep the best of all candidates.
-        kept = 1 + best_first(torch.cat(scores), self.nodes - 1)
-        kept = torch.cat([kept.new_zeros(1), kept])
+        kept = pad(1 + best_first(torch.cat(scores), self.nodes - 1), (1, 0))
         return nodes.tree(kept), kept

@@ -7,6 +7,7 @@ which they leave no choice about, are a chain above the drafted tree.
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar, final
 
 import torch
@@ -64,14 +65,17 @@ class Nodes:
 
     def __init__(self, root: Tensor) -> None:
         """root: [1] int64, on the device that the tree is for."""
-        self.tokens, self.parents, self.count = [root], [root.new_zeros(1)], 1
+        self.tokens, self.above = [root], list[Tensor]()
+        self.first = 0  # number of the first node of the last level
 
-    def add(self, tokens: Tensor, parents: Tensor) -> None:
-        """Add a level. tokens: [M] int64. parents: [M] int64, the numbers of their parents."""
+    def add(self, tokens: Tensor, above: Tensor) -> None:
+        """Add a level. tokens: [M] int64. above: [M] or [F, K], M in all: the places of their parents
+        in the level above.
+        """
         device = self.tokens[0].device
+        self.first += len(self.tokens[-1])
         self.tokens.append(tokens.to(device))
-        self.parents.append(parents.to(device))
-        self.count += len(tokens)
+        self.above.append(above.to(device))
 
     def frontier(self, places: Tensor, rows: Tensor) -> Frontier:
         """F nodes of the last level.
@@ -88,14 +92,25 @@ class Nodes:
         kept: [N] numbers of the nodes to keep, parents before children, first the root's 0.
         Default: all nodes.
         """
-        tokens, parents = torch.cat(self.tokens), torch.cat(self.parents)
-        sizes = torch.tensor([len(level) for level in self.tokens])
-        depth = torch.arange(len(sizes)).repeat_interleave(sizes).to(tokens.device)
-        kept = torch.arange(self.count) if kept is None else kept
+        tokens = torch.cat(self.tokens)
+        depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
+        parents = torch.cat(self.above).flatten() + first
+        kept = torch.arange(len(tokens)) if kept is None else kept
         kept = kept.to(tokens.device)
-        links = connect(kept, parents)
-        ancestors = ancestor_mask(links, len(sizes) - 1)
+        links = connect(kept, pad(parents, (1, 0)))
+        ancestors = ancestor_mask(links, len(self.above))
         return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
+
+
+@lru_cache
+def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of all nodes the depth [M], and of all but the root the number [M - 1] of the first node of the
+    level above. sizes: of each level. Kept, as the host waits for each list that goes up.
+    """
+    counts = torch.tensor(sizes)
+    first = counts.cumsum(0) - counts
+    depth = torch.arange(len(sizes)).repeat_interleave(counts)
+    return depth.to(device), first[depth[1:] - 1].to(device)
 
 
 def drafts_of(levels: list[Drawn]) -> Drafts | None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from treespec.draft.checks import tensor_files
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer, Places
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer
@@ -89,8 +89,11 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        target, positions = self.target, positions.expand(tokens.shape)
+    def placed(self, positions: Tensor) -> Places:
+        return [positions[..., None]]
+
+    def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
+        target, positions = self.target, places[0][..., 0].expand(tokens.shape)
         rotary = getattr(target.decoder, "rotary_emb", None)
         hidden: Tensor = self.layer(
             target.embeddings(tokens).to(features.dtype),
@@ -104,7 +107,7 @@ class MtpProposer(EagleProposer):
         return hidden
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return self.forward(tokens, features, chunk.positions, chunk.seen)
+        return self.forward(tokens, features, self.placed(chunk.positions), chunk.seen)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.target.output_logits(states)

@@ -81,13 +81,14 @@ class PairProposer(Proposer):
             rows = zip(states, last or states[:, 0], chunk.taken, strict=True)
             last = [new[taken - 1] if taken else old for new, old, taken in rows]
         self.waiting = [self.nothing] * len(counts)
-        return torch.stack(last)
+        return torch.stack(last) if len(last) > 1 else last[0][None]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            parts = zip(self.waiting[row], (new, known[1:].to(new.device)), strict=True)
-            states, following = (torch.cat(part) for part in parts)
-            self.waiting[row] = states, following
+            (states, following), after = self.waiting[row], known[1:].to(new.device)
+            if len(following):
+                new, after = torch.cat([states, new]), torch.cat([following, after])
+            self.waiting[row] = new, after
         if max(len(known) for _, known in self.waiting) > PREFILL_AT:
             ends = [(states[-1:], known[-1:]) for states, known in self.waiting]
             self.waiting = [(states[:-1], known[:-1]) for states, known in self.waiting]

@@ -6,7 +6,7 @@ position: Medusa's logits of a level are the same at all its nodes, Hydra's depe
 path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
@@ -22,6 +22,9 @@ from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed, positions
 
+AHEAD = 16  # levels whose angles are computed together
+Places = Sequence[Tensor]
+
 
 class EagleProposer(DeepeningProposer):
     """Drafts with a head and the target's output path; one sequence at first.
@@ -35,32 +38,44 @@ class EagleProposer(DeepeningProposer):
     """
 
     head: FeatureHead
-    positions: Tensor  # [B, 1] positions of the last level's features
+    level = 0
+    ends: Tensor  # [B, 1] positions of the first level's features
+    places: Places  # of the next `AHEAD` levels
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
         """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
 
-        tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. seen: [B, T, P + T].
+        tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
         layers = self.cache.tree_layers
-        return self.head.step(tokens, features, positions, seen[:, None], layers)
+        return self.head.step(tokens, features, places, seen[:, None], layers)
+
+    def placed(self, positions: Tensor) -> Places:
+        """What `forward` takes of positions [B, T], in tensors [..., T, R]: rotary angles."""
+        return self.head.rotary(positions, self.target.dtype)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return self.forward(tokens, self.head.fuse(features), chunk.positions, chunk.seen)
+        fused = self.head.fuse(features)
+        return self.forward(tokens, fused, self.placed(chunk.positions), chunk.seen)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
         self.drafted = Levels(committed(self.cache.lengths, last.device))
-        self.positions = self.drafted.seen.sum(-1) - 1
+        self.level, self.ends = 0, self.drafted.seen.sum(-1)
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
-        self.positions = self.positions + 1
+        step = self.level % AHEAD
+        if not step:
+            ahead = torch.arange(self.level, self.level + AHEAD, device=tokens.device)
+            self.places = self.placed(self.ends + ahead)
+        self.level += 1
+        place = [part[..., step : step + 1, :] for part in self.places]
         features = rows_of(self.frontier, above)
-        self.frontier = self.forward(tokens, features, self.positions, self.drafted.seen)
+        self.frontier = self.forward(tokens, features, place, self.drafted.seen)
         for layer in self.cache.tree_layers:
             layer.length += tokens.shape[1]
         return self.frontier

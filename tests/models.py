@@ -31,6 +31,7 @@ CONFIGS = {
     "gemma3": lambda: hf.Gemma3TextConfig(
         **GROUPED, head_dim=16, sliding_window=6, layer_types=ALTERNATING, final_logit_softcapping=3.0
     ),
+    "gemma2": lambda: hf.Gemma2Config(**GROUPED, head_dim=16, sliding_window=6, attn_logit_softcapping=3.0),
     "phi3": lambda: hf.Phi3Config(**GROUPED, pad_token_id=0),
     "gpt2": lambda: hf.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2

@@ -62,6 +62,22 @@ def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype)
     assert (kernels.attention(q, k, v, mask, 0.3) - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_caps_and_sinks_are_the_models_own_up_to_rounding(dtype):
+    """Of Gemma 2, and of gpt-oss."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 5), (2, 30), (2, 30)))
+    mask, sinks = torch.zeros(2, 1, 5, 30).masked_fill(torch.rand(2, 1, 5, 30) < 0.4, -1e4).to(dtype), torch.randn(4)
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT) * 2
+    for cap, own in ((3.0, None), (0.0, sinks.to(dtype))):
+        capped = (cap * torch.tanh(scores / cap) if cap else scores) + mask.double()
+        beside = torch.full((2, 4, 5, 1), -torch.inf) if own is None else own.view(1, 4, 1, 1).expand(2, 4, 5, 1)
+        shares = torch.cat([capped, beside.double()], -1).softmax(-1)[..., :-1]
+        exact = (shares @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+        found = kernels.attention(q, k, v, mask, 2.0, (cap, own))
+        assert (found - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
+
+
 def test_hidden_columns_change_no_bit_of_attention():
     """Keys of a path, close together or among others: its sum takes them in the same order."""
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_what_stays_is_what_the_last_tokens_saw_most():
                 score = [float(torch.nn.functional.pad(seen[head], (2, 2))[i : i + 5].sum()) for i in range(start)]
                 best = sorted(range(start), key=score.__getitem__, reverse=True)[:5]
                 assert set(ours[layer, :, head].tolist()) == set(best)
-    assert target("llama").config._attn_implementation == "sdpa_tree"
+    assert target("llama").config._attn_implementation == "trees"
 
 
 def test_it_is_chosen_once_a_prompt_and_when_a_text_outgrows_the_budget():

@@ -1,5 +1,6 @@
 """Scaled dot-product attention under a tree mask: on a CPU by our kernels, else by torch."""
 
+import sys
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from transformers.masking_utils import sdpa_mask
 from treespec.model import kernels
 from treespec.model.masks import additive
 
-NAME = "sdpa_tree"
+NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
+CAPS_OR_SINKS = (
+    "gemma2",
+    "gpt_oss",
+)  # torch's sdpa has neither; transformers computes them step by step
 
 
 def tree_attention(
@@ -28,27 +33,33 @@ def tree_attention(
     additive. transformers' own function runs where the kernels do not.
     """
     n, t = query.shape[2], key.shape[2]
+    cap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
     if query.is_cpu and options.get("position_bias") is None:
         mask = attention_mask
         if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
             mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
         if mask is not None:
             mask = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
-            scale = options.get("scaling") or query.shape[-1] ** -0.5
-            if (own := kernels.attention(query, key, value, mask, scale)) is not None:
+            scale, beside = options.get("scaling") or query.shape[-1] ** -0.5, (cap, sinks)
+            if (own := kernels.attention(query, key, value, mask, scale, beside)) is not None:
                 return own, None
+        if cap or sinks is not None:
+            own = sys.modules[type(module).__module__].eager_attention_forward
+            return own(module, query, key, value, mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def take_trees(model: PreTrainedModel) -> None:
-    """Let a decoder with transformers' sdpa attention use `tree_attention`.
+    """Let a decoder with transformers' sdpa attention use `tree_attention`; on a CPU also one with
+    soft caps or sinks.
 
     Other parts of the model keep their attention: an audio tower may accept no other. Indexed
     attention keeps its own, as it leaves the index out in any but those that it knows.
     """
     config = model.config.get_text_config()
     indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    if config._attn_implementation == "sdpa" and not indexed:
+    beside = config.model_type in CAPS_OR_SINKS and model.device.type == "cpu" and kernels.library()
+    if (beside or config._attn_implementation == "sdpa") and not indexed:
         AttentionInterface.register(NAME, tree_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         decoder = model.get_decoder()

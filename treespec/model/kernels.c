@@ -317,11 +317,18 @@ INLINE F exponential(F x) {  // x <= 0; error below 2 units in the last place (C
 typedef struct {
   const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T]
   void *out;                     // [B, N, heads, DV]
+  const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
   long texts, heads, kv, n, columns, d, dv;
   long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
-  float scale;
+  float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
   int half, threads;
 } Attention;
+
+INLINE F capped(F x, float cap) {  // by exp(-2 |x / cap|), which is 1 at most
+  x /= cap;
+  F size = (F)((U)x & 0x7fffffffu), small = exponential(size * -2.0f), y = (1.0f - small) / (1.0f + small) * cap;
+  return (F)((U)y | ((U)x & 0x80000000u));
+}
 
 INLINE F larger(F a, F b) {
   I first = a > b;
@@ -446,6 +453,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       if (rows - r > LOW) scores(q + r * d, keys, sum, d, HIGH); else scores(q + r * d, keys, sum, d, LOW);
       for (int i = 0; i < MIN(HIGH, rows - r); i++) {
         F score = add(sum[i], all(a->scale), extra[r + i]);
+        if (a->cap) score = capped(sum[i] * a->scale, a->cap) + extra[r + i];
         *(F *)(s + (r + i) * stride + t * L) = score;
         largest[r + i] = larger(score, largest[r + i]);
       }
@@ -454,6 +462,11 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   for (int r = 0; r < rows; r++) {
     float most = largest[r][0];
     for (int c = 1; c < L; c++) most = largest[r][c] > most ? largest[r][c] : most;
+    if (a->sinks) {
+      float sink = get(a->sinks, head * groups + (first + r) / a->n, a->half);
+      most = sink > most ? sink : most;
+      total[r] = exponential(all(sink - most));
+    }
     largest[r] = all(most);
   }
 

@@ -36,8 +36,8 @@ POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 LINEAR = Struct("2P2l3i")  # `Linear` of kernels.c
 ATTENTION = Struct(
-    "5P18lf2i"
-)  # `Attention` of kernels.c: pointers, sizes, strides, scale, half, threads
+    "6P18l2f2i"
+)  # `Attention` of kernels.c: pointers, sizes, strides, scale, cap, half, threads
 
 
 @cache
@@ -136,17 +136,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    cap_and_sinks: tuple[float, Tensor | None] = (0.0, None),
 ) -> Tensor | None:
     """[B, N, heads, DV] attention of N nodes, or None where the kernels do not take these tensors.
 
     query: [B, heads, N, D]. key, value: [B, KV heads, T, D], [B, KV heads, T, DV].
     mask: [B or 1, 1, N, T] additive. Every node sees a column or more.
+    cap_and_sinks: the soft cap of the scores (Gemma 2), 0 for none; and scores [heads] that enter the
+    sum alone (gpt-oss).
     """
+    cap, sinks = cap_and_sinks
     tensors = query, key, value, mask
     if query.dtype == mask.dtype == torch.float16:
         q, k, v, hidden = (x.float() for x in tensors)
-        found = attention(q, k, v, hidden, scale)
+        found = attention(q, k, v, hidden, scale, cap_and_sinks)
         return None if found is None else found.half()
     (b, heads, n, d), (_, kv, columns, dv) = query.shape, value.shape
     whole = mask.shape in ((b, 1, n, columns), (1, 1, n, columns))  # nothing to broadcast
@@ -154,10 +162,11 @@ def attention(
     if not fit or library() is None:
         return None
     out = query.new_empty(b, n, heads, dv)
-    pointers = (x.data_ptr() for x in (*tensors, out))
+    sinks = None if sinks is None else sinks.to(query.dtype)
+    pointers = [x.data_ptr() for x in (*tensors, out)] + [0 if sinks is None else sinks.data_ptr()]
     strides = [*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]]
     strides += [mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)]
-    options = scale, HALF[query.dtype], torch.get_num_threads()
+    options = scale, cap, HALF[query.dtype], torch.get_num_threads()
     library().attention(
         ATTENTION.pack(*pointers, b, heads, kv, n, columns, d, dv, *strides, *options)
     )

@@ -174,19 +174,17 @@ LINES = [
 # Runs command lines one after the other where torch and transformers cannot be imported.
 SCRIPT = """
 import contextlib, io, json, sys
-from treespec.cli import main
+from typer.main import get_command
+from treespec.cli import app, run
+command = get_command(app)
 class Guard:
     def find_spec(self, name, *_):
         assert name not in ("torch", "transformers"), f"{name} is imported"
 sys.meta_path.insert(0, Guard())
 said = []
 for line in json.load(sys.stdin):
-    sys.argv = ["treespec", *line]
     with contextlib.redirect_stderr(io.StringIO()) as error:
-        try:
-            main()
-        except SystemExit as end:
-            said.append([end.code, error.getvalue()])
+        said.append([run(command, line), error.getvalue()])
 print(json.dumps(said))
 """
 

@@ -5,7 +5,7 @@ import torch
 from models import random_model, target
 from tiny_configs import MODELS, tiny
 
-from treespec.api.engine import SHARE, free_columns, free_memory
+from treespec.api.engine import SHARE, free_columns, free_memory, free_memory_of
 from treespec.model.target import Target
 
 
@@ -14,6 +14,10 @@ def test_a_column_counts_as_the_cache_stores_it(monkeypatch):
     monkeypatch.setattr("treespec.api.engine.free_memory", lambda: 1 << 20)
     with torch.inference_mode():
         assert free_columns(target("llama")) == (1 << 20) // (SHARE * 3 * 2 * 2 * 8 * 4)
+
+
+def test_a_device_that_does_not_tell_its_free_memory_has_any_number_of_columns():
+    assert free_memory_of(torch.device("meta")) is None
 
 
 def test_recurrent_states_of_a_full_batch_come_first(monkeypatch):

@@ -242,11 +242,19 @@ def free_columns(target: Target, texts: int = 1) -> int | None:
     size = sum(states.numel() * states.element_size() for states in storages)
 
     # 2. Free bytes, where the output layer lies, less the texts' recurrent states.
-    device = target.output_device
-    known = {"cpu": free_memory, "cuda": lambda: torch.cuda.mem_get_info(device)[0]}
-    if not size or device.type not in known:
-        return None
-    return max(known[device.type]() - texts * cache.state_bytes, 0) // (SHARE * size)
+    free = free_memory_of(target.output_device) if size else None
+    return None if free is None else max(free - texts * cache.state_bytes, 0) // (SHARE * size)
+
+
+def free_memory_of(device: torch.device) -> int | None:
+    """Bytes that a device has free; None where its backend does not tell."""
+    if device.type == "cpu":
+        return free_memory()
+    # torch 2.9 may tell of cuda alone.
+    tell = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
+    with suppress(RuntimeError, ValueError, AssertionError):  # no such call, or another backend
+        return int(tell(device)[0])
+    return None
 
 
 def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -214,7 +214,7 @@ def drawn(shape: StaticTree) -> Trees:
 
 def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
     """Seconds of each step, over interleaved rounds after one for warming up."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait = (lambda device: None) if device.type == "cpu" else torch.accelerator.synchronize
     seconds: list[list[float]] = [[] for _ in steps]
     begun = time.perf_counter()
     for done in range(rounds + 1):

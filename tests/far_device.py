@@ -3,8 +3,9 @@
 It stands for an accelerator where none is. `install` is for a process of its own: it stays for good.
 It uses torch's backend for devices written in Python, whose entrance has a private name.
 
-A wait: the host stops until the device has answered, as by `item`, `tolist`, a copy either way, and
-operations whose result has a size that the device decides. A launch: an operation that is no view.
+A wait: the host stops until the device has answered, as by `item`, `tolist`, a copy either way but
+those up from pinned memory with `non_blocking`, and operations whose result has a size that the
+device decides. A launch: an operation that is no view.
 """
 
 import sys
@@ -21,6 +22,7 @@ SIZED = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecuti
 ANSWERED = {"_local_scalar_dense", "equal", "is_nonzero"} | SIZED
 FREE = {"_local_scalar_dense", "detach", "alias", "_unsafe_view", "_reshape_alias"}  # launches nothing
 FREE |= {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+WHOLE = ("aten::scaled_dot_product_attention", "aten::linear", "aten::matmul")  # one launch each
 Generator = torch.Generator
 
 waits: "Counter[str]" = Counter()  # by operation and line
@@ -75,6 +77,10 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), options=None):
         options = options or {}
+        if operation._schema.name in ("aten::pin_memory", "aten::_pin_memory"):
+            pinned = args[0].clone()
+            pinned.pinned = True
+            return pinned
         concerned = is_far(options.get("device")) or any(map(is_far, inside((args, *options.values()))))
         return run(operation, args, options) if concerned else operation(*args, **options)
 
@@ -120,7 +126,7 @@ def line():
 def is_composite(operation):
     """Whether it is made of other operations."""
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
-    return kernel and not operation.name().startswith("aten::scaled_dot_product_attention")
+    return kernel and not operation.name().startswith(WHOLE)
 
 
 @cache
@@ -148,7 +154,8 @@ def run(operation, args, options):
     device = options.get("device")
     to_far = is_far(device) if device is not None else bool(far)
     if name in ("_to_copy", "copy_"):
-        if bool(others) if name == "copy_" else to_far != bool(far):
+        by_itself = options.get("non_blocking") and getattr(args[0], "pinned", False)
+        if not by_itself and (bool(others) if name == "copy_" else to_far != bool(far)):
             waits[f"copy {'up' if others else 'down'}{line()}"] += 1
     elif any(x.dim() for x in others) and far:
         raise RuntimeError(f"tensors of far and of cpu in {name}{line()}")

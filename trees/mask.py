@@ -23,6 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from treespec.trees.tree import sent
+
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     """[N, N] bool: row i marks node i and its ancestors.
@@ -39,16 +41,15 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     return above > 0
 
 
-def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Tensor:
+def attention_mask(ancestors: Tensor, places: Tensor) -> Tensor:
     """[B, N, end + N] bool: the columns of its own text and of its own tree that each node sees.
 
-    ancestors: [B, N, N] bool.
-    depth: [B, N] int64. A node stands at position length + depth of its text.
-    lengths: committed positions of each of the B texts. The trees start at column `end`, the
-    longest of them.
+    ancestors: [B, N, N] bool. places: [B, end + N] int64 (`positions`). A text ends where its root
+    stands.
     """
-    text_columns = committed(lengths, depth.device).expand(-1, depth.shape[1], -1)
-    return torch.cat([text_columns, ancestors], dim=2)
+    n = ancestors.shape[1]
+    text_columns = (places[:, :-n] < places[:, -n, None])[:, None]
+    return torch.cat([text_columns.expand(-1, n, -1), ancestors], dim=2)
 
 
 def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
@@ -79,15 +80,16 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[B, 1, end] bool: the columns that hold each text. end: the length of the longest."""
     columns = torch.arange(max(lengths), device=device)
-    ends = torch.tensor(lengths, device=device)[:, None, None]
-    return columns < ends
+    return columns < sent(lengths, device)[:, None, None]
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     """[B, end + N] int64: the position in its text of every cache column and of every tree node.
 
-    depth: [B, N] int64. lengths: as for `attention_mask`.
+    depth: [B, N] int64. A node stands at position length + depth of its text.
+    lengths: committed positions of each of the B texts. The trees start at column `end`, the
+    longest of them.
     """
     columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
-    roots = torch.tensor(lengths, device=depth.device)[:, None]
+    roots = lengths[0] if len(lengths) == 1 else sent(lengths, depth.device)[:, None]
     return torch.cat([columns, roots + depth], dim=1)

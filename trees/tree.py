@@ -2,10 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+
+def sent(values: Any, device: torch.device) -> Tensor:
+    """Numbers of the host, or a tensor of it, on a device. The host does not wait for their copy."""
+    tensor = torch.as_tensor(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.registry import SCHEMES, verifier_by_name
 from treespec.verify.scheme import Scheme
+from treespec.verify.walk import verdict_of
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
@@ -187,7 +188,8 @@ def verify(
     for name in verifiers.split(","):
         verifier: Any = verifier_by_name(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
-        ways = [verifier, verifier.at_once] if name in SCHEMES else [verifier]
+        at_once = lambda *given, by=verifier: verdict_of(by.at_once(*given))  # noqa: E731
+        ways = [verifier, at_once] if name in SCHEMES else [verifier]
         sides = {way: partial(milliseconds, partial(way, tree, p, generator)) for way in ways}
         times = [f"{ms:.1f}" for ms in medians(sides, rounds).values()]
         rows.append([f"`{name}`", *times, *[""] * (2 - len(ways))])

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from threading import RLock
 from typing import final
 
@@ -18,7 +19,7 @@ from treespec.files.locks import alone_with
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import node_paths
-from treespec.trees.tree import root_only
+from treespec.trees.tree import root_only, sent
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
 UNREAD = Verdict([], [0])
@@ -119,7 +120,7 @@ class Decoder:
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
-                roots = torch.tensor([text.root for text in texts], device=device)
+                roots = sent([text.root for text in texts], device)
                 trees = [root_only(root) for root in roots.split(1)]
                 if drafter:
                     for text in texts:
@@ -160,19 +161,20 @@ class Decoder:
                     text.distribution.grow(tokens[1:])
                 if drafter:
                     drafter.update([verdict.path for verdict in verdicts], outs)
+                    numbers = [*kept_tokens, *nodes]  # they go to the device in one copy
+                    parts = sent(list(chain(*numbers)), device).split(list(map(len, numbers)))
                     features = []
-                    for out, kept in zip(outs, nodes, strict=True):
+                    for out, kept, rows in zip(outs, nodes, parts[len(nodes) :], strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy
-                        rows = slice(len(kept)) if in_order else kept
-                        features.append(out.features[rows])  # [M, F]
-                    drafter.observe(features, [torch.tensor(t, device=device) for t in kept_tokens])
+                        features.append(out.features[slice(len(kept)) if in_order else rows])
+                    drafter.observe(features, parts[: len(nodes)])
 
             # 5. Pieces of the answers.
             answers: list[list[Piece]] = [[] for _ in texts]
             for row, text in enumerate(texts):
                 if not text.ended:
                     with text.failing():
-                        answers[row] = take(text, trees[row], verdicts[row], logits[row])
+                        answers[row] = take(text, verdicts[row], logits[row])
 
         # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
         for row, text in enumerate(texts):

@@ -14,7 +14,7 @@ from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.shaping.distribution import Distribution, Path
 from treespec.text.ending import Ending
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, sent
 from treespec.verify.walk import Verdict
 
 
@@ -43,15 +43,17 @@ def logprobs(
     logits: [N, V], the target's. nodes, tokens: [M]. top: most likely tokens of each.
     """
     # 1. In one copy to the host.
-    logs = logits[list(nodes)].float().log_softmax(-1)  # [M, V] log-probabilities
-    chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])
-    values, ids = logs.topk(min(top, logs.shape[1]))
-    numbers = torch.cat([chosen, values], dim=1).tolist()
+    rows, ids = sent([list(nodes), list(tokens)], logits.device)  # [M] each
+    logs = logits[rows].float().log_softmax(-1)  # [M, V] log-probabilities
+    values, best = logs.topk(min(top, logs.shape[1]))
+    numbers = torch.cat([logs.gather(1, ids[:, None]), values, best.double()], dim=1).tolist()
 
     # 2. By token.
     told = []
-    for token, (own, *others), most_likely in zip(tokens, numbers, ids.tolist(), strict=True):
-        told.append(TokenLogprob(token, own, tuple(zip(most_likely, others, strict=True))))
+    for token, (own, *others) in zip(tokens, numbers, strict=True):
+        half = len(others) // 2
+        most_likely = zip(map(int, others[half:]), others[:half], strict=True)
+        told.append(TokenLogprob(token, own, tuple(most_likely)))
     return told
 
 
@@ -197,7 +199,7 @@ class Request:
             self.error = error
 
 
-def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> list[Piece]:
+def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token.
 
     logits: [N, V], the target's.
@@ -208,8 +210,7 @@ def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> li
     text.stats.accepted.append(len(drafted) + len(own) - 1)
     text.stats.new_tokens += len(drafted) + len(own)
     text.stats.truncated = text.ending.truncated
-    levels = tree.depth.tolist()
-    text.stats.count_drafted([levels.count(depth) for depth in range(1, max(levels) + 1)])
+    text.stats.count_drafted(verdict.drafted)
 
     if text.distribution.stuck is not None and len(drafted) + len(own) > text.distribution.stuck:
         raise InputError(FORBIDDEN)

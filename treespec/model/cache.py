@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from treespec.trees.tree import sent
+
 
 class TreeLayer(CacheLayerMixin):
     """Preallocated storage of one attention layer. The next forward writes at column `length`.
@@ -76,7 +78,7 @@ class TreeLayer(CacheLayerMixin):
         storage = tuple(x.new_zeros(total, x.shape[1], capacity, x.shape[3]) for x in like)
         for layer, rows in parts:
             if layer.storage:
-                index = torch.tensor(rows, device=like[0].device)
+                index = sent(list(rows), like[0].device)
                 end = min(layer.length, capacity)
                 for states, old in zip(storage, layer.storage, strict=True):
                     copied = old[:, :, :end].index_select(0, index)
@@ -196,7 +198,7 @@ class TreeCache(Cache):
             row, source, place = torch.tensor(moves).T
             head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
             index = head * capacity + torch.stack([source, place])[:, None]
-            return index.flatten(1).to(device)
+            return sent(index.flatten(1), device)
 
         for layer in self.tree_layers if moves else ():
             for states in layer.storage:

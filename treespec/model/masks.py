@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.model.cache import TreeCache
-from treespec.trees.mask import attention_mask, chunk_mask, window_mask
+from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -104,25 +104,19 @@ class Chunk:
         | p q r s | 0 . . |    position 0 of the second sees   p q r s 0                 4 . .
 
     columns: the chunk's place among all new positions.
-    lengths: committed positions of each text.
     taken: positions of the chunk that each text has; the others are padding.
     """
 
     columns: slice
-    lengths: list[int]
     taken: list[int]
     depth: Tensor  # [B, n] int64: 0, 1, 2, …
-    causal: Tensor  # [B, n, n] bool
+    places: Tensor  # [B, T] int64: the position in its text of each column of cache and chunk
+    seen: Tensor  # [B, n, T] bool: the columns of cache and chunk that each new position sees
 
     @property
     def positions(self) -> Tensor:
         """[B, n] int64: the position in its text of each new token."""
-        return torch.tensor(self.lengths, device=self.depth.device)[:, None] + self.depth
-
-    @property
-    def seen(self) -> Tensor:
-        """[B, n, T] bool: the columns of cache and chunk that each new position sees."""
-        return attention_mask(self.causal, self.depth, self.lengths)
+        return self.places[:, -self.depth.shape[1] :]
 
 
 def causal_chunks(
@@ -142,6 +136,8 @@ def causal_chunks(
         taken = [max(0, min(count - start, n)) for count in counts]
         depth = torch.arange(n, device=device).expand(texts, n)
         causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(texts, n, n)
-        yield Chunk(slice(start, start + n), cache.lengths, taken, depth, causal)
+        places = positions(depth, cache.lengths)
+        seen = attention_mask(causal, places)
+        yield Chunk(slice(start, start + n), taken, depth, places, seen)
         cache.commit([range(kept) for kept in taken])
         start += n

@@ -160,8 +160,7 @@ class Target:
         features: list[Tensor] = []
         for part in causal_chunks(cache, counts or [length] * b, self.rows_beside):
             new = tokens[:, part.columns]
-            places = positions(part.depth, part.lengths)
-            features.append(self._forward(cache, new, places, part.seen, aux_layers)[1])
+            features.append(self._forward(cache, new, part.places, part.seen, aux_layers)[1])
         cache.mark()
         return torch.cat(features, 1)
 
@@ -210,7 +209,7 @@ class Target:
         """
         tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
         places = positions(depth, cache.lengths)
-        seen = attention_mask(ancestors, depth, cache.lengths)
+        seen = attention_mask(ancestors, places)
         hidden, features = self._forward(cache, tokens, places, seen, aux_layers)
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)

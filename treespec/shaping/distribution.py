@@ -123,7 +123,7 @@ class TargetDistributions:
 def node_paths(tree: TokenTree) -> list[Path]:
     """The path of every node. An absent draw counts as token 0: no text goes there."""
     paths: list[Path] = [()]
-    tokens, parents = tree.tokens.clamp_min(0).tolist(), tree.parents.tolist()
+    tokens, parents = torch.stack([tree.tokens.clamp_min(0), tree.parents]).tolist()
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append((*paths[parent], token))
     return paths

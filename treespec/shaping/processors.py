@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.shaping.options import LogitOptions
+from treespec.trees.tree import sent
 
 Paths: TypeAlias = Sequence[Sequence[int]]
 
@@ -56,8 +57,8 @@ class Bias(Unprompted):
     values: tuple[float, ...]
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        tokens = torch.tensor(self.tokens, device=logits.device)
-        values = logits.new_tensor(self.values)
+        tokens = sent(self.tokens, logits.device)
+        values = sent(torch.tensor(self.values, dtype=logits.dtype), logits.device)
         return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
@@ -76,8 +77,8 @@ class LeastTokens(Unprompted):
         early = [len(answer) + len(path) < self.least for path in paths]
         if not any(early):
             return logits
-        ends = torch.tensor(self.ends, dtype=torch.int64, device=logits.device)
-        rows = torch.tensor(early, device=logits.device)[:, None]
+        ends = sent(torch.tensor(self.ends, dtype=torch.int64), logits.device)
+        rows = sent(early, logits.device)[:, None]
         return logits.index_fill(1, ends, -torch.inf).where(rows, logits)
 
 
@@ -106,7 +107,7 @@ class Penalties:
         # 1. A column for each token that occurred, the prompt's first.
         occurring = dict.fromkeys(chain(self.prompt, answer, *paths))
         column = {token: i for i, token in enumerate(occurring)}
-        tokens = torch.tensor(list(column), dtype=torch.int64, device=logits.device)
+        tokens = sent(torch.tensor(list(column), dtype=torch.int64), logits.device)
 
         # 2. How often the answer and a row's own path hold it [N, C].
         in_answer = Counter(answer)
@@ -115,7 +116,7 @@ class Penalties:
         for row, path in enumerate(paths):
             for token in path:
                 counts[row, column[token]] += 1
-        counts = counts.to(logits.device)
+        counts = sent(counts, logits.device)
 
         # 3. Penalise these columns alone.
         columns = logits.index_select(1, tokens)  # [N, C]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from treespec.shaping.sampling import happens, sample
-from treespec.trees.tree import Drafts, TokenTree
+from treespec.trees.tree import Drafts, TokenTree, sent
 from treespec.verify.distributions import normalise, positive
 from treespec.verify.scheme import LayerScheme
-from treespec.verify.walk import Probabilities, Verdict, follow
+from treespec.verify.walk import Judging, Probabilities, Verdict, follow, verdict_of
 
 
 @final
@@ -43,11 +43,16 @@ class Layer:
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
+        return verdict_of(self.at_once(tree, p, generator))
+
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+        """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return follow(tree, sample(p[:], generator))
+            return (yield from follow(tree, sample(p[:], generator)))
         p = p[:]
         drafts, n = tree.drafts, len(p)
         nodes, tokens = drafts.nodes, drafts.draws.tokens
+        depths = (yield tree.depth[nodes]).tolist()
 
         # 1. A place for every node and every draw, and its depth.
         place = places_of_draws(tree, drafts)
@@ -55,7 +60,7 @@ class Layer:
         depth = torch.cat([tree.depth, depth_of_draws])  # [N + I K]
 
         # 2. Weights W and masses r of the layers.
-        weight, leaving, rest = self.descend(tree, drafts, place, p)
+        weight, leaving, rest = self.descend(drafts, depths, place, p)
         layers = torch.zeros(n + 1, dtype=weight.dtype, device=p.device)
         mass, total = (layers.index_add(0, depth, part) for part in (leaving, weight))
 
@@ -77,27 +82,27 @@ class Layer:
 
         # 6. The path to the node, in one copy to the host.
         above = torch.where(tree.ancestors[node], tree.tokens, -1).squeeze(0)
-        last, _, *carried = torch.cat([token, above]).tolist()
+        last, _, *carried = (yield torch.cat([token, above])).tolist()
         path = [i for i, carries in enumerate(carried, start=1) if carries >= 0]
         return Verdict(path, [*(carried[i - 1] for i in path), last])
 
     def descend(
-        self, tree: TokenTree, drafts: Drafts, place: Tensor, p: Tensor
+        self, drafts: Drafts, depths: list[int], place: Tensor, p: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The weights [N + I K] and masses of R [N + I K] of all places, and R [N, V].
 
-        Each row of R has a scale of its own. place: [I, K] (`places_of_draws`).
+        Each row of R has a scale of its own. depths: of the inner nodes. place: [I, K]
+        (`places_of_draws`).
         """
         # 1. The root has weight 1. Weights flow down, an inner layer at a time.
         weight = torch.zeros(len(p) + place.numel(), dtype=torch.float64, device=p.device)
         weight[0] = 1
         left_mass = torch.zeros_like(drafts.nodes, dtype=weight.dtype)
         rest = p.clone()
-        depths = tree.depth[drafts.nodes].tolist()
         for layer in sorted(set(depths)):
             # 2. The layer's inner nodes, and the share c of each.
             in_layer = [row for row, depth in enumerate(depths) if depth == layer]
-            rows = torch.tensor(in_layer, device=p.device)
+            rows = sent(in_layer, p.device)
             at = drafts.nodes[rows]
             total = weight[at].sum()
             share = weight[at, None] / positive(total)  # [F, 1]

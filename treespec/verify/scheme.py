@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.trees.static import StaticTree, eagle
-from treespec.trees.tree import Draws
+from treespec.trees.tree import Draws, sent
 from treespec.verify.facts import check_options
 
 Drawing = Literal["with replacement", "without replacement", "greedy", "tops and tail"]
@@ -82,7 +82,7 @@ class Scheme(Protocol):
         if isinstance(k, int):
             width, number = k, torch.full((len(q), 1), k, device=q.device)
         else:
-            width, number = int(k.max()), k.to(q.device)[:, None]
+            width, number = int(k.max()), sent(k, q.device)[:, None]
         check(self, width)
         return self.make(q, width, number, generator)
 

@@ -1,9 +1,9 @@
 """The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,16 @@ class Verdict:
 
     path: the accepted nodes from the root down, without the root.
     tokens: their tokens, then one more token from the target's distribution.
+    drafted: the tree's nodes at depth 1, 2, …, where `judge_all` counted them.
     """
 
     path: list[int]
     tokens: list[int]
+    drafted: list[int] = field(default_factory=list, compare=False)
+
+
+# Yields a tensor that the host must know, is sent it on the host, and returns the verdict.
+Judging: TypeAlias = Generator[Tensor, Tensor, Any]
 
 
 class Verifier(Protocol):
@@ -36,6 +42,8 @@ class Verifier(Protocol):
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
     any_tree: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
+    It may have a method `at_once` with the same arguments, as `Walk` has: a `Judging` for devices
+    that the host must not wait for often. Those of all sequences are read together.
     """
 
     @property
@@ -70,9 +78,11 @@ class Walk:
         return self.scheme.name
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
+        if p.device.type == "cpu":
+            return self.step_by_step(tree, p, generator)
+        return verdict_of(self.at_once(tree, p, generator))
 
-    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
         return follow(tree, sample(self.plans(tree, p), generator))
 
     def step_by_step(
@@ -144,22 +154,48 @@ def by_token(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
     return child_of
 
 
-def follow(tree: TokenTree, choice: Tensor) -> Verdict:
+def follow(tree: TokenTree, choice: Tensor) -> Judging:
     """The path from the root along the tokens chosen at the nodes.
 
     choice: [N] int64, an output token for each node; at temperature 0 the target's most likely one.
     """
-    return follow_all([tree], [choice])[0]
+    links = yield torch.stack([tree.parents, tree.tokens, choice])
+    return path_along(by_token(links.mT.tolist()), links[2].tolist().__getitem__)
 
 
-def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Verdict]:
-    """`follow` in each of several trees; the host waits once."""
-    columns = [
-        torch.stack([tree.parents, tree.tokens, choice])
-        for tree, choice in zip(trees, choices, strict=True)
-    ]
-    links = torch.cat(columns, dim=1).mT.cpu().split([len(tree.tokens) for tree in trees])
-    return [path_along(by_token(rows.tolist()), rows[:, 2].tolist().__getitem__) for rows in links]
+def counted(tree: TokenTree) -> Judging:
+    """The number of nodes at depth 1, 2, …"""
+    depths = (yield tree.depth).tolist()
+    return [depths.count(depth) for depth in range(1, max(depths) + 1)]
+
+
+def together(judgings: Sequence[Judging]) -> list[Any]:
+    """What each returns, or the error of it. What they yield is read in one copy: the host waits once."""
+    found: dict[int, Any] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(judgings)))
+    while answers:
+        asked: dict[int, Tensor] = {}
+        for row, answer in answers.items():
+            try:
+                asked[row] = judgings[row].send(answer)
+            except StopIteration as end:
+                found[row] = end.value
+            except Exception as error:  # of this one; the others go on
+                found[row] = error
+        parts = [tensor.flatten() for tensor in asked.values()]
+        read = torch.cat(parts).cpu().split(list(map(len, parts))) if parts else ()
+        answers = {
+            row: numbers.view(asked[row].shape) for row, numbers in zip(asked, read, strict=True)
+        }
+    return [found[row] for row in range(len(judgings))]
+
+
+def verdict_of(judging: Judging) -> Verdict:
+    """The verdict of one alone."""
+    (found,) = together([judging])
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
@@ -184,27 +220,34 @@ def judge_all(
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
     """A verdict for each sequence's tree, or the error at it. logits: by sequence [N, V], the target's."""
-    # 1. Greedy sequences without processors: the host waits once for all of them.
-    at_once = [row for row, by in enumerate(distributions) if by.greedy and not by.shapers]
-    choices = [greedy_choice(logits[row]) for row in at_once]
-    found = follow_all([trees[row] for row in at_once], choices) if at_once else []
-    verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, found, strict=True))
+    # 1. All are judged together. Each reads the rows that its verifier visits.
+    rows = zip(logits, distributions, trees, strict=True)
+    targets = [TargetDistributions(*row) for row in rows]
+    parts = zip(trees, targets, generators, strict=True)
+    judgings = [judged(verifier, *part) for part in parts]
+    found = together([*judgings, *map(counted, trees)])
 
-    # 2. All others, one after another, by the rows that the verifier visits.
-    for row in sorted({*range(len(trees))} - {*at_once}):
-        tree, by = trees[row], distributions[row]
-        p = TargetDistributions(logits[row], by, tree)
-        try:
-            if by.greedy:
-                verdict = path_along(children_by_token(tree), partial(_choice, p))
-            else:
-                verdict = verifier(tree, p, generators[row])
-        except Exception as error:  # of this sequence's processors or verdict; the others go on
-            verdicts[row] = error
-            continue
-        verdicts[row], path = verdict, [0, *verdict.path]
-        by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
-    return [verdict for _, verdict in sorted(verdicts.items())]
+    # 2. What they say, and where every token is forbidden.
+    verdicts = list[Verdict | Exception]()
+    for row, (by, p, verdict) in enumerate(zip(distributions, targets, found, strict=False)):
+        if not isinstance(verdict, Exception):
+            path = [0, *verdict.path]
+            by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
+            verdict = replace(verdict, drafted=found[len(trees) + row])
+        verdicts.append(verdict)
+    return verdicts
+
+
+def judged(
+    verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
+) -> Judging:
+    """A sequence's verdict, by the verifier or, at temperature 0, by the most likely tokens."""
+    at_once = None if p.device.type == "cpu" else getattr(verifier, "at_once", None)
+    if p.by.greedy and not p.by.shapers:
+        return (yield from follow(tree, greedy_choice(p.raw)))
+    if p.by.greedy:
+        return path_along(children_by_token(tree), partial(_choice, p))
+    return (yield from at_once(tree, p, generator)) if at_once else verifier(tree, p, generator)
 
 
 def _choice(p: TargetDistributions, node: int) -> int:

@@ -20,7 +20,7 @@ from treespec.heads.hydra import HydraHead
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
-from treespec.trees.mask import committed, positions
+from treespec.trees.mask import committed
 
 AHEAD = 16  # levels whose angles are computed together
 Places = Sequence[Tensor]
@@ -184,9 +184,8 @@ class BlockProposer(AtOnceProposer):
         b, n = tokens.shape
         size, device = 0 if roots is None else self.head.block, chunk.depth.device
         taken = torch.tensor(chunk.taken, device=device)[:, None]
-        places = positions(chunk.depth, chunk.lengths)
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
-        places = torch.cat([places, after], dim=1)
+        places = torch.cat([chunk.places, after], dim=1)
 
         # 2. What the rows see, [B, n + S, T]: the block's see what the last pair sees, and the block.
         new = (torch.arange(n, device=device) < taken)[:, None]

@@ -16,7 +16,6 @@ from test_export import saved
 from test_formats import DRAFTED, EIGHT
 from transformers import LlamaConfig
 
-from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.export import export
 
 TOKENS = torch.randint(3, 64, (1, 12), generator=seeded(2))
@@ -51,6 +50,12 @@ def exported(head, to, folder):
     return folder / "out"
 
 
+def theirs_of(cnets, out, **options):
+    """SafeAILab/EAGLE's model for an exported head, without its weights."""
+    config = json.loads((out / "config.json").read_text())
+    return cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None), **options).eval()
+
+
 SPECULATED = [
     ({"norm_before_residual": residual}, drafted) for residual in (False, True) for drafted in (None, DRAFTED)
 ]
@@ -83,8 +88,7 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     cnets = pytest.importorskip("eagle.model.cnets", exc_type=ImportError)
     head = moved(random_eagle3(EIGHT, drafted=drafted))
     out = exported(head, "eagle", tmp_path)
-    config = json.loads((out / "config.json").read_text())
-    theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None)).eval()
+    theirs = theirs_of(cnets, out)
     if drafted is None:
         del theirs.d2t, theirs.t2d  # as their loader does
     theirs.load_state_dict(load_file(out / "model.safetensors"))
@@ -104,28 +108,7 @@ def test_safeailabs_eagle1_gives_the_features(tmp_path):
     cnets = pytest.importorskip("eagle.model.cnets1", exc_type=ImportError)
     head = moved(random_head(EIGHT))
     export(saved(head, tmp_path / "head"), "eagle", tmp_path / "out", EIGHT.model.config)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None), bias=config["bias"]).eval()
+    theirs = theirs_of(cnets, tmp_path / "out", bias=True)
     theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     features = EIGHT.features(TOKENS)[:, :N]
     agree(theirs(features, TOKENS[:, 1:]), head.step(TOKENS[:, 1:], features, torch.arange(N)))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layers, arch", [(1, "mlp"), (4, "prefix-mlp")])
-def test_hydras_own_file_gives_hydras_logits(layers, arch, tmp_path):
-    module = pytest.importorskip(f"hydra.model.hydra_heads.{arch.replace('-', '_')}_head", exc_type=ImportError)
-    base = EIGHT.model.config.__class__(**EIGHT.model.config.to_dict() | {"attn_implementation": "eager"})
-    base.pretraining_tp, base.rope_parameters = 1, None  # as their transformers has them
-    make = module.HydraMLP if arch == "mlp" else module.HydraPrefixMLP
-    theirs = moved(make(layers, 4, True, EIGHT.model.get_input_embeddings(), base))
-    torch.save(theirs.state_dict(), tmp_path / "hydra_lm_head.pt")
-    config = {"hydra_num_heads": 4, "hydra_num_layers": layers, "hydra_head_arch": arch, "grounded_heads": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    features, embeddings = EIGHT.features(TOKENS), EIGHT.embeddings(TOKENS)
-    kept = torch.arange(N + 1)[None] < N - 4  # theirs turns the tokens round at the end
-    given = torch.cat([embeddings[:, 1:], embeddings[:, :4]], dim=1)[:, : N + 4]
-    head = load_head(tmp_path)
-    ours = zip(head.output_layers, head(features, given, kept.expand(4, 1, -1)), strict=True)
-    for logits, (layer, own) in zip(theirs(features, TOKENS)[0], ours, strict=True):
-        agree(logits[kept], layer(own))

@@ -56,7 +56,7 @@ def milliseconds(act: Callable[[], object]) -> float:
 
 def medians(sides: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
     """The median of what each side gives; the sides take turns, after a round that warms up."""
-    found: dict[Any, list[float]] = {side: [] for side in sides}
+    found = {side: list[float]() for side in sides}
     for _ in range(1 + rounds):
         for side, act in sides.items():
             found[side].append(act())
@@ -170,7 +170,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
         return [weight]
 
     plain = [part for weight in model.parameters() for part in parts(weight)]
-    stored = {id(x) if x.is_mkldnn else x.untyped_storage().data_ptr(): x for x in plain}
+    stored = {part.untyped_storage().data_ptr(): part for part in plain}
     return sum(part.numel() * part.element_size() for part in stored.values())
 
 

@@ -21,12 +21,12 @@ from treespec.text.strings import common_prefix
 AT_ONCE = 16  # outputs of one prompt in one call of model.generate
 # Fields of a generation config that are options of treespec, or that change no token.
 OWN = {
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-    *("transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate"),
-    *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
-    *("num_return_sequences", "disable_compile", "_from_model_config"),
-}
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens",
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate",
+    "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    "num_return_sequences", "disable_compile", "_from_model_config",
+}  # fmt: skip
 NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no token
 
 

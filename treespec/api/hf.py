@@ -44,17 +44,17 @@ log = logging.getLogger(__name__)
 CANNOT = "treespec.api.hf.Trees cannot do {}: leave it out, or leave out custom_generate"
 # Options of `generate` that ask for another decoding method, or for what trees do not keep.
 REFUSED = (
-    *("num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens"),
-    *("assistant_early_exit", "guidance_scale", "encoder_repetition_penalty"),
-    *("encoder_no_repeat_ngram_size", "output_scores", "output_logits"),
-    *("output_attentions", "output_hidden_states"),
-)
+    "num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "guidance_scale", "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size", "output_scores", "output_logits",
+    "output_attentions", "output_hidden_states",
+)  # fmt: skip
 AT_ONE = ("num_beams", "guidance_scale", "encoder_repetition_penalty")  # they ask for nothing at 1
 # What `generate` hands to every decoding method beside the options.
 UNDERSTOOD = (
-    *("attention_mask", "position_ids", "past_key_values", "use_cache"),
-    *("logits_to_keep", "cache_position"),
-)
+    "attention_mask", "position_ids", "past_key_values", "use_cache",
+    "logits_to_keep", "cache_position",
+)  # fmt: skip
 # The last steps of a distribution, in the order that `SamplingParams` has too, and their attributes.
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",

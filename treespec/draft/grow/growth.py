@@ -65,7 +65,7 @@ class Nodes:
 
     def __init__(self, root: Tensor) -> None:
         """root: [1] int64, on the device that the tree is for."""
-        self.tokens, self.above = [root], list[Tensor]()
+        self.tokens, self.above = [root], [root.new_zeros(0)]
         self.first = 0  # number of the first node of the last level
 
     def add(self, tokens: Tensor, above: Tensor) -> None:
@@ -98,7 +98,7 @@ class Nodes:
         kept = torch.arange(len(tokens)) if kept is None else kept
         kept = kept.to(tokens.device)
         links = connect(kept, pad(parents, (1, 0)))
-        ancestors = ancestor_mask(links, len(self.above))
+        ancestors = ancestor_mask(links, len(self.tokens) - 1)
         return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
 
 

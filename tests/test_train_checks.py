@@ -1,6 +1,5 @@
 """What training refuses of its files and options, in a line that names the file or option."""
 
-import gzip
 import re
 import shutil
 from dataclasses import replace
@@ -28,7 +27,7 @@ def no_target(monkeypatch):
 @pytest.mark.parametrize(
     "name, content, complaint",
     [
-        ("data.jsonl.gz", gzip.compress(b"of some length " * 9)[:-9], "cannot read .*data.jsonl.gz: .* fetch it again"),
+        ("data.jsonl.gz", b"\x1f\x8b\x08\x00", "cannot read .*data.jsonl.gz: .* fetch it again"),
         ("notes.txt", b"Some notes.\nOf two lines.\n", "notes.txt:1: not valid JSON.*one conversation a line"),
         ("deep.jsonl", b'{"messages": ' + b"[" * 100_000, "deep.jsonl:1: not valid JSON"),
     ],

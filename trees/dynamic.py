@@ -25,18 +25,16 @@ class AutoTree(Policy):
         R T(n)                        1   1.1 1.2 1.5 2.0 2.5
         E - R T(n)                    0   .6  1.0 1.0 .7  .3      take three nodes
 
-    That holds for the most likely tokens. The number of draws at a node must not depend on the drawn
-    tokens. So for sampled children the tree is one of Sequoia's: the one with most tokens a second by
-    the acceptance rates so far.
+    Its children are a function of the draft's scores. The number of draws at a node must not depend on
+    the drawn tokens, so the tree does not take draws.
 
     The limits of the trees that the cost model may choose (`treespec.draft.grow.auto`):
     nodes: the largest N, root included.
     depth: the largest number of levels of drafted tokens.
-    topk: where children are the most likely tokens, the largest number of nodes expanded per level,
-    and of children per node.
+    topk: the largest number of nodes expanded per level, and of children per node.
     """
 
-    name, timed = "auto", True
+    name, timed, may_draw = "auto", True, False
     ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
 
     nodes: int = 64

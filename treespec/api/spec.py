@@ -11,7 +11,6 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.cost.measure import measured_costs
 from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.drafter import Proposer
-from treespec.draft.pairing import verifier_for
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
@@ -55,7 +54,7 @@ class Spec:
         self.source = origin = None if source is None else source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
-        self.verifier = verifier_for(named, wanted)
+        self.verifier = named
         self.times: CostBy = measured_costs(target, self.proposer, times)
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted

@@ -19,6 +19,7 @@ from treespec.files.locks import alone_with
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import node_paths
+from treespec.shaping.noise import Noise
 from treespec.trees.tree import root_only, sent
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
@@ -103,6 +104,12 @@ class Decoder:
             rows.clear()
         self.sound = False
         began = time.perf_counter()
+        for text in entering:
+            if self.verifier.coupled and not text.distribution.greedy:
+                noise = Noise(
+                    text.generator.initial_seed(), self.target.vocab_size, self.target.output_device
+                )
+                text.distribution.noise = noise
         rows.exchange(entering, self.stretch)
         entered = time.perf_counter()
         pieces = self._cycle() if rows.running else []

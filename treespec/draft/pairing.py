@@ -14,10 +14,9 @@ from treespec.options import MANY, refuse
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
-from treespec.verify.facts import SCHEMES, Facts, Known
+from treespec.verify.facts import Facts, Known
 
 if TYPE_CHECKING:
-    from treespec.draft.calibration import Calibration
     from treespec.verify.scheme import Scheme
     from treespec.verify.walk import Verifier
 
@@ -77,33 +76,14 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
     )
 
 
-def default_tree(
-    scheme: "Scheme", deepest: int | None, calibration: "Calibration | None", any_tree: bool
-) -> Policy:
-    """The tree without `--tree`: one chosen by its cost where acceptance rates are known, else the scheme's.
+def default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
+    """The tree without `--tree`: one chosen by its cost for children that are not drawn, else the scheme's.
 
-    Rates are known for deterministic children. With a head's calibration they are known for draws
-    that are accepted in turn.
-    deepest: levels that can be drafted; None: any number. any_tree: whether the verifier takes any
-    tree; then `auto` guesses unknown rates and learns them from the text.
+    deepest: levels that can be drafted; None: any number.
     """
-    calibrated = calibration is not None and bool(calibration.rates)
-    if any_tree or scheme.deterministic or (scheme.accepted_in_turn and calibrated):
+    if scheme.deterministic:
         return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
     return scheme.default_tree.cut(deepest) if deepest else scheme.default_tree
-
-
-def by_rank(verifier: "Known | Verifier", tree: Policy | None) -> bool:
-    """Whether `auto` stands for `topk`, as it does with a tree of the most likely tokens."""
-    return verifier.any_tree and tree is not None and tree.reranks
-
-
-def verifier_for(verifier: "Verifier", tree: Policy | None) -> "Verifier":
-    """The verifier that `auto` stands for."""
-    from treespec.verify.topk import TopK
-    from treespec.verify.walk import Walk
-
-    return Walk(TopK()) if by_rank(verifier, tree) else verifier
 
 
 def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | None) -> None:
@@ -115,8 +95,8 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
     if spec.kind.one_hot:
         check_one_hot(spec.kind.name, verifier, tree)
         return
-    scheme = SCHEMES["topk"] if by_rank(verifier, tree) else verifier.scheme
-    check_fit(tree or chain(1), scheme, model_of(spec))  # a default tree fits its verifier and head
+    # a default tree fits its verifier and head
+    check_fit(tree or chain(1), verifier.scheme, model_of(spec))
 
 
 def model_of(spec: DrafterSpec) -> DraftModel:
@@ -137,7 +117,7 @@ def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
     where all schemes agree.
     """
-    takes = verifier.scheme.deterministic or verifier.any_tree
+    takes = verifier.scheme.deterministic
     refuse(
         {
             f"{name} hands over given tokens, which have no draft distribution for verifier "

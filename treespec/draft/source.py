@@ -66,12 +66,11 @@ class Source:
         times: measures when it is called first. Raises InputError for a tree and verifier that do
         not go with it.
         """
-        any_tree = verifier.any_tree
         if not isinstance(own := self.drafting, Proposer):
             if own.one_hot:
                 check_one_hot(self.name, verifier, tree)
-            return own.with_times(times) if any_tree else own.new()
-        policy = tree or default_tree(verifier.scheme, own.max_depth, calibration, any_tree)
+            return own.with_times(times) if verifier.coupled else own.new()
+        policy = tree or default_tree(verifier.scheme, own.max_depth)
         cache = self.cache and (self.cache.with_times(times) if policy.timed else self.cache.new())
         return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
 

@@ -30,6 +30,7 @@ from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
+from treespec.shaping.options import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.scheme import Scheme
@@ -85,12 +86,13 @@ class TreeDrafter(ForcedDrafter):
         self.chains = [distribution.forced() for distribution in distributions]
         self.distributions, self.now = distributions, now
         self.paths: list[list[Path]] = [[] for _ in distributions]
+        self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
 
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
         each = roots.split(1)
         self.offers = [self._offer(row, root) for row, root in enumerate(each)]
         pauses = [
-            offer is not None or builder.pauses(by.params, by.neighbours(len(each))) or by.over
+            offer is not None or builder.pauses(by.params, len(each)) or by.over
             for offer, builder, by in zip(self.offers, self.builders, distributions, strict=True)
         ]
 
@@ -119,7 +121,7 @@ class TreeDrafter(ForcedDrafter):
         by = self.distributions[row]
         if not self.cache or by.over:
             return None
-        model, last = self.cache.cost_model(row, by), [*root.tolist(), *self.chains[row]]
+        model, last = self.cache.cost_model(row), [*root.tolist(), *self.chains[row]]
         guess = self.cache.guess(row, last, torch.Generator(), model)
         nodes = 1 + len(guess.tokens)
         preferred = nodes > 1 and self.builders[row].choice.prefers_cache(guess.score, nodes, model)
@@ -153,8 +155,10 @@ class TreeDrafter(ForcedDrafter):
             self.paths[row] = [tuple(chain)]
             logits = self._shaped(row, logits)
         if proposer.at_once:
-            builder.ahead = lambda: proposer.levels(row)[len(chain) :]
-        return (yield from builder.grow(root, logits, by.params, generator))
+            builder.ahead = lambda: self._ahead(row)
+        params = SamplingParams() if by.noise else by.params
+        self.depths[row] = len(chain) - 1
+        return (yield from builder.grow(root, self._scored(row, logits), params, generator))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Draft one level of all trees, time it, and shape the logits by the path to each node."""
@@ -167,7 +171,24 @@ class TreeDrafter(ForcedDrafter):
                 links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
                 self.paths[row] = [(*above[parent], token) for parent, token in links]
                 logits[row] = self._shaped(row, logits[row])
+            if row in self.depths:
+                logits[row] = self._scored(row, logits[row])
         return logits
+
+    def _scored(self, row: int, logits: Tensor) -> Tensor:
+        """[F, N] draft logits of the next level, or their scores by noise: the largest are the children."""
+        by = self.distributions[row]
+        self.depths[row] += 1
+        return by.scores(logits, self.depths[row], self.proposer.vocabulary) if by.noise else logits
+
+    def _ahead(self, row: int) -> Tensor:
+        """[D, N] draft logits or scores of all levels of a sequence's tree."""
+        above, by = len(self.chains[row]), self.distributions[row]
+        levels = self.proposer.levels(row)[above:]
+        if not by.noise:
+            return levels
+        rows = enumerate(levels.split(1), above)
+        return torch.cat([by.scores(own, depth, self.proposer.vocabulary) for depth, own in rows])
 
     def _shaped(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from treespec.shaping.grammar import GrammarShaper
+from treespec.shaping.noise import Noise
 from treespec.shaping.processors import Shaper
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.shaping.sampling import SamplingParams, greedy_choice, probs, truncated
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
@@ -21,8 +22,9 @@ class Distribution:
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
     after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
     logits stay as they are, until the decoder ends the text. reported: the shaped draft logits of the
-    present cycle by path, where someone listens; None where nobody does. stuck: tokens of the
-    present cycle before the one at which every token is forbidden; None: there is none. over:
+    present cycle by path, where someone listens; None where nobody does. noise: by which it is sampled;
+    None: by draws, or not at all. stuck: tokens of the present cycle before the one at which every token
+    is forbidden; None: there is none. over:
     whether the present cycle's forced tokens end the text.
     """
 
@@ -31,6 +33,7 @@ class Distribution:
     ) -> None:
         """seeded: whether the caller chose the seed of the draws."""
         self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
+        self.noise: Noise | None = None
         self.grammar: GrammarShaper | None = None  # the one among the shapers that forces tokens
         self.answer: list[int] = []
         self.error: Exception | None = None
@@ -42,18 +45,24 @@ class Distribution:
     def greedy(self) -> bool:
         return self.params.greedy
 
-    def neighbours(self, texts: int) -> int:
-        """The number of texts for which trees are chosen, in a batch of this many.
-
-        Draws depend on the tree that they are made in. A caller who chooses their seed gets the same
-        answer in any batch, so those trees are chosen as if the text ran alone.
-        """
-        return 1 if self.seeded and not self.greedy else texts
-
     def grow(self, tokens: Sequence[int]) -> None:
         """The answer grew by these tokens."""
+        if self.noise:
+            self.noise.position += len(tokens)
         if self.shapers:
             self.answer += tokens
+
+    def scores(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
+        """[F, N] log-probabilities up to a constant, with the noise of the tokens below nodes of this depth.
+
+        The output is the token with the largest score. Rows of one distribution stay views of one row.
+        logits: [F, N] shaped. vocabulary: [N] the tokens, in order; None: all V.
+        """
+        assert self.noise
+        rows = logits[:1] if logits.stride(0) == 0 else logits
+        rows = truncated(rows if rows.dtype == torch.float64 else rows.float(), self.params)
+        noise = self.noise.at(depth)
+        return (rows + (noise if vocabulary is None else noise[vocabulary])).expand_as(logits)
 
     def forced(self) -> list[int]:
         """The tokens that must follow the answer, as far as a grammar leaves no choice.
@@ -111,6 +120,11 @@ class TargetDistributions:
         empty = shaped.amax(-1) == -torch.inf  # [M]
         self.forbidden |= {node for node, none in zip(nodes, empty.tolist(), strict=True) if none}
         return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
+
+    def choice(self, node: int, depth: int) -> int:
+        """The output at a node, without draws: the most likely token, or by the noise."""
+        logits = self.logits(slice(node, node + 1))
+        return int(greedy_choice(self.by.scores(logits, depth) if self.by.noise else logits))
 
     def __len__(self) -> int:
         return len(self.raw)

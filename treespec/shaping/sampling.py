@@ -30,7 +30,17 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
 
-    # 2. Temperature, top-k and top-p on logits.
+    # 2. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
+    # infinite reciprocal.
+    p = truncated(logits, params).softmax(-1)
+    return torch.threshold_(p, torch.finfo(p.dtype).tiny, 0.0)
+
+
+def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probabilities up to a constant: temperature above 0, then top-k, top-p and min-p, each after the others.
+
+    logits: [..., V] float32 or float64. Returns the same shape, -inf for tokens that are left out.
+    """
     if params.temperature != 1:
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
@@ -42,15 +52,10 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         drop[..., -1] = False
         logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -math.inf)
 
-    # 3. min-p on probabilities.
-    p = logits.softmax(-1)
     if params.min_p > 0:
-        p = p.masked_fill(p < params.min_p * p.amax(-1, keepdim=True), 0.0)
-        p = p / p.sum(-1, keepdim=True)
-
-    # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
-    # infinite reciprocal.
-    return torch.threshold_(p, torch.finfo(p.dtype).tiny, 0.0)
+        least = logits.amax(-1, keepdim=True) + math.log(params.min_p)
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return logits
 
 
 def greedy_choice(logits: Tensor) -> Tensor:

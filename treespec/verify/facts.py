@@ -70,20 +70,21 @@ class Known:
     """A verifier by its name.
 
     loads: "module:NAME" of the `Verifier`, or of its class where `over` names a scheme to make it over.
-    any_tree: whether it takes any tree (`Verifier.any_tree`).
+    coupled: as `Verifier.coupled`.
     """
 
     name: str
     scheme: Facts
     loads: str
-    any_tree: bool = False
+    coupled: bool = False
     over: str = ""
 
 
 BEYOND_THE_NODE: dict[str, Known] = {
     known.name: known
     for known in (
-        Known("auto", SCHEMES["rrs-wo"], "treespec.verify.traversal:AUTO", any_tree=True),
+        Known("auto", SCHEMES["topk"], "treespec.verify.gumbel:AUTO", coupled=True),
+        Known("gumbel", SCHEMES["topk"], "treespec.verify.gumbel:GUMBEL", coupled=True),
         Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
         Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
     )

@@ -35,7 +35,7 @@ class Layer:
     """
 
     scheme: LayerScheme
-    any_tree = False
+    coupled = False
 
     @property
     def name(self) -> str:

@@ -60,7 +60,6 @@ class Optimal(SureScheme, LayerScheme):
     """
 
     name = "optimal"
-    accepted_in_turn = True
     random_draws = "independent"
     equal_draws = True
 

@@ -76,7 +76,6 @@ class RRSWithoutReplacement(SureScheme):
     name = "rrs-wo"
     drawing = "without replacement"
     random_draws = "without replacement"
-    accepted_in_turn = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         if width == 1:

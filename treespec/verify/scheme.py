@@ -53,9 +53,6 @@ class Scheme(Protocol):
     layered: ClassVar[bool] = False
     """Whether the scheme is a `LayerScheme`."""
 
-    accepted_in_turn: ClassVar[bool] = False
-    """Whether a head's calibrated rates hold: distinct draws, accepted one after another."""
-
     @property
     def drawing(self) -> Drawing | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`).

@@ -88,5 +88,4 @@ class Single(Greedy):
     drawing = "with replacement"
     random_draws = "independent"
     max_draws = 1
-    accepted_in_turn = True
     default_tree = chain(5)

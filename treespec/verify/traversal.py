@@ -55,7 +55,7 @@ class Traversal:
 
     name: str
     scheme: Scheme
-    any_tree: bool = False
+    coupled = False
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -66,9 +66,6 @@ class Traversal:
 
 TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
 BLOCK = Traversal("block", Single())
-# The default verifier. A cycle's tree depends on the text's past alone (`treespec.draft.grow.auto`), and
-# sampled children are drawn as for `rrs-wo`; so it is lossless for the tree that each cycle's cost chooses.
-AUTO = Traversal("auto", RRSWithoutReplacement(), any_tree=True)
 
 
 def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator) -> Verdict:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -41,7 +40,8 @@ class Verifier(Protocol):
 
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
-    any_tree: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
+    coupled: whether the output at a position is a function of the target and the seed alone (`gumbel`), so that
+    each cycle's tree may be chosen by its cost.
     It may have a method `at_once` with the same arguments, as `Walk` has: a `Judging` for devices
     that the host must not wait for often. Those of all sequences are read together.
     """
@@ -51,7 +51,7 @@ class Verifier(Protocol):
     @property
     def scheme(self) -> Scheme: ...
     @property
-    def any_tree(self) -> bool: ...
+    def coupled(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -71,11 +71,12 @@ class Walk:
     """
 
     scheme: Scheme
-    any_tree = False
+    known_as: str = ""
+    coupled: bool = False
 
     @property
     def name(self) -> str:
-        return self.scheme.name
+        return self.known_as or self.scheme.name
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
@@ -241,15 +242,14 @@ def judge_all(
 def judged(
     verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
 ) -> Judging:
-    """A sequence's verdict, by the verifier or, at temperature 0, by the most likely tokens."""
+    """A sequence's verdict, by the verifier; at temperature 0 and with noise by the largest scores."""
     at_once = None if p.device.type == "cpu" else getattr(verifier, "at_once", None)
     if p.by.greedy and not p.by.shapers:
         return (yield from follow(tree, greedy_choice(p.raw)))
-    if p.by.greedy:
-        return path_along(children_by_token(tree), partial(_choice, p))
+    if p.by.greedy or p.by.noise:
+        depth = (yield tree.depth).tolist()
+        if p.device.type == "cpu":
+            return path_along(children_by_token(tree), lambda node: p.choice(node, depth[node]))
+        scores = [p.by.scores(p.logits(slice(n, n + 1)), at) for n, at in enumerate(depth)]
+        return (yield from follow(tree, greedy_choice(torch.cat(scores))))
     return (yield from at_once(tree, p, generator)) if at_once else verifier(tree, p, generator)
-
-
-def _choice(p: TargetDistributions, node: int) -> int:
-    """The most likely token at a node."""
-    return int(greedy_choice(p.logits(node)))

@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from treespec.draft.cost.model import Cost, CostBy, kept_cost
 from treespec.draft.drafter import Proposer
-from treespec.draft.grow.builder import Ranked, TreeBuilder
-from treespec.draft.grow.growth import Growing, Growth, grow_together
+from treespec.draft.grow.builder import Ranked
+from treespec.draft.grow.growth import Growing, grow_together
 from treespec.files.downloads import cache_folder
 from treespec.model import kernels
 from treespec.model.processor import processor
@@ -28,10 +28,8 @@ from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import TokenTree
-from treespec.verify.rrs import RRSWithoutReplacement
-from treespec.verify.traversal import AUTO
+from treespec.verify.gumbel import AUTO
 from treespec.verify.walk import judge_all
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -39,9 +37,7 @@ MANY = 256  # nodes of a batch; measured where the context has room for them
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
-SURE = 1e4  # a logit above or below all of a model's
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
-SMALLER, LARGER = balanced(2, 2), balanced(2, 3)  # the first has SMALL nodes
 
 Act = Callable[[], object]
 Step = tuple[Act, Act]  # the act before it, as in decoding (it warms the caches), and the timed one
@@ -83,15 +79,13 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
     bench, steps, device = Bench(target, proposer, context), dict[str, Step](), target.output_device
     most = (proposer and proposer.max_depth) or DEEP
-    levels, shapes = min(DEEP, most), {"small": SMALLER.cut(most), "large": LARGER.cut(most)}
+    levels = min(DEEP, most)
     before: Act = partial(bench.forward, bench.branch(4))
 
-    # 1. Drafts: one level and several of the most likely tokens, and two trees of draws.
-    if proposer:
-        grown: dict[str, Trees] = {f"{name} draws": drawn(shapes[name]) for name in shapes}
-        for name, depth in (("level", 1), ("levels", levels)):  # of a chain
-            grown[name] = Ranked(depth, topk=10, nodes=depth + 1, expanded=1).grow
-        steps |= {name: (before, partial(bench.draft, grow)) for name, grow in grown.items()}
+    # 1. Drafts: chains of one level and of several.
+    for name, depth in (("level", 1), ("levels", levels)) if proposer else ():
+        chain = Ranked(depth, topk=10, nodes=depth + 1, expanded=1)
+        steps[name] = before, partial(bench.draft, chain.grow)
     earlier = steps["levels"][1] if proposer else before
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
@@ -104,38 +98,16 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
         if len(nodes) > 3 and first[-1] > DEAR * first[0]:
             break
 
-    # 3. The ends of cycles: of one token, of the most likely tokens, of draws.
-    steps["plain"] = bench.end(bench.branch(1), 1, [0])
-    steps["most likely"] = bench.end(bench.branch(6), 0, [0, 2, 5])
-    for name, shape in shapes.items():
-        ends = bench.uniform(shape), 1, [0, 1, 3][: shape.max_depth + 1]
-        steps[f"{name} best"] = bench.end(*ends, logit=SURE)
-        steps[f"{name} worst"] = bench.end(*ends, logit=-SURE)
+    # 3. The ends of cycles: of one token, and of a tree.
+    steps["plain"] = bench.end(bench.branch(1), [0])
+    steps["tree"] = bench.end(bench.branch(6), [0, 2, 5])
 
     # 4. Time them all.
-    seconds = fast_times([*steps.values()], device)
-    return cost_from(nodes, dict(zip(steps, seconds, strict=True)), levels, [*shapes.values()])
-
-
-def cost_from(
-    nodes: Sequence[int], seconds: Mapping[str, float], levels: int, shapes: Sequence[StaticTree]
-) -> Cost:
-    """The cost by the seconds of the steps of `measure`."""
-    # 1. Levels.
-    of = defaultdict(float, seconds)
+    of = defaultdict(float, zip(steps, fast_times([*steps.values()], device), strict=True))
     level = max(of["levels"] - of["level"], 0.0) / max(levels - 1, 1)
     begin = max(of["level"] - level, 0.0)
-
-    # 2. Draws beyond them. The mean of the best and the worst verdict counts.
-    small, large = (
-        (of[f"{name} best"] + of[f"{name} worst"]) / 2
-        + max(of[f"{name} draws"] - begin - level * shape.max_depth, 0.0)
-        for name, shape in zip(("small", "large"), shapes, strict=True)
-    )
-    further = max(large - small, 0.0) / max(shapes[1].size - shapes[0].size, 1)
-    overhead = max(of["most likely"] - of["plain"], 0.0), max(small - of["plain"], 0.0)
     forward = tuple(of[str(n)] + of["plain"] for n in nodes)
-    return Cost(tuple(nodes), forward, level, begin, overhead, further)
+    return Cost(tuple(nodes), forward, level, begin, max(of["tree"] - of["plain"], 0.0))
 
 
 @final
@@ -158,15 +130,6 @@ class Bench:
         number = torch.arange(nodes, device=self.ids.device)
         return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
 
-    def uniform(self, shape: StaticTree) -> TokenTree:
-        """A tree of draws from a uniform distribution."""
-        flat = self.ids.new_zeros(1, self.target.vocab_size).float()
-        (tree,) = grow_together(
-            lambda frontiers: [flat.expand(len(part.tokens), -1) for part in frontiers if part],
-            [drawn(shape)(self.tokens[-1:], flat)],
-        )
-        return tree
-
     def forward(self, tree: TokenTree) -> Tensor:
         return self.target.forward_trees(self.cache, [tree])[0].logits
 
@@ -180,18 +143,10 @@ class Bench:
             proposer.extend, [grow(last, logits) for logits in begun if logits is not None]
         )
 
-    def end(
-        self, tree: TokenTree, temperature: float, kept: list[int], logit: float | None = None
-    ) -> Step:
-        """A tree is verified and the path `kept` committed.
-
-        logit: of the tree's tokens: they are certain, or impossible; None: the target's own.
-        For draws the verdict is quick where the first leaf is accepted, slow where all are refused.
-        """
-        logits, by = self.forward(tree), Distribution(SamplingParams(temperature))
-        generator = torch.Generator(device=self.ids.device).manual_seed(0)
-        if logit is not None:
-            logits = logits.index_fill(1, tree.tokens, logit)
+    def end(self, tree: TokenTree, kept: list[int]) -> Step:
+        """A tree is verified and the path `kept` committed."""
+        logits, by = self.forward(tree), Distribution(SamplingParams())
+        generator = torch.Generator(device=self.ids.device)
 
         def finish() -> None:
             judge_all(AUTO, [tree], [logits], [by], [generator])
@@ -199,17 +154,6 @@ class Bench:
             self.cache.rewind([len(self.tokens)])
 
         return partial(self.forward, tree), finish
-
-
-def drawn(shape: StaticTree) -> Trees:
-    """A tree of draws."""
-    builder = TreeBuilder(shape, RRSWithoutReplacement())
-
-    def grow(root: Tensor, logits: Tensor) -> Growth:
-        generator = torch.Generator(device=logits.device).manual_seed(0)
-        return builder.grow(root, logits, SamplingParams(1.0), generator)
-
-    return grow
 
 
 def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:

@@ -1,7 +1,6 @@
 """The cost model of a cycle as a value: a line of the target's forward, a draft level, an overhead.
 
-Three measured figures; those of a batch follow from them. Sampled children add a second overhead and the seconds of
-each further node, because their verification and their draws take longer.
+Three measured figures; those of a batch follow from them.
 
     T(n)     12 ms ┤           .─'      a tree of n nodes and d levels takes
              10 ms ┤._____.──''         T(n) + overhead + begin + d · level
@@ -30,9 +29,9 @@ from treespec.trees.static import StaticTree
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 FAR = 1_000_000  # nodes: the line's last slope goes on to here
-SMALL = 7  # nodes, root included, of a tree of two draws a node and two levels
+SMALL = 7  # nodes over which the price of one more row of a draft level is averaged
 SHARE, LEAST = 0.2, 0.5  # of our threads' CPU time that others may take; seconds that do not count
 
 
@@ -43,9 +42,7 @@ class Cost:
     nodes, forward: T(n) at some tree sizes n (of each sequence), the root included: the target's
     forward, and verification and commit of one-token decoding.
     level: a level of drafts that expands one node. begin: what the first level takes beyond that.
-    overhead: what verification and commit of a tree take beyond those of one-token decoding: where
-    children are the most likely tokens, and where they are drawn.
-    draw: each node beyond SMALL of a tree with several draws a node.
+    overhead: what verification and commit of a tree take beyond those of one-token decoding.
 
     Raises ValueError for numbers that no measurement gives.
     """
@@ -54,12 +51,11 @@ class Cost:
     forward: tuple[float, ...]
     level: float = 0.0
     begin: float = 0.0
-    overhead: tuple[float, float] = (0.0, 0.0)
-    draw: float = 0.0
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (*self.forward, self.level, self.begin, *self.overhead, self.draw)
-        shaped = len(self.nodes) == len(self.forward) > 1 and len(self.overhead) == 2
+        numbers = (*self.forward, self.level, self.begin, self.overhead)
+        shaped = len(self.nodes) == len(self.forward) > 1
         if not shaped or not all(0 <= number < math.inf for number in numbers):
             raise ValueError("no such seconds")
 
@@ -87,39 +83,33 @@ class Cost:
         """
         forward = tuple(np.interp(np.multiply(self.nodes, batch), *self._line).tolist())
         grows = forward[0] / max(self.forward[0], math.ulp(1.0))
-        level, begin, (ranked, drawn) = self.level * grows, self.begin * grows, self.overhead
-        overhead = batch * ranked, batch * drawn
-        return Cost(self.nodes, forward, level, begin, overhead, batch * self.draw)
+        level, begin = self.level * grows, self.begin * grows
+        return Cost(self.nodes, forward, level, begin, batch * self.overhead)
 
     @property
     def plain(self) -> float:
         """Tokens per second of one-token decoding."""
         return 1 / max(self.forward[0], math.ulp(1.0))
 
-    def seconds(self, nodes: Any, levels: Any, draws: int = 0, inner: Any = 0) -> Any:
+    def seconds(self, nodes: Any, levels: Any, inner: Any = 0) -> Any:
         """Seconds of a cycle with a tree: a float, or an array if an argument is one.
 
-        levels: 0 where no draft model runs. draws: the most at a node; 0: its children are the most
-        likely tokens. inner: nodes with children.
+        levels: 0 where no draft model runs. inner: nodes with children.
         """
-        tree = np.interp(nodes, *self._line) + self.overhead[min(draws, 1)]
+        tree = np.interp(nodes, *self._line) + self.overhead
         drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
-        if draws > 1:
-            return tree + drafts + self.draw * (nodes - SMALL)
         return tree + drafts + self.row * np.maximum(inner - levels, 0)
 
-    def best(
-        self, rates: np.ndarray, nodes: int, depth: int, draws: int = 0
-    ) -> tuple[StaticTree, float]:
+    def best(self, rates: np.ndarray, nodes: int, depth: int) -> tuple[StaticTree, float]:
         """The tree with the most expected tokens per second, of at most `nodes` and `depth`.
 
         rates: [2, K] Pr(the k-th child is accepted), of the root's children and of deeper ones.
-        draws: as for `seconds`. Returns the tree and its tokens per second.
+        Returns the tree and its tokens per second.
         """
         trees = best_trees(rates[1], nodes, depth, rates[0])
         size, levels = np.arange(2, nodes + 1), np.arange(1, depth + 1)[:, None]
         inner = np.maximum(size / 2, levels) if rates.shape[1] > 1 else levels
-        speed = trees.tokens[1:, 2:] / self.seconds(size, levels, draws, inner)
+        speed = trees.tokens[1:, 2:] / self.seconds(size, levels, inner)
         place = np.unravel_index(int(speed.argmax()), speed.shape)
         return trees.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
 
@@ -170,7 +160,7 @@ def cost_in(file: Path) -> Cost | None:
     """The cost of a file; None where it is missing, damaged or not understood."""
     with suppress(InputError, LookupError, TypeError, ValueError):
         fields = read_json(file, "it is measured again", FORMAT)["cost"]
-        for name in ("nodes", "forward", "overhead"):
+        for name in ("nodes", "forward"):
             fields[name] = tuple(fields[name])
         return Cost(**fields)
     return None

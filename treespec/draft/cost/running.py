@@ -1,8 +1,7 @@
 """The cost model of one sequence while it is decoded: measured seconds, predicted and actual acceptance.
 
 Seconds are modelled, not clocked: the choice of each cycle depends on the sequence's own past and on
-the batch size, never on draws to come, so it stays lossless. With a seed of the caller's it depends on
-the past alone (`Distribution.neighbours`), so the same seed gives the same tokens.
+the batch size.
 
 A drafter predicts for each node Pr(it is accepted | its parent is). `Correction` is the ratio of actual to
 predicted acceptances at the nodes that were reached: of first children and of the others apart, and of

@@ -36,20 +36,16 @@ class Shape:
     prediction: Prediction
 
 
-def shape_for(model: CostModel, tree: AutoTree, draws: int | None) -> Shape:
-    """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far.
-
-    draws: at a node, at most; None: any number; 0: the most likely tokens are taken.
-    """
+def shape_for(model: CostModel, tree: AutoTree) -> Shape:
+    """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far."""
     grains = np.rint(np.log(model.by_rates.factors) / GRAINS)
-    return _shape(model.cost, model.rates[: draws or None], draws == 0, (*grains.flat,), tree)
+    return _shape(model.cost, model.rates, (*grains.flat,), tree)
 
 
 @lru_cache(4096)
 def _shape(
     cost: Cost,
     rates: tuple[float, ...],
-    one_hot: bool,
     grains: tuple[float, ...],
     tree: AutoTree,
 ) -> Shape:
@@ -61,15 +57,14 @@ def _shape(
     # 2. The fastest chain, or the fastest tree if that is faster.
     most, found = min(cost.nodes[-1], tree.nodes), []
     for width in {1, len(rates)}:
-        draws = 0 if one_hot else min(width, 2)
-        found.append((*cost.best(corrected[:, :width], most, tree.depth, draws), draws))
-    fastest, speed, draws = max(found, key=lambda entry: entry[1])
+        found.append(cost.best(corrected[:, :width], most, tree.depth))
+    fastest, speed = max(found, key=lambda entry: entry[1])
 
     # 3. What it predicts.
     parents = layout(fastest, torch.device("cpu")).parents.numpy()
     predicted = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
     inner = len(np.unique(parents)) - 1
-    seconds = float(cost.seconds(fastest.size, fastest.max_depth, draws, inner))
+    seconds = float(cost.seconds(fastest.size, fastest.max_depth, inner))
     return Shape(fastest, speed, Prediction(seconds, parents, predicted))
 
 
@@ -128,7 +123,7 @@ class Profitable(Ranked):
         """Of the tree of the kept candidates [N]. parents: [N]."""
         probabilities = np.concatenate([[1.0], *(level.ravel() for level in self.predicted)])
         inner = sum(map(len, self.predicted))
-        seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), 0, inner))
+        seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), inner))
         return Prediction(seconds, parents, probabilities[kept])
 
 
@@ -176,10 +171,8 @@ class AutoBuilder(TreeBuilder):
             known = self.calibration.rates if self.calibration else {}
             rates = nearest(known, max(params.temperature, COLDEST)) if known else None
             self.models = CostModels(self.costs, rates)
-        model, draws = self.models.among(batch), 0 if self.one_hot else self.drawing.max_draws
-        self.shape = shape_for(model, self.policy, draws)
-        if not self.one_hot:
-            return model.pauses(self.shape.speed)
+        model = self.models.among(batch)
+        self.shape = shape_for(model, self.policy)
         model.start(self.shape.speed)
         return model.pauses(max(self.shape.speed, model.speed))
 
@@ -187,7 +180,7 @@ class AutoBuilder(TreeBuilder):
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
-        if not (self.one_hot and model.speed > self.shape.speed):
+        if model.speed <= self.shape.speed:
             model.predict(self.shape.prediction, model.by_rates)
             return (yield from self.fixed(self.shape.tree))
         by = Profitable(self.policy, model, self.params, self.calibration)

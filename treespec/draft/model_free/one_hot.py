@@ -110,7 +110,7 @@ class OneHotDrafter(ForcedDrafter):
         self.chains = [distribution.forced() for distribution in distributions]
         trees = []
         for number, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
-            model, row = self.cost_model(number, by), self.rows[number]
+            model, row = self.cost_model(number), self.rows[number]
             waits = model and not row.drafter.predicts and pauses(model, row.drafter.widest)
             row.guess = None
             if not (waits or by.over):
@@ -127,10 +127,10 @@ class OneHotDrafter(ForcedDrafter):
         guess = self.rows[row].drafter.draft(text, generator)
         return part(guess, model) if model else guess
 
-    def cost_model(self, row: int, distribution: Distribution) -> CostModel | None:
+    def cost_model(self, row: int) -> CostModel | None:
         """What drafting costs and brings this sequence; None: it drafts whole trees."""
         models = self.rows[row].models
-        return models and models.among(distribution.neighbours(len(self.rows)))
+        return models and models.among(len(self.rows))
 
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
         own = self.rows[row]
@@ -220,5 +220,5 @@ def pauses(model: CostModel, widest: int) -> bool:
     first, deeper = (RATES[0] * model.by_law.factors[:, 0]).clip(max=CERTAIN)
     # [n] tokens that a chain of 0, 1, … draft tokens brings.
     tokens = 1 + first * (deeper ** np.arange(len(model.forward) - 1)).cumsum()
-    seconds = model.forward + model.cost.overhead[0]
+    seconds = model.forward + model.cost.overhead
     return model.pauses(float((tokens / seconds[1:]).max()))

@@ -1,0 +1,74 @@
+"""Gumbel noise by position: sampling becomes the choice of the largest score, for target and drafts alike.
+
+token                a      b      c
+log p              -0.5   -1.2   -2.3
+noise              -0.9    1.1    0.4
+sum                -1.4   -0.1   -1.9     the output is b, with probability p(b) over the noise
+"""
+
+from functools import lru_cache
+from typing import final
+
+import torch
+from torch import Tensor
+
+KEPT = 64  # positions whose noise is kept: more than a tree is deep
+STEP, SKIP = (
+    0x9E3779B97F4A7C15,
+    0xD1342543DE82EF95,
+)  # odd: from token to token, from position to position
+MIX = (
+    (30, 0xBF58476D1CE4E5B9),
+    (27, 0x94D049BB133111EB),
+    (31, 1),
+)  # SplitMix64 (Steele et al. 2014)
+
+
+@final
+class Noise:
+    """The noise of one sequence: [V] numbers at each position, a function of the seed, the position and the token.
+
+    The token with the largest log p + noise has distribution p (Gumbel 1954). So the output depends on the
+    target and the seed alone. A draft token with the largest log q + the same noise often is that token.
+    No generator is used: the numbers are the same on every device, up to the rounding of logarithms.
+
+    position: of the next token, 0 for the first of the completion.
+    """
+
+    def __init__(self, seed: int, size: int, device: torch.device) -> None:
+        """seed: of the sequence, in [0, 2^64). size: V."""
+        self.seed, self.size, self.device, self.position = seed, size, device, 0
+        self.made: dict[int, Tensor] = {}
+
+    def at(self, depth: int) -> Tensor:
+        """[V] float32 noise of the token that follows a node of this depth; the root has depth 0."""
+        place = self.position + depth
+        if place not in self.made:
+            if len(self.made) >= KEPT:
+                self.made = {at: noise for at, noise in self.made.items() if at >= self.position}
+            self.made[place] = gumbel(self.seed + place * SKIP, self.size, self.device)
+        return self.made[place]
+
+
+def gumbel(start: int, size: int, device: torch.device) -> Tensor:
+    """[size] float32 independent Gumbel numbers: the SplitMix64 stream from `start`.
+
+    The uniform below them has 53 bits, so that its tail is that of the distribution.
+    """
+    bits = multiples(size, device) + signed(start)
+    for shift, factor in MIX:
+        bits ^= (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # a shift that brings zeros
+        bits *= signed(factor)
+    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().float().log_().neg_()
+
+
+@lru_cache(8)
+def multiples(size: int, device: torch.device) -> Tensor:
+    """[size] int64 multiples of STEP modulo 2^64, from 1 on."""
+    return torch.arange(1, size + 1, device=device) * signed(STEP)
+
+
+def signed(number: int) -> int:
+    """The int64 with the bits of a number modulo 2^64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,15 @@
+"""Sampling by noise that target and drafts share: one seed gives one text, whatever is drafted.
+
+The output at a position is the token with the largest log p + noise, and a draft's children are the tokens
+with the largest log q + the same noise (`treespec.shaping.noise`). The output is a function of the target
+and the noise alone. So a tree may be any function of q and of the noise, pruned and reranked as at temperature 0,
+and the text is the one that the same seed gives without drafts. Daliri, Musco and Suresh 2024, Coupling without
+Communication and Drafter-Invariant Speculative Decoding (2408.07978), for one draft; Rowan, Phan and
+Khisti 2025 (2506.05632) for lists of drafts with independent noise. Here a list is the top k of one noise.
+"""
+
+from treespec.verify.topk import TopK
+from treespec.verify.walk import Walk
+
+GUMBEL = Walk(TopK(), "gumbel", coupled=True)
+AUTO = Walk(TopK(), "auto", coupled=True)  # the default: its trees are chosen by their cost

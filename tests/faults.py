@@ -78,7 +78,7 @@ def coins_reused(spec):
     verifier = spec.decoder.verifier
 
     class Reusing:
-        name, scheme, any_tree = verifier.name, verifier.scheme, verifier.any_tree
+        name, scheme, coupled = verifier.name, verifier.scheme, verifier.coupled
 
         def __call__(self, tree, p, generator):
             after = generator.get_state()

@@ -9,16 +9,8 @@ import pytest
 from models import random_head, target
 
 from treespec.draft.cost import model
-from treespec.draft.cost.measure import (
-    LARGER,
-    NODES,
-    SMALLER,
-    cost_for,
-    cost_from,
-    dependencies,
-    measured_costs,
-)
-from treespec.draft.cost.model import FORMAT, SMALL, Cost, cost_in
+from treespec.draft.cost.measure import NODES, cost_for, dependencies, measured_costs
+from treespec.draft.cost.model import FORMAT, Cost, cost_in
 from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
@@ -44,46 +36,28 @@ def test_the_line_goes_through_the_measured_sizes_never_falls_and_goes_on():
 
 
 def test_a_cycle_costs_its_forward_its_levels_and_an_overhead():
-    cost = Cost((1, 64), (1.0, 1.63), level=0.5, begin=0.25, overhead=(0.1, 0.3), draw=0.02)
+    cost = Cost((1, 64), (1.0, 1.63), level=0.5, begin=0.25, overhead=0.1)
     assert cost.row == pytest.approx(0.5 * 0.01)  # a level over n nodes grows as T(n) / T(1)
     assert cost.seconds(11, 3) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5)
     assert cost.seconds(11, 3, inner=5) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5 + 2 * cost.row)
-    assert cost.seconds(11, 3, draws=1) == pytest.approx(1.1 + 0.3 + 0.25 + 1.5)
-    assert cost.seconds(11, 3, draws=2) == pytest.approx(1.1 + 0.3 + 0.25 + 1.5 + (11 - SMALL) * 0.02)
     assert cost.seconds(11, 0) == pytest.approx(1.1 + 0.1)  # without a draft model
 
 
-@pytest.mark.parametrize("draws", [0, 2])
 @pytest.mark.parametrize("step", [0.0, 0.1, 1.0])
-def test_the_best_tree_is_the_fastest_of_all_sizes_and_depths(step, draws):
+def test_the_best_tree_is_the_fastest_of_all_sizes_and_depths(step):
     rates = np.array([[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]])
-    cost = Cost((1, 8, 16), (1.0, 1.3, 2.0), step, 0.2, (0.1, 0.2), 0.01)
-    tree, speed = cost.best(rates, 16, 6, draws)
+    cost = Cost((1, 8, 16), (1.0, 1.3, 2.0), step, 0.2, 0.1)
+    tree, speed = cost.best(rates, 16, 6)
     table = [rates[0], *[rates[1]] * 5]
 
     def speed_of(other):
         levels = other.max_depth
         inner = max(other.size / 2, levels)
-        return expected_length(other, table) / cost.seconds(other.size, levels, draws, inner)
+        return expected_length(other, table) / cost.seconds(other.size, levels, inner)
 
     assert speed == pytest.approx(speed_of(tree), rel=0.02)
     others = [sequoia(rates[1], n, d) for n in range(2, 17) for d in range(1, 7)]
     assert speed >= max(map(speed_of, others)) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("deep, few", [(5, 3), (2, 2), (1, 1)])
-def test_seconds_of_known_parts_give_them_back(deep, few):
-    """The mean of the best and the worst verdict counts; a head of one level has no further ones."""
-    shapes = SMALLER.cut(few), LARGER.cut(few)
-    level, begin, draw = 2.0 if deep > 1 else 0.0, 7.0, 0.25
-    extra = shapes[1].size - shapes[0].size
-    seconds = {"1": 10.0, "2": 11.0, "plain": 1.0, "most likely": 3.0}
-    seconds |= {"level": begin + level, "levels": begin + level * deep}
-    for name, shape, more in (("small", shapes[0], 0.0), ("large", shapes[1], draw / 2 * extra)):
-        seconds |= {f"{name} best": 4.0 + more, f"{name} worst": 6.0 + more}
-        seconds[f"{name} draws"] = begin + level * shape.max_depth + more
-    cost = cost_from((1, 2), seconds, deep, shapes)
-    assert cost == Cost((1, 2), (11.0, 12.0), level, begin, (2.0, 4.0), draw if extra else 0.0)
 
 
 def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama_head):
@@ -118,11 +92,10 @@ def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path, llama_head):
 
 
 def test_a_batch_computes_the_nodes_of_all_in_one_forward():
-    cost = Cost((1, 4, 8), (1.0, 2.5, 4.5), level=0.3, begin=0.1, overhead=(0.01, 0.02), draw=0.001)
+    cost = Cost((1, 4, 8), (1.0, 2.5, 4.5), level=0.3, begin=0.1, overhead=0.01)
     of_two = cost.among(2)
     assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
-    assert (of_two.level, of_two.begin, of_two.draw) == pytest.approx((0.45, 0.15, 0.002))
-    assert of_two.overhead == pytest.approx((0.02, 0.04))
+    assert (of_two.level, of_two.begin, of_two.overhead) == pytest.approx((0.45, 0.15, 0.02))
     assert cost.among(1) == cost
     assert measured_costs(target("llama"), None, times())(7) == times()
 

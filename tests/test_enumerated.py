@@ -27,10 +27,8 @@ HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra+
 MODELS = ["other vocabulary", "skip", "sparse", "snapkv", "suffix+model"]
 FOUND = ["rest", "suffix", "lookup", "recycling", "jacobi:window=2", "lookahead:window=1,ngram=3"]
 GROWN = [
-    ("model", "auto", "auto:depth=2,topk=2"),
     ("model", "topk", "auto:depth=2,topk=2"),
-    ("model", "traversal", "auto:depth=2,topk=2"),
-    ("suffix+model", "auto", "auto:depth=2,topk=2"),
+    ("suffix+model", "topk", "auto:depth=2,topk=2"),
     ("suffix+eagle", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "eagle"),
@@ -51,7 +49,6 @@ SETUPS = [
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
     *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:3]),
-    ("lookup", "auto", None, "top-k", 64),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
@@ -156,8 +153,8 @@ def test_faults_that_only_cost_acceptance_are_found(fault, setup, monkeypatch):
 LONG = [
     ("model", "single", "confident:depth=6,threshold=.9,step=.1"),
     ("eagle", "single", "confident:depth=6,threshold=.5,step=.1"),
-    ("model", "auto", "auto:depth=4,topk=3"),
-    ("eagle", "auto", "auto:depth=4,topk=3"),
+    ("model", "topk", "auto:depth=4,topk=3"),
+    ("eagle", "topk", "auto:depth=4,topk=3"),
     ("suffix", "topk", None),
     ("suffix+model", "topk", "2x2"),
     ("suffix+eagle", "rrs-wo", "2x2"),

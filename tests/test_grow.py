@@ -195,7 +195,7 @@ def test_the_price_follows_the_sizes_of_a_sequences_trees_to_the_wanted_mean():
 def test_sampled_trees_go_with_verifiers_that_take_tokens_for_sure_and_confident_chains_with_all(name):
     scheme = verifier_by_name(name, allow_lossy=True).scheme
     check_fit(ConfidentChain(), scheme)
-    if name in ("rrs-wo", "optimal", "traversal", "auto", "layer:optimal"):
+    if name in ("rrs-wo", "optimal", "traversal", "layer:optimal"):
         check_fit(SampledTree(), scheme)
     else:
         with complains(f"the sampled tree cannot go with verifier {scheme.name}"):

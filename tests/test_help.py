@@ -105,7 +105,7 @@ def test_what_is_known_without_torch_is_what_the_parts_say():
     for name, one in facts.BEYOND_THE_NODE.items():
         verifier = verifier_by_name(name)
         assert verifier.name == name
-        assert (one.scheme.name, one.any_tree) == (verifier.scheme.name, verifier.any_tree)
+        assert (one.scheme.name, one.coupled) == (verifier.scheme.name, verifier.coupled)
     assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
     named = {name for training in TRAINING.values() for name in training.options}
     assert named <= {field.name for field in fields(TrainConfig)}

@@ -97,7 +97,7 @@ def test_a_cycle_counts_the_draft_models_seconds_apart():
 class Own:
     """A verifier with what `Verifier` names, and nothing else."""
 
-    name, scheme, any_tree = "own", TopK(), False
+    name, scheme, coupled = "own", TopK(), False
 
     def __call__(self, tree, p, generator):
         return Walk(self.scheme)(tree, p, generator)

@@ -156,7 +156,7 @@ class TreeDrafter(ForcedDrafter):
             logits = self._shaped(row, logits)
         if proposer.at_once:
             builder.ahead = lambda: self._ahead(row)
-        params = SamplingParams() if by.noise else by.params
+        params = SamplingParams(1.0) if by.noise else by.params
         self.depths[row] = len(chain) - 1
         return (yield from builder.grow(root, self._scored(row, logits), params, generator))
 

@@ -1,0 +1,138 @@
+"""One seed, one text: neither drafts nor trees nor neighbours change a token, greedy or sampled."""
+
+import json
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, random_head, random_model, target
+from oracle import distribution
+from scipy.stats import chi2
+from serving import random_prompts
+from test_sequence_law import ERROR, chi_square
+from tiny_pairs import DRAFTERS, PROMPT, habits, near, spec_of
+
+from treespec.api.engine import Engine
+from treespec.api.load import load
+from treespec.api.spec import Spec
+from treespec.draft.models.model import ModelProposer
+from treespec.model import kernels
+from treespec.model.packed import pack
+from treespec.model.target import Target
+from treespec.shaping.noise import gumbel, signed
+from treespec.shaping.sampling import SamplingParams
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+WAYS = {"plain": {}, "cut": {"top_k": 3, "top_p": 0.9, "min_p": 0.05}, "habits": {"logits_processor": habits}}
+packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+
+
+@pytest.mark.parametrize(
+    "drafter, way",
+    [
+        *((drafter, "cut") for drafter in [*DRAFTERS, "lookup", "lookahead:window=2,ngram=3", "recycling"]),
+        *product(("model", "eagle, half the tokens", "medusa", "suffix+eagle"), ("plain", "habits")),
+    ],
+)
+def test_no_drafter_changes_the_text_of_a_seed(drafter, way):
+    options = {"max_new_tokens": 30, "temperature": 0.9, "seed": 7, "memory": "texts"} | WAYS[way]
+    for tree in ("auto:depth=3,topk=3", "2x2", "dynamic:depth=3,topk=2,nodes=5") if drafter in DRAFTERS else (None,):
+        model_free = drafter in ("none", "rest", "suffix")
+        spec = spec_of(drafter, None if model_free else tree, "auto")
+        assert spec.generate(PROMPT, **options).token_ids == spec.baseline().generate(PROMPT, **options).token_ids
+
+
+def test_texts_of_many_seeds_have_the_targets_distribution():
+    """Two tokens of 4, each text by a seed of its own."""
+    spec, runs = spec_of("model", "2x2", "gumbel"), 2000
+    outputs = spec.generate([PROMPT] * runs, temperature=0.8, max_new_tokens=2, seed=list(range(runs)), batch=500)
+    found = Counter(tuple(output.token_ids) for output in outputs)
+    wanted = distribution(spec.target, PROMPT, 2, SamplingParams(temperature=0.8))
+    statistic, freedom = chi_square([found[text] for text in wanted], list(wanted.values()))
+    assert freedom > 8
+    assert statistic < chi2.isf(ERROR, freedom)
+
+
+def test_a_draft_model_that_is_the_target_drafts_what_is_output():
+    """The noise of a node is that of its position, for target and draft alike."""
+    model = near(2)
+    spec = Spec(model, ModelProposer(model, model), "chain:3", "gumbel")
+    stats = spec.generate(PROMPT, temperature=1.3, top_p=0.95, max_new_tokens=80, seed=1).stats
+    assert {*stats.accepted} == {3}
+
+
+def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
+    """The first numbers of SplitMix64 from 1234567 are those of its published test."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    uniform = (-gumbel(1234567, 3, torch.device("cpu")).double()).exp().neg().exp()
+    assert uniform.tolist() == pytest.approx([number / 2**64 for number in published], rel=1e-5)
+    assert signed(2**63) == -(2**63)
+    many = gumbel(5, 2_000_000, torch.device("cpu")).double()
+    for bound in (-2.0, 0.0, 5.0, 10.0):
+        above = -math.expm1(-math.exp(-bound))
+        error = 5 * math.sqrt(above * (1 - above) / len(many))
+        assert float((many > bound).double().mean()) == pytest.approx(above, abs=error)
+
+
+@pytest.fixture(scope="module")
+def half():
+    """A packed Llama in bfloat16 with a random head."""
+    config = CONFIGS["llama"]()
+    config.intermediate_size = 64
+    model = random_model(config).bfloat16()
+    pack(model)
+    decoded = Target(model)
+    return Spec(decoded, random_head(decoded).bfloat16(), "dynamic:depth=3,topk=3,nodes=9")
+
+
+@packed
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_neighbours_and_what_was_said_before_change_no_token(half, temperature):
+    """A batch of eight against each alone; then each goes on behind its own completion."""
+    options = {"temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
+    prompts, plain = random_prompts(8), half.baseline()
+    outputs = half.generate(prompts, seed=5, batch=8, **options)
+    alone = [plain.generate(prompt, seed=5 + i, **options) for i, prompt in enumerate(prompts)]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    longer = [[*prompt, *output.token_ids, 7] for prompt, output in zip(prompts, outputs, strict=True)]
+    for prompt, more in zip(prompts[:3], longer, strict=False):
+        half.generate(prompt, seed=5, **options)
+        resumed, fresh = half.generate(more, seed=9, **options), plain.new().generate(more, seed=9, **options)
+        assert resumed.stats.cached_tokens > 0
+        assert resumed.token_ids == fresh.token_ids
+
+
+@packed
+def test_clients_of_one_server_get_the_text_of_their_seed(half):
+    prompts = random_prompts(16)
+    options = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 16, "seed": i} for i in range(16)]
+    wanted = [half.baseline().generate(*one, **own).token_ids for *one, own in zip(prompts, options, strict=True)]
+    with Engine(half, batch=4) as engine, ThreadPoolExecutor(4) as clients:
+        asked = clients.map(lambda i: engine.submit(prompts[i], **options[i]).result().token_ids, range(16))
+        assert list(asked) == wanted
+
+
+@packed
+@pytest.mark.parametrize(
+    "model, questions, new", [("bench-target", 20, 16), pytest.param("demo", 160, 40, marks=pytest.mark.slow)]
+)
+def test_completions_of_mt_bench_in_bfloat16_are_those_without_drafts(model, questions, new):
+    """Both turns, the second behind a fixed first answer, greedy and by a seed."""
+    folder = SHARED / model if model != "demo" else model
+    if not (SHARED / "mt_bench").exists():
+        pytest.skip("the shared data are absent")
+    rows = [json.loads(line)["turns"] for line in (SHARED / "mt_bench" / "question.jsonl").read_text().splitlines()]
+    said = {"role": "assistant", "content": "Of course."}
+    chats = [[{"role": "user", "content": first}] for first, _ in rows]
+    chats += [[*chat, said, {"role": "user", "content": second}] for chat, (_, second) in zip(chats, rows, strict=True)]
+    spec = load(
+        str(folder), dtype="bfloat16", **({"head": "demo"} if model == "demo" else {"drafter": "lookup:tokens=1"})
+    )
+    plain = spec.baseline()
+    for number, chat in enumerate(sorted(chats, key=lambda chat: len(str(chat)))[:questions]):
+        options = {"max_new_tokens": new, "temperature": float(number % 2), "seed": number}
+        assert spec.generate(chat, **options).token_ids == plain.generate(chat, **options).token_ids, number

@@ -1,11 +1,7 @@
 """An evaluation measures what it says: same completions, honest totals, nothing lost and nothing twice."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 
@@ -22,6 +18,7 @@ from evaluating import (
     tokens_of,
     words_of,
 )
+from ranks import by_two
 from refusals import complains
 
 from treespec.api.spec import Spec
@@ -188,16 +185,8 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     """As `accelerate launch` starts them."""
     out = tmp_path / "out"
     options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
-    command = [sys.executable, "-m", "treespec", "eval", *words_of(options)]
-    world = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world["MASTER_PORT"] = str(free.getsockname()[1])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=world | {"RANK": str(rank)}, **pipes) for rank in range(2)]
-    said = [process.communicate(timeout=300) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert [text for text, _ in said] == [(out / "report.md").read_text(), ""]
+    said = by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
+    assert said == [(out / "report.md").read_text(), ""]
     asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
     assert asked[1] == {"b"}
     _, row = read_json(out / "report.json", "")["rows"]

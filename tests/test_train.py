@@ -1,11 +1,8 @@
 """Training: what is learnt from which token, resuming to the bit, features stored or live, two processes."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from equality import seeded
 from models import random_head, target
+from ranks import by_two
 from safetensors.torch import load_file
 from training import beside, killed, refused, same_head, trained, weights
 
@@ -67,19 +65,15 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     assert not list((tmp_path / "features").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("head, more", [("eagle3", []), ("eagle", ["--calibrate", "--features"])])
+@pytest.mark.parametrize("head, more", [("eagle3", ""), ("eagle", "--calibrate --features {}/features")])
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, head, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
     one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
     options += f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "treespec.train", *options.split(), "--validate-on", "2", *more]
-    command += [f"{tmp_path}/features"] if more else []
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options += f" --validate-on 2 {more}"
+    by_two(f"treespec.train {options}".format(tmp_path), tmp_path)
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name

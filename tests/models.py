@@ -1,5 +1,6 @@
 """Small random models of many architectures, and one whose next-token law is a table."""
 
+import json
 from functools import cache
 from typing import ClassVar
 
@@ -243,6 +244,12 @@ def save_model(folder, **changes):
     random_model(config).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+def change(folder, file="config.json", **fields):
+    """Set fields of a JSON file; None deletes one."""
+    whole = json.loads((folder / file).read_text()) | fields
+    (folder / file).write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
 
 
 def hollow_model(folder):

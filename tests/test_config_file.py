@@ -64,18 +64,3 @@ def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, 
     (line,) = capsys.readouterr().err.splitlines()
     with complains(complaint):
         raise InputError(line)
-
-
-@pytest.mark.parametrize(
-    "command, complaint",
-    {
-        "train --config absent.yaml": "cannot read --config absent.yaml: [Errno 2] No such file",
-        "train --config a.yaml --config b.yaml": "--config is given 2 times: leave out all but one",
-        "train --config": "'--config' requires an argument",
-        "trian --config a": "No such command 'trian'",
-    }.items(),
-)
-def test_a_file_that_is_not_there_is_one_line(command, complaint, capsys):
-    assert treespec(command) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert complaint in line

@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafting import source_of
 from models import plain_generate, prompt, target, what
-from refusals import complains, says
+from refusals import complains
 from test_decode import prompts
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -107,27 +107,6 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
     assert second.stats.cached_tokens >= len(prompt()) + len(first) - 2
     full = prompt(length=120)
     assert spec.generate(full, max_new_tokens=50).token_ids == plain_generate(spec.target, full, 8)
-
-
-@pytest.mark.parametrize(
-    "drafter, complaint",
-    {
-        "lookup:tokens=0": "--drafter lookup:tokens=0: tokens is 0, must be a whole number from 1 to 4,095",
-        "lookup:words=3": "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1",
-        "lookahead:ngram=1": "ngram is 1, must be a whole number from 2 to 64",
-        "jacobi:window": "'window' is not understood; its options are window=15",
-        "lookout": "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, ",
-        "rest:nowhere": "no datastore at nowhere",
-        "suffix:tokens=99999999": "tokens is 99999999, must be a whole number from 0 to 1,000,000",
-        "suffix:tokens=5000,memory": "'memory' is not understood; its options are tokens=200000, longest=64",
-        "sparse:512,h2o": "'h2o' is not",
-        "sparse:4": "at least 8",
-        "sparse:32,window=32": "at least 64",
-    }.items(),
-)
-def test_a_drafter_that_there_is_not_is_one_line(drafter, complaint):
-    with says(complaint):
-        source_of(drafter, target("llama"))
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():

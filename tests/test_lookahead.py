@@ -1,4 +1,4 @@
-"""Lookahead's window rides in the target's forward: it sees its own line, and the tree does not see it."""
+"""Drafters that read the target's outputs: the window of Lookahead, and Token Recycling."""
 
 from dataclasses import replace
 
@@ -8,7 +8,9 @@ from equality import close, seeded
 from models import CONFIGS, VOCAB, target
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
 
+from treespec.draft.model_free.guess import Guess
 from treespec.draft.model_free.lookahead import Lookahead, beside
+from treespec.draft.model_free.recycling import SHAPE, TOPK, Recycling
 from treespec.draft.options import LookaheadOptions
 from treespec.model.target import TreeOutput
 
@@ -77,3 +79,29 @@ def test_the_window_fills_then_moves_on_and_its_columns_are_the_pool():
         13: [(23, 33)],
         14: [(24, 34)],
     }
+
+
+A, B, C, D, E = range(5)
+
+
+def scored(*best):
+    """The target's output where these are the most likely tokens after each node, best first."""
+    logits = torch.zeros(len(best), TOPK)
+    for row, tokens in zip(logits, best, strict=True):
+        row[list(tokens)] = torch.arange(len(tokens), 0, -1).float()
+    return TreeOutput(logits, torch.empty(0), logits[:0])
+
+
+def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
+    drafter = Recycling()
+    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy(), torch.Generator())
+    assert (guess.tokens[:2], guess.parents[:2]) == ([C, B], [0, 0])
+    drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))
+    assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]
+    assert len(drafter.after[A]) == TOPK
+
+
+def test_the_shape_has_the_papers_size():
+    assert len(SHAPE) == 79
+    assert max(map(len, SHAPE)) <= 6
+    assert max(map(max, SHAPE)) < TOPK

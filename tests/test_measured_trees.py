@@ -14,7 +14,6 @@ from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import new_head, rollout
-from treespec.eval.config import TreeConfig
 from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -144,20 +143,6 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_
     assert size == nodes or not nodes
     said = f"--prompt 'the question' --max-new-tokens 8 --tree {tmp_path}/tree.json"
     assert treespec(f"generate {models} {said}") == 0
-
-
-@pytest.mark.parametrize(
-    "complaint, changes",
-    {
-        "--kind is 'fern'": {"kind": "fern"},
-        "at least 2": {"nodes": 1},
-        "0 with --kind sequoia": {"nodes": 0},
-        "must end in .json": {"out": "tree"},
-    }.items(),
-)
-def test_bad_options_are_one_line(changes, complaint):
-    with complains(complaint):
-        TreeConfig(**{"target": "t", "head": "h", "out": "tree.json"} | changes)
 
 
 def test_a_rank_that_is_never_right_leaves_its_siblings():

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from models import CONFIGS, save_model
+from models import change, save_model
 from refusals import complains
 from safetensors.torch import save_file
 from transformers import dynamic_module_utils
@@ -40,8 +40,7 @@ def trap(tmp_path, monkeypatch):
     folder, witness = tmp_path / "trap", tmp_path / "witness"
     save_model(folder)
     (folder / "trap.py").write_text(CODE.format(witness=str(witness)))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "trap", "auto_map": AUTO_MAP}))
+    change(folder, model_type="trap", auto_map=AUTO_MAP)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", f"{tmp_path}/modules")
     monkeypatch.setattr(sys, "path", [*sys.path, f"{tmp_path}/modules"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
@@ -74,10 +73,9 @@ def test_a_draft_models_code_is_trusted_as_the_targets(trap, tmp_path):
 
 def test_a_tokenizers_code_does_not_run_either(trap):
     folder, witness = trap
-    (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]().to_dict()))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    trapped = {"tokenizer_class": "TrapTokenizer", "auto_map": {"AutoTokenizer": [None, "trap.TrapTokenizer"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | trapped))
+    change(folder, model_type="llama", auto_map=None)
+    auto_map = {"AutoTokenizer": [None, "trap.TrapTokenizer"]}
+    change(folder, "tokenizer_config.json", tokenizer_class="TrapTokenizer", auto_map=auto_map)
     with complains("--trust-remote-code"):
         load_tokenizer(str(folder))
     assert not witness.exists()

@@ -14,7 +14,7 @@ from equality import seeded
 from models import random_head, target
 from ranks import by_two
 from safetensors.torch import load_file
-from training import beside, killed, refused, same_head, trained, weights
+from training import beside, drafts, killed, refused, same_head, trained, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import rollout
@@ -92,9 +92,7 @@ def fresh_accelerate():
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
     train(replace(config, max_steps=2, calibrate=True, validate_on=2, mixed_precision="bf16", dtype="bfloat16"))
-    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="bfloat16")
-    out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
-    assert out.stats.drafted[0] > 0
+    assert drafts(config, dtype="bfloat16")
 
 
 def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_drafts(config, capsys):
@@ -103,11 +101,11 @@ def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_draft
     assert not same_head(small, whole)
     said = json.loads(Path(config.out, "draft_vocab.json").read_text())
     assert f"20 tokens, {said['coverage']:.1%} of the answers" in capsys.readouterr().out
-    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="float32")
+    spec = load(config.target, config.out, dtype="float32")
     assert spec.head.vocabulary.tolist() == said["tokens"]
     assert len(said["tokens"]) == 20
     assert spec.target.eos <= set(said["tokens"])
-    assert spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
+    assert drafts(config, dtype="float32")
     assert "--draft-vocab is 9999" in refused(beside(config, "large"), draft_vocab=9999)
 
 

@@ -11,6 +11,7 @@ import torch
 from equality import seeded
 from safetensors.torch import load_file
 
+from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import Batch
@@ -98,6 +99,12 @@ def batch_of(model, head, steps=1):
     tokens, mask = torch.randint(3, 64, (2, 9), generator=seeded(1)), torch.rand(2, 9, generator=seeded(4)) < 0.6
     features = model.features(tokens, head.aux_layers, last=True)
     return Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
+
+
+def drafts(config, depth=3, **options):
+    """Whether the head of a run is calibrated and drafts."""
+    spec = load(config.target, config.out, f"sampled:nodes=8,depth={depth}", "traversal", **options)
+    return spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
 
 
 def weights(config):

@@ -24,12 +24,14 @@ from treespec.cli.make import export
 from treespec.demo import fetch, known
 from treespec.demo.fetch import convert, demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
+from treespec.draft.calibration import load_calibration
 from treespec.draft.checks import width_of
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
-from treespec.heads.checkpoint import save_head
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.folder import PRETRAINED
 from treespec.model.identity import identity_of
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
@@ -252,3 +254,28 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
     export(head=head, to="sglang", target="demo", out=f"{tmp_path}/out", config=None)
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
+
+
+HEADS = sorted(folder for folder in PRETRAINED.iterdir() if folder.is_dir())
+
+
+def test_the_demo_target_has_a_head():
+    assert PRETRAINED / DEMO_MODEL.folder in HEADS
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_a_shipped_head_loads_drafts_often_used_tokens_and_is_calibrated(folder):
+    head = load_head(str(folder))
+    assert head.lacks_embedding  # it takes the target's
+    assert (folder / "draft_vocab.json").exists()
+    assert set(load_calibration(folder).rates) >= {"0.3", "0.6", "1"}
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_a_shipped_head_has_a_card(folder):
+    card = Path(folder / "README.md").read_text(encoding="utf-8")
+    for part in ("license: apache-2.0", "## Data", "## Recipe", "## Figures", "treespec train", "held-out positions"):
+        assert part in card
+    assert "FILL IN" not in card

@@ -8,6 +8,7 @@ import torch
 from equality import close, seeded
 from models import as_undrafted, draft_tree, follow, random_head, target
 from refusals import complains
+from torch.nn.functional import scaled_dot_product_attention
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -53,22 +54,17 @@ def rotated(x, places, head):
 
 
 def attended(attention, queries, keys, places, seen, rotary):
-    """[S, H] one text's attention, written out. queries: [S, H]. keys: [T, in]. places: [T]. seen: [S, T]."""
-    size, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+    """[S, H] one text's attention, by torch's own. queries: [S, H]. keys: [T, in]. places: [T]. seen: [S, T]."""
 
     def split(x, proj, norm):
-        parts = proj(x).view(len(x), -1, size).transpose(0, 1)
+        parts = proj(x).view(len(x), -1, attention.head_dim).transpose(0, 1)
         return norm(parts) if norm else parts
 
     q = rotated(split(queries, attention.q_proj, attention.q_norm), places[-len(queries) :], rotary)
     k = rotated(split(keys, attention.k_proj, attention.k_norm), places, rotary)
     v = split(keys, attention.v_proj, None)
-    out = []
-    for h in range(heads):
-        group = h * len(k) // heads
-        scores = (q[h] @ k[group].T / size**0.5).masked_fill(~seen, -torch.inf)
-        out.append(scores.softmax(-1) @ v[group])
-    return attention.o_proj(torch.cat(out, dim=-1))
+    out = scaled_dot_product_attention(q[None], k[None], v[None], seen, enable_gqa=True)[0]
+    return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
 @torch.no_grad()

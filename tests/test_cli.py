@@ -38,35 +38,28 @@ def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, c
         assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_calibrated_head_drafts_sampled_trees(pair, tmp_path, capsys):
+def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, tmp_path, capsys):
     target, head = pair
-    own = shutil.copytree(head, tmp_path / "head")
-    text = tmp_path / "text.txt"
+    own, text = shutil.copytree(head, tmp_path / "head"), tmp_path / "text.txt"
     text.write_text("no")
     models = f"--target {target} --head {own}"
-    line = f"calibrate {models} --text {text} --depth 3 --positions 40"
-    assert treespec(line) == 2
-    assert "the text is too short" in capsys.readouterr().err
+    line = f"calibrate {models} --depth 3 --positions 40"
+    for options, complaint in (
+        (f"--text {text}", "the text is too short"),
+        ("--draft-vocab 20", "--draft-vocab needs --text"),
+    ):
+        assert treespec(f"{line} {options}") == 2
+        assert complaint in capsys.readouterr().err
+    (own / "draft_vocab.json").write_text("damaged")
     text.write_text("the user asks and the assistant answers the question " * 12)
-    assert treespec(line) == 0
-    assert f"{own}/calibration.json" in capsys.readouterr().out.replace("\n", "")
+    assert treespec(f"{line} --draft-vocab 20 --text {text}") == 0
+    said = capsys.readouterr().out
+    assert "The head drafts 20 tokens, which are 100.0% of the text" in said
+    assert f"{own}/calibration.json" in said.replace("\n", "")
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
+    assert len(load(target, str(own)).head.vocabulary) == 20
     drafting = "--tree sampled:nodes=12,depth=3 --verifier traversal --temperature 1"
     assert treespec(f"generate {models} {drafting} --prompt 'the question' --max-new-tokens 8") == 0
-
-
-def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
-    target, head = pair
-    own = shutil.copytree(head, tmp_path / "head")
-    (own / "draft_vocab.json").write_text("damaged")
-    text = tmp_path / "text.txt"
-    text.write_text("the user asks and the assistant answers the question " * 12)
-    line = f"calibrate --target {target} --head {own} --depth 2 --positions 40 --draft-vocab 20"
-    assert treespec(line) == 2
-    assert "--draft-vocab needs --text" in capsys.readouterr().err
-    assert treespec(f"{line} --text {text}") == 0
-    assert "The head drafts 20 tokens, which are 100.0% of the text" in capsys.readouterr().out
-    assert len(load(target, str(own)).head.vocabulary) == 20
 
 
 def test_generate_takes_what_a_request_may_ask(pair, capsys):

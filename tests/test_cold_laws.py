@@ -5,6 +5,7 @@ q is as likely as any other, however little that is. Verifiers of whole trees: t
 """
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -77,10 +78,11 @@ def test_every_scheme_gives_the_targets_law_at_every_temperature(name, dtype):
             check(scheme, p, q, [all_draws(scheme.name, row, k) for row in q])
 
 
-@pytest.mark.parametrize("number, sure", [(1, 1), (2, 1), (1, 2)])
-def test_draws_beside_tokens_for_sure_give_it_too(number, sure):
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("number, sure", [*product(range(3), repeat=2)][1:])
+def test_draws_beside_tokens_for_sure_give_it_too(number, sure, dtype):
     for temperature in TEMPERATURES:
-        p, q = probs(logits(torch.float32), SamplingParams(temperature))
+        p, q = probs(logits(dtype), SamplingParams(temperature))
         check(scheme_by_name("rrs-wo"), p, q, [with_tops(unit(row), number, sure) for row in q])
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from drafting import source_of
-from equality import close, seeded
-from models import as_undrafted, follow, random_head, random_model, target
+from equality import close, same_weights, seeded
+from models import as_undrafted, follow, prompt, random_head, random_model, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
 
@@ -55,11 +55,6 @@ def extrapolated(head, text, features, path=()):
     return hidden
 
 
-def prompts(lengths=(7, 40, 1)):
-    generator = seeded(3)
-    return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-
-
 PUBLISHED = {  # names and shapes of 2 heads with one block each; Hydra++ counts a dropout before each module
     "medusa": """
 0.0.linear.bias=32 0.0.linear.weight=32x32 0.1.weight=64x32 1.0.linear.bias=32 1.0.linear.weight=32x32
@@ -105,7 +100,7 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
     save_head(head, tmp_path)
     loaded = source_of(f"{kind}:{tmp_path}", model).head
     assert loaded.kind == kind
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
+    assert same_weights(head.state_dict(), loaded.state_dict())
     save_head(loaded, tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
     with complains(f"write {kind.replace('+', '.')}:"):
@@ -224,11 +219,11 @@ def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
 def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     model = Target(random_model(target("llama").model.config))
     head = heads_for(model, kind)
-    text, vocabulary = torch.tensor(prompts()[1]), torch.arange(1, 64, 2)
+    text, vocabulary = torch.tensor(prompt(40)), torch.arange(1, 64, 2)
     features = model.features(text[None])[0]
     whole = list(rollout(head, model, text, features, 3))
     restrict(head, model, vocabulary)
     for all_of_them, logits in zip(whole, rollout(head, model, text, features, 3), strict=True):
         close(logits[:, vocabulary], all_of_them[:, vocabulary], 1e-5)
         assert logits[:, ::2].isneginf().all()
-    as_undrafted(Spec(model, head, "2x3"), prompts(), 16)
+    as_undrafted(Spec(model, head, "2x3"), [prompt(), prompt(40), prompt(1)], 16)

@@ -16,9 +16,7 @@ from treespec.verify.rates import optimal_iid
 
 KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
-OPTIONS = [
-    *[Optimal(threshold, extra, exact) for threshold in (0.35, 1) for extra in (0, 1) for exact in (0, 1)],
-]
+OPTIONS = [Optimal(threshold, extra, exact) for threshold in (0.35, 1) for extra in (0, 1) for exact in (0, 1)]
 
 
 def laws(number=10, vocabulary=6):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from drafting import source_of
+from equality import same_weights
 from models import CONFIGS, random_head, random_model, target
 from refusals import complains
 
@@ -93,9 +94,7 @@ def test_the_weights_of_a_model_that_others_hold_stay_as_they_are():
     kinds = [type(module) for module in model.modules()]
     load(model).generate([5, 9], max_new_tokens=4)
     assert [type(module) for module in model.modules()] == kinds
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert same_weights(model.state_dict(), before)
     assert copy.deepcopy(model)
 
 

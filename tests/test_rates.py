@@ -67,16 +67,11 @@ def test_the_stated_rate_is_that_of_the_plan(name, k):
 
 
 @pytest.mark.parametrize("name", ENUMERABLE)
-def test_no_plan_accepts_more_than_the_optimum_of_its_draws(name):
-    for p, q in random_pairs(5, 4):
-        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
-            assert of_the_plan(name, p, q, k) <= optimum(outcomes(name, q, k), p) + 1e-7
-
-
-@pytest.mark.parametrize("name, k", OPTIMAL)
-def test_schemes_that_are_optimal_for_their_draws_reach_the_optimum(name, k):
+def test_no_plan_accepts_more_than_the_optimum_of_its_draws_and_the_best_schemes_reach_it(name):
     for p, q in random_pairs(10):
-        assert of_the_plan(name, p, q, k) == pytest.approx(optimum(outcomes(name, q, k), p), rel=0, abs=1e-7)
+        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
+            short = optimum(outcomes(name, q, k), p) - of_the_plan(name, p, q, k)
+            assert -1e-7 <= short <= (1e-7 if (name, k) in OPTIMAL else 1)
 
 
 def test_kseq_accepts_at_least_its_share_of_the_optimum_and_one_draw_of_it_is_the_single_draft():

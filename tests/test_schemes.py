@@ -23,7 +23,6 @@ from models import TableConfig, TableModel, random_head
 from mutants import mutant
 from oracle import chances_of, deviation
 from refusals import complains
-from test_cold_laws import check
 
 from treespec.api.spec import Spec
 from treespec.eval.acceptance import otm_lp
@@ -57,12 +56,6 @@ def test_output_law_is_the_target_law(name):
         for numbers in (numbers_of_draws(name), *([k] for k in numbers_of_draws(name))):
             for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers):
                 close(output, p, 1e-12)
-
-
-@pytest.mark.parametrize("draws, tops", [count for count in COUNTS if any(count)])
-def test_it_is_where_some_tokens_are_there_for_sure(draws, tops):
-    for p, q in pairs(25):
-        check(SCHEMES["rrs-wo"], p[None], q[None], [with_tops(q, draws, tops)])
 
 
 def marked(draws):

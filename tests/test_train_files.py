@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import close, seeded
+from equality import close, same_weights, seeded
 from models import CONFIGS, random_model
 from refusals import complains
 from safetensors import safe_open
@@ -24,7 +24,6 @@ from training import (
     metrics_of,
     refused,
     same_head,
-    same_weights,
     trained,
     weights,
     write_data,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from equality import same_weights
 from models import random_head, target
 from refusals import complains
 from training import (
@@ -22,7 +23,6 @@ from training import (
     metrics_of,
     refused,
     same_head,
-    same_weights,
     trained,
     weights,
     write_data,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import seeded
+from equality import same_weights, seeded
 from safetensors.torch import load_file
 
 from treespec.api.load import load
@@ -109,10 +109,6 @@ def drafts(config, depth=3, **options):
 
 def weights(config):
     return load_file(f"{config.out}/model.safetensors")
-
-
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def same_head(a, b):

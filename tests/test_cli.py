@@ -33,9 +33,8 @@ def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, c
         assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
         assert f"{sum(one.stats.new_tokens for one in wanted)} tokens · τ " in printed.err
         assert TAU in printed.err
-    for prompt, complaint in (("", "--prompt is empty"), ("long " * 600, "the target's context holds 256")):
-        assert treespec(f"{line} --prompt a --prompt '{prompt}'") == 2
-        assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert treespec(f"{line} --prompt a --prompt '{'long ' * 600}'") == 2
+    assert "the target's context holds 256" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, tmp_path, capsys):

@@ -6,7 +6,6 @@ from drafting import source_of
 from equality import close, same_weights, seeded
 from models import as_undrafted, follow, prompt, random_head, random_model, target
 from refusals import complains
-from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -15,7 +14,7 @@ from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
-from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
@@ -94,7 +93,7 @@ def test_names_and_shapes_are_the_published_ones(kind):
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
+def test_heads_survive_their_file_and_are_known_by_their_kind(kind, tmp_path):
     model = target("llama")
     head = heads_for(model, kind)
     save_head(head, tmp_path)
@@ -105,12 +104,6 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
     with complains(f"write {kind.replace('+', '.')}:"):
         source_of(f"eagle:{tmp_path}", model)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = sorted(tensors)[3]
-    del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with complains(f"lacks {name}"):
-        load_head(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["eagle", *SEVERAL])

@@ -89,26 +89,32 @@ def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window
             close(out[0, row], alone[0, -1], 1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [None, "3.1", "speculators today", "all"])
 def test_training_drafting_and_rollouts_are_one_head(name):
-    """All rows at once, trees of two levels, and rollouts, each against one path after another: to 1e-4."""
+    """All rows at once, trees of two levels, and rollouts, each against one path after another: logits to 1e-4.
+
+    Gradients of every weight, through the features that the head drafted: to 1e-3 of the largest.
+    """
     model, steps = target("llama"), 3
     head = made(VARIANTS[name] if name else {}, model)
-    tokens = torch.randint(3, 64, (1, 9), generator=seeded(2))
+    tokens = text(9, seed=2)
     features = model.features(tokens, head.aux_layers)
-    counts = torch.ones(1, 7, dtype=torch.bool)
-    at_once = [head.lm_head(states) for states in head(tokens, features[:, :-2], counts, steps)]
-    alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
-    close(torch.cat(at_once), torch.cat(alone), 1e-4)
-    rollouts = rollout(head, model, tokens[0], features[0], steps)
-    for rolled, rows in zip(rollouts, alone, strict=True):
-        close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
-
-    tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
-    known = head.fuse(features[0])
-    paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
-    close(tree, head.logits(paths), 1e-4)
+    weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    for counts in (torch.rand(2, 7, generator=seeded(3)) < 0.7, torch.ones(2, 7, dtype=torch.bool)):
+        found = [forward(head, tokens, features[:, :-2], counts, steps) for forward in (logits_of, one_by_one)]
+        close(*map(torch.cat, found), 1e-4)
+        losses = [sum(one.log_softmax(-1)[:, 3].mean() for one in logits) for logits in found]
+        slopes = [torch.autograd.grad(loss, list(weights.values())) for loss in losses]
+        for part, ours, alone in zip(weights, *slopes, strict=True):
+            assert alone.abs().max() > 0, part
+            assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), part
+    with torch.no_grad():
+        for rolled, rows in zip(rollout(head, model, tokens[0], features[0], steps), found[1], strict=True):
+            close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
+        tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
+        known = head.fuse(features[0])
+        paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
+        close(tree, head.logits(paths), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -170,27 +176,6 @@ def one_by_one(head, tokens, features, counts, steps):
                 logits[step].append(head.logits(hidden[0]))
             known = torch.cat([known, hidden])
     return [torch.stack(rows) for rows in logits]
-
-
-def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients():
-    """Logits to 1e-4; gradients of every weight, through the features that the head drafted, to 1e-3 of the largest."""
-    model, steps = target("llama"), 4
-    head = random_eagle3(model, drafted=SOME)
-    tokens = text(10)
-    features = model.features(tokens, head.aux_layers)[:, :-2]
-    counts = torch.rand(2, 8, generator=seeded(3)) < 0.7
-    weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    found, slopes = [], []
-    for forward in (logits_of, one_by_one):
-        logits = forward(head, tokens, features, counts, steps)
-        loss = sum((one.log_softmax(-1)[:, 3]).mean() for one in logits)
-        found.append(logits)
-        slopes.append(torch.autograd.grad(loss, list(weights.values())))
-    for ours, alone in zip(*found, strict=True):
-        close(ours, alone, 1e-4)
-    for name, ours, alone in zip(weights, *slopes, strict=True):
-        assert alone.abs().max() > 0, name
-        assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), name
 
 
 def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():

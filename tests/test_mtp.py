@@ -112,8 +112,6 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
         DrafterSpec.parse("mtp").check(str(tmp_path))
     DrafterSpec.parse("mtp").check(str(save_with_mtp(tmp_path / "with", "mimo")))
     DrafterSpec.parse("mtp").check("org/of-the-hub")
-    with complains("takes no value"):
-        DrafterSpec.parse("mtp:2")
     with complains("has no safetensors files: name a directory"):
         load_mtp(MTP, Target(random_model(CONFIGS["mimo"]())))
 

@@ -139,15 +139,6 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
     assert not scheme.exact or in_rate.max() < limit(len(p))
 
 
-@pytest.mark.parametrize("scheme", [Optimal(exact=1), Optimal(extra=0, exact=1)])
-def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(scheme):
-    """Nodes of one batch with different numbers."""
-    asked = torch.tensor([(2, 1), (1, 0), (0, 2), (3, 2)])
-    p, q = (rows.repeat(4, 1) for rows in common_laws())
-    plans, _ = sampled_plans(scheme, p, q, asked.repeat_interleave(len(p) // 4, 0), 500)
-    assert off(plans, p).abs().max() < limit(p.numel())
-
-
 @pytest.mark.parametrize("scheme", OPTIONS)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_draft_that_is_the_target_is_always_accepted(k, scheme):

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from equality import close, seeded
 from gguf_files import write_gguf
-from models import CONFIGS, as_undrafted, change, random_model, save_model
+from models import as_undrafted, change, random_model, save_model
 from offline import cached, said_offline
 from refusals import complains
 from test_recurrent import save
@@ -92,7 +92,6 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
 
 
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):
-    pytest.importorskip("torchao")
     spec = load(str(folder), load_in="int8", dtype="float32")
     model = Target.load(str(folder), how=Placement("int8"), dtype="float32").model
     model.save_pretrained(tmp_path / "own")
@@ -103,16 +102,10 @@ def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_pa
 
 
 def test_forms_have_identities_and_times_of_their_own(folder):
-    pytest.importorskip("torchao")
     variants = [Placement(), *(Placement(form) for form in FORMS)]
     assert len({target_identity(str(folder), variant) for variant in variants}) == 3
     targets = [Target.load(str(folder), how=variant, dtype="float32") for variant in variants]
     assert len({str(dependencies(target, None)) for target in targets}) == 3
-
-
-def test_a_loaded_model_takes_no_form():
-    with complains("load_in is int8, but the target is loaded already"):
-        load(random_model(CONFIGS["llama"]()), load_in="int8")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ def ai(spec):
 
 
 def test_an_answer_by_schema_is_that_of_the_python_call(ai, spec):
-    pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
     for seed in range(4):
         answer = ai.chat.completions.create(**ASK | {"seed": seed}, response_format=form).choices[0]
@@ -63,7 +62,6 @@ def test_an_answer_by_schema_is_that_of_the_python_call(ai, spec):
     ],
 )
 def test_a_broken_format_is_refused_by_its_name(ai, param, options):
-    pytest.importorskip("llguidance")
     with pytest.raises(openai.BadRequestError) as error:
         ai.chat.completions.create(**ASK, extra_body={param: options})
     assert error.value.param == param
@@ -87,7 +85,6 @@ HEAVY = {  # each took a second or more, or ended in a 500 or in a crash of the 
 
 
 def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
-    pytest.importorskip("llguidance")
     with serving(spec) as state, client(state) as http, client(state) as other, ThreadPoolExecutor(1) as pool:
         for name, source in HEAVY.items():
             schema = {"type": "json_schema", "json_schema": {"name": name, "schema": source}}
@@ -106,7 +103,6 @@ def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
 
 
 def test_a_tool_that_must_be_called_is_called(ai):
-    pytest.importorskip("llguidance")
     for seed in range(4):
         answer = ai.chat.completions.create(**ASK | {"seed": seed}, tools=TOOLS, tool_choice="required").choices[0]
         (call,) = answer.message.tool_calls

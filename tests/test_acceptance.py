@@ -43,7 +43,6 @@ def text(length, prompt=0, seed=4):
     return Passage(tokens, torch.arange(length) >= prompt, seed)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
     model = target("llama")

@@ -67,7 +67,6 @@ def attended(attention, queries, keys, places, seen, rotary):
     return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
-@torch.no_grad()
 def plain_dflash(head, model, text):
     """[D, V] the draft logits after a text, without a cache."""
     n, size = len(text) - 1, head.block
@@ -86,7 +85,6 @@ def plain_dflash(head, model, text):
     return model.output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
 
 
-@torch.no_grad()
 def plain_p_eagle(head, model, text):
     """The same of P-EAGLE: EAGLE-3's head over pairs and masks at once, causal, without a cache."""
     n = len(text) - 1
@@ -111,7 +109,6 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-@torch.no_grad()
 def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name, monkeypatch):
     """Of a text that was observed in pieces after another one, and of one beside it in a batch."""
     make, plain, changes = HEADS[name]
@@ -157,7 +154,6 @@ def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
     assert len(calls) == output.stats.cycles
 
 
-@torch.no_grad()
 def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
     head, model = dflash(), target("llama")
     drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter

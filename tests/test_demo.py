@@ -37,6 +37,8 @@ from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
 from treespec.train.regenerate.config import RegenerateConfig
 
+QUESTION = [{"role": "user", "content": "Hello"}]
+
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
@@ -91,10 +93,9 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
 
 def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     spec = treespec.load("demo", drafter="lookup")
-    question = [{"role": "user", "content": "Hello"}]
     path = model_path("demo")
     assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
-    ours, theirs = (one.generate(question, max_new_tokens=8) for one in (spec, treespec.load(path)))
+    ours, theirs = (one.generate(QUESTION, max_new_tokens=8) for one in (spec, treespec.load(path)))
     assert ours.text == theirs.text
     assert identity_of("demo") == identity_of(path)
     assert width_of(folder_of("demo")) == 32
@@ -234,8 +235,7 @@ def test_all_commands_draft_for_the_demo_as_load_does(config, head):
 def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):
     spec = treespec.load("demo")
     assert spec.source.name == "suffix and eagle head"
-    question = [{"role": "user", "content": "Hello"}]
-    first, again = (spec.generate(question, max_new_tokens=12) for _ in range(2))
+    first, again = (spec.generate(QUESTION, max_new_tokens=12) for _ in range(2))
     assert first.stats.cycles == again.stats.cycles  # it remembers no answer
     for drafts in ({"head": "demo"}, {"drafter": "eagle:demo"}):
         assert treespec.load("demo", **drafts).source.name == "eagle head"
@@ -264,17 +264,13 @@ def test_the_demo_target_has_a_head():
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
-def test_a_shipped_head_loads_drafts_often_used_tokens_and_is_calibrated(folder):
+def test_a_shipped_head_is_small_whole_and_calibrated_with_a_card_that_hides_nothing(folder):
     head = load_head(str(folder))
     assert head.lacks_embedding  # it takes the target's
     assert (folder / "draft_vocab.json").exists()
     assert set(load_calibration(folder).rates) >= {"0.3", "0.6", "1"}
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
     assert not [path for path in folder.iterdir() if path.is_dir()]
-
-
-@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
-def test_a_shipped_head_has_a_card(folder):
     card = Path(folder / "README.md").read_text(encoding="utf-8")
     for part in ("license: apache-2.0", "## Data", "## Recipe", "## Figures", "treespec train", "held-out positions"):
         assert part in card

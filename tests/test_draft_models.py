@@ -59,7 +59,6 @@ def without(model, skipped):
     return model
 
 
-@torch.no_grad()
 def by_hand(kind, proposer, whole):
     """Draft logits after a text and a path by plain models: over the whole text, or over the target's keys of it."""
     lame = without(whole.model, SOME) if kind == "skip" else whole.model
@@ -90,7 +89,6 @@ def by_hand(kind, proposer, whole):
         *(("sparse", name) for name in ("llama", "gpt2")),
     ],
 )
-@torch.no_grad()
 def test_logits_at_every_node_are_those_of_plain_models_along_the_path(kind, name):
     whole = target("llama" if kind == "model" else name)
     if kind == "model":

@@ -50,7 +50,6 @@ def made(parts, model=EIGHT, drafted=DRAFTED):
     return head
 
 
-@torch.no_grad()
 def test_the_norms_stand_where_their_names_say():
     features, plain = torch.randn(2, 5, 96), made({})
 
@@ -72,7 +71,6 @@ def test_the_norms_stand_where_their_names_say():
         made({"norm_before_fc": True, "fc_norm": True})
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("block", [2, 256])
 def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window, block):

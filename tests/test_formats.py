@@ -141,7 +141,6 @@ def built(folder, name):
     return write(folder, config, told(head.state_dict()), name), head
 
 
-@torch.no_grad()
 def logits_of(head):
     if not head.kind.startswith("hydra"):
         return outputs(head)
@@ -201,7 +200,6 @@ def test_speculators_heads_norm_their_residual_where_they_do_not_say(tmp_path):
     assert (outputs(loaded) - outputs(three())).abs().max() > 0.1
 
 
-@torch.no_grad()
 def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leaves():
     """hidden_states[k] enters layer k and leaves layer k - 1."""
     left = {}

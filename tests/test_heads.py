@@ -178,7 +178,6 @@ def third(tmp_path):
     return publish(tmp_path / "published", "eagle3")
 
 
-@torch.no_grad()
 def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_head(third):
     head = load_head(third)
     tensors = load_file(third / "model.safetensors")

@@ -69,7 +69,6 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@torch.no_grad()
 def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_without_a_cache(folders, name):
     """Texts of nine and two tokens, and one observed in two pieces; two branches of four levels each.
 

@@ -35,8 +35,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder):
     """A target whose embedding and output are 8-bit tensors too."""
-    quantization = pytest.importorskip("torchao.quantization")
-    config = hf.TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = hf.TorchAoConfig(Int8WeightOnlyConfig(), include_input_output_embeddings=True)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
     assert type(model.lm_head.weight) is not nn.Parameter
     return Target(model)
@@ -75,7 +76,6 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     assert "MatMul8bitLt" not in caplog.text
 
 
-@torch.no_grad()
 def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     """Rows of the output and of the embedding are those that the modules compute with."""
     tokens, model = torch.tensor([0, 3, 17, 63]), whole.model
@@ -182,7 +182,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 
 def compress(folder, out, bits, inputs=None):
     """The model in `folder` with its linear layers quantised by the library itself, saved in `out`."""
-    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors import quantization
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -205,7 +205,6 @@ def compress(folder, out, bits, inputs=None):
     return out
 
 
-@torch.no_grad()
 def logits(model, tokens):
     return model(torch.tensor([tokens])).logits
 

@@ -6,15 +6,16 @@ import math
 import pytest
 import torch
 from enumeration import (
-    CASES,
     ENUMERABLE,
     SCHEMES,
     enumerate_plans,
+    every_pair,
     independent,
     law,
     optimum,
     outcomes,
     random_law,
+    random_pairs,
     scheme_by_name,
     sequential,
 )
@@ -30,15 +31,6 @@ STATED += [(name, k) for name in ("rrs", "kseq", "greedy", "otm-lp", "topk", "ty
 STATED += [(name, k) for name in ("is-lp", "is-lp:s=2", "is-lp:s=1") for k in (1, 2)]
 OPTIMAL = [("single", 1), ("spechub", 2), ("greedy", 2), ("greedy", 3), ("topk", 2), ("is-lp", 2)]
 OPTIMAL += [("otm-lp", k) for k in (1, 2, 3)]
-
-
-def random_pairs(number, size=5, seed=1):
-    generator = seeded(seed)
-    return [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
-
-
-def every_pair(number, size=5):
-    return [tuple(map(law, case)) for case in CASES.values()] + random_pairs(number, size)
 
 
 def tied(q, number):

@@ -12,9 +12,10 @@ from enumeration import (
     LOSSLESS,
     SCHEMES,
     enumerate_plans,
+    every_pair,
     law,
     outcomes,
-    random_law,
+    random_pairs,
     scheme_by_name,
     with_tops,
 )
@@ -42,17 +43,10 @@ def numbers_of_draws(name):
     return list(range(1, (SCHEMES[name.split(":")[0]].max_draws or 3) + 1))
 
 
-def pairs(number, size=5):
-    """p and q of every case, and random ones."""
-    generator = seeded(1)
-    cases = [tuple(map(law, case)) for case in CASES.values()]
-    return cases + [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_output_law_is_the_target_law(name):
     """With every number of draws alone, and at nodes of one batch that have different numbers."""
-    for p, q in pairs(5 if "is-lp" in name else 20):
+    for p, q in every_pair(5 if "is-lp" in name else 20):
         for numbers in (numbers_of_draws(name), *([k] for k in numbers_of_draws(name))):
             for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers):
                 close(output, p, 1e-12)
@@ -65,7 +59,7 @@ def marked(draws):
 
 def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws():
     k = torch.tensor(COUNTS)
-    for _, q in pairs(20)[-20:]:
+    for _, q in random_pairs(20):
         drawn = SCHEMES["rrs-wo"].draw_with_sure(q.expand(len(k), -1), *k.unbind(-1), seeded(4))
         for count, tokens in zip(COUNTS, marked(drawn), strict=True):
             assert tokens[: sum(count)] in marked(with_tops(q, *count)[0])
@@ -149,7 +143,7 @@ def test_a_broken_rule_has_another_law(name, k, part, old, new):
     module = sys.modules[type(SCHEMES[name]).__module__]
     broken = vars(mutant(module, (old, new), part=part))[type(SCHEMES[name]).__name__]()
     worst = 0.0
-    for p, q in pairs(4, 4):
+    for p, q in every_pair(4, 4):
         plans, chances = zip(*outcomes(name, q, k), strict=True)
         rows = len(chances)
         plan = broken.plan(p.expand(rows, -1), q.expand(rows, -1), Draws(torch.tensor(plans)))
@@ -169,13 +163,6 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
 def test_options_have_the_type_of_their_field():
     assert scheme_by_name("is-lp:s=8") == IsLp(s=8)
     assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in LOSSLESS])
-def test_a_lossy_scheme_must_be_allowed(name):
-    with complains("--allow-lossy"):
-        scheme_by_name(name)
-    assert scheme_by_name(name, allow_lossy=True) == SCHEMES[name]
 
 
 def test_a_program_that_is_too_large_is_refused():

@@ -57,7 +57,6 @@ def models(request):
     return pair(request.param)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("tree, verifier, temperature", CASES)
 def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(models, tree, verifier, temperature):
     target, head = models

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from equality import close, same_weights, seeded
 from models import CONFIGS, random_model
 from refusals import complains
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from test_files import ended
 from training import (
     beside,
     flipped,
@@ -28,6 +26,7 @@ from training import (
     weights,
     write_data,
 )
+from transformers import AutoConfig
 
 from treespec.files.atomic import locked, read_json, write_json
 from treespec.model.target import Target
@@ -96,8 +95,7 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
 
 
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    dead = ended.stdout.strip()
+    dead = ended()
     trained(beside(config, "other"))
     (shard,) = Path(config.features).rglob("*.safetensors")
     shard.unlink()
@@ -123,19 +121,11 @@ def test_metrics_hold_each_step_once_after_a_resume(config):
     assert [line["step"] for line in metrics_of(trained(config))] == [20, 40, 60]
 
 
-def retrain(folder):
-    """Another model at the same path."""
-    tensors = load_file(folder / "model.safetensors")
-    torch.manual_seed(1)
-    tensors = {name: value + 0.3 * torch.randn(value.shape) for name, value in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def test_features_of_a_target_that_was_trained_again_are_others(config, tmp_path):
     model = shutil.copytree(config.target, tmp_path / "model")
     config = killed(replace(config, target=str(model)))
     trained(beside(config, "same"))
-    retrain(model)
+    random_model(AutoConfig.from_pretrained(model), seed=1).save_pretrained(model)
     other = weights(trained(beside(config, "other")))
     assert same_weights(other, weights(trained(beside(config, "live"), features=None)))
     assert len(list(Path(config.features).iterdir())) == 2

@@ -219,7 +219,6 @@ def test_medusas_published_tree_has_its_63_nodes():
     assert {(0, 0, 0, 1), (9, 0), (0, 9), (0, 0, 9), (1, 6)} <= set(tree.paths)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_accuracies_equal_counting_position_by_position(kind, temperature):

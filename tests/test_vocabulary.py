@@ -64,7 +64,6 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     torch.testing.assert_close(found[1].sum(-1), mass)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [*CONFIGS, "phi-with-a-bias"])
 def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
     """With the model's own scales, softcap and bias: to 1e-5."""

@@ -172,7 +172,7 @@ def segments(by_hand, conversation):
     return out
 
 
-def encode_conversation(tokenizer, messages, template, max_length):
+def encode_conversation(tokenizer, messages, template=None, max_length=10_000):
     """One conversation as training has it."""
     (example,), _ = encode_conversations(tokenizer, [Conversation(messages)], template, max_length)
     return example

@@ -11,6 +11,14 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements():
+    """Costs are measured in two rounds: no test needs exact ones."""
+    from treespec.draft.cost import measure
+
+    measure.FEWEST, measure.SECONDS = 2, 0.0
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A small random target with its tokenizer, to read only."""

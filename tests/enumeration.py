@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import torch
+from equality import seeded
 from scipy.optimize import linprog
 
 from treespec.eval.acceptance.otm_lp import OtmLp
@@ -15,26 +16,29 @@ LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
 ENUMERABLE = [name for name in LOSSLESS if name != "optimal"]  # its draws carry scores: see test_optimal.py
 STOCHASTIC = [name for name, scheme in registry.SCHEMES.items() if not scheme.deterministic]
 
-TINY = 1e-12
-CASES = {
-    "plain": ([0.1, 0.2, 0.3, 0.4], [0.35, 0.3, 0.25, 0.1]),
-    "p = q": ([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
-    "disjoint": ([0.5, 0.5, 0, 0], [0, 0, 0.7, 0.3]),
-    "zeros in p": ([0, 0.4, 0, 0.6], [0.3, 0.2, 0.4, 0.1]),
-    "zeros in q": ([0.3, 0.2, 0.4, 0.1], [0, 0.4, 0, 0.6]),
-    "zeros in both": ([0.6, 0, 0.1, 0.3], [0.2, 0.3, 0, 0.5]),
-    "one-hot p": ([0, 0, 1, 0], [0.4, 0.3, 0.2, 0.1]),
-    "one-hot q": ([0.4, 0.3, 0.2, 0.1], [0, 1, 0, 0]),
-    "one-hot both": ([0, 1, 0, 0], [0, 0, 1, 0]),
-    "one-hot, the same": ([0, 0, 1, 0], [0, 0, 1, 0]),
-    "tiny q": ([0.4, 0.3, 0.2, 0.1], [1 - 3 * TINY, TINY, 2 * TINY, 0]),
-    "tiny p": ([1 - 3 * TINY, TINY, 2 * TINY, 0], [0.1, 0.4, 0.2, 0.3]),
-    "tiny both": ([TINY, 1 - 2 * TINY, TINY, 0], [1 - 2 * TINY, TINY, 0, TINY]),
-    "ties in p/q": ([0.2, 0.1, 0.4, 0.3], [0.1, 0.05, 0.55, 0.3]),
-    "ties in q": ([0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25]),
-    "two ties at the top": ([0.1, 0.1, 0.5, 0.3], [0.1, 0.4, 0.1, 0.4]),
-    "two supported": ([0.1, 0.6, 0.2, 0.1], [0.8, 0, 0, 0.2]),
-}
+TABLE = """
+plain               | 0.1 0.2 0.3 0.4              | 0.35 0.3 0.25 0.1
+p = q               | 0.1 0.2 0.3 0.4              | 0.1 0.2 0.3 0.4
+disjoint            | 0.5 0.5 0 0                  | 0 0 0.7 0.3
+zeros in p          | 0 0.4 0 0.6                  | 0.3 0.2 0.4 0.1
+zeros in q          | 0.3 0.2 0.4 0.1              | 0 0.4 0 0.6
+zeros in both       | 0.6 0 0.1 0.3                | 0.2 0.3 0 0.5
+one-hot p           | 0 0 1 0                      | 0.4 0.3 0.2 0.1
+one-hot q           | 0.4 0.3 0.2 0.1              | 0 1 0 0
+one-hot both        | 0 1 0 0                      | 0 0 1 0
+one-hot, the same   | 0 0 1 0                      | 0 0 1 0
+tiny q              | 0.4 0.3 0.2 0.1              | 0.999999999997 1e-12 2e-12 0
+tiny p              | 0.999999999997 1e-12 2e-12 0 | 0.1 0.4 0.2 0.3
+tiny both           | 1e-12 0.999999999998 1e-12 0 | 0.999999999998 1e-12 0 1e-12
+ties in p/q         | 0.2 0.1 0.4 0.3              | 0.1 0.05 0.55 0.3
+ties in q           | 0.5 0.1 0.1 0.3              | 0.25 0.25 0.25 0.25
+two ties at the top | 0.1 0.1 0.5 0.3              | 0.1 0.4 0.1 0.4
+two supported       | 0.1 0.6 0.2 0.1              | 0.8 0 0 0.2
+"""
+CASES = {}  # name: p and q of four tokens
+for line in TABLE.strip().splitlines():
+    name, *laws = line.split("|")
+    CASES[name.strip()] = tuple([float(mass) for mass in masses.split()] for masses in laws)
 
 
 def law(values):
@@ -46,6 +50,16 @@ def random_law(vocabulary, generator):
     logits = 2 * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
     logits[1:][torch.rand(vocabulary - 1, generator=generator) < 0.2] = -torch.inf
     return logits.softmax(-1)
+
+
+def random_pairs(number, size=5, seed=1):
+    generator = seeded(seed)
+    return [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
+
+
+def every_pair(number, size=5):
+    """p and q of every case, and random ones."""
+    return [tuple(map(law, case)) for case in CASES.values()] + random_pairs(number, size)
 
 
 def sequential(q, k):

@@ -10,3 +10,7 @@ def close(found, wanted, atol, rtol=0.0):
 
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

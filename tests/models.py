@@ -1,5 +1,6 @@
 """Small random models of many architectures, and one whose next-token law is a table."""
 
+import json
 from functools import cache
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from treespec.shaping.distribution import Distribution
 VOCAB = 64
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2} | WIDTH
+UNGATED = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
 GROUPED = COMMON | {"num_key_value_heads": 2}
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 
@@ -36,11 +38,9 @@ CONFIGS = {
     "gpt2": lambda: hf.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
     ),
-    "opt": lambda: hf.OPTConfig(
-        **{k: v for k, v in COMMON.items() if k != "intermediate_size"}, ffn_dim=48, word_embed_proj_dim=16
-    ),
+    "opt": lambda: hf.OPTConfig(**UNGATED, ffn_dim=48, word_embed_proj_dim=16),
     "gpt-neox": lambda: hf.GPTNeoXConfig(**COMMON),
-    "falcon": lambda: hf.FalconConfig(**{k: v for k, v in COMMON.items() if k != "intermediate_size"}),
+    "falcon": lambda: hf.FalconConfig(**UNGATED),
     "cohere": lambda: hf.CohereConfig(**GROUPED, pad_token_id=0),
     "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=0.5, embedding_multiplier=2.0),
     "gpt-oss": lambda: hf.GptOssConfig(
@@ -243,6 +243,12 @@ def save_model(folder, **changes):
     random_model(config).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+def change(folder, file="config.json", **fields):
+    """Set fields of a JSON file; None deletes one."""
+    whole = json.loads((folder / file).read_text()) | fields
+    (folder / file).write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
 
 
 def hollow_model(folder):

@@ -7,10 +7,9 @@ import torch
 from equality import close, seeded
 from models import random_head, target
 from refusals import complains
+from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec
-from treespec.draft.drafter import Frontier
-from treespec.draft.trained.proposers import EagleProposer
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, cases, sweeps
 from treespec.eval.acceptance.rates import accept, average
 from treespec.eval.acceptance.sources import logits_of
@@ -44,9 +43,8 @@ def text(length, prompt=0, seed=4):
     return Passage(tokens, torch.arange(length) >= prompt, seed)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step):
+def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
     model = target("llama")
     head = random_head(model)
     whole = text(12, prompt=5)
@@ -57,13 +55,9 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step):
     plain = model.model(input_ids=tokens[None]).logits[0]
     for place, p, q in zip(places, found.p, found.q, strict=True):
         close(p, plain[place - 1], 1e-5, 1e-5)
-        proposer = EagleProposer(head, model)
-        proposer.observe([features[: place - step]], [tokens[: place - step + 1]])
-        (logits,) = proposer.begin(None)
-        for i in range(place - step + 1, place):
-            (logits,) = proposer.extend([Frontier(tokens[i : i + 1], torch.tensor([0]))])
-        assert logits is not None
-        close(q, logits[0], 1e-4, 1e-4)
+        at = place - step
+        hidden = extrapolated(head, tokens[1 : at + 1], features[:at], tokens[at + 1 : place].tolist())
+        close(q, model.output_logits(hidden)[0], 1e-4, 1e-4)
 
 
 def test_fewer_positions_are_some_of_all_evenly_spread():
@@ -116,27 +110,13 @@ def test_presets_are_sweeps_of_verifiers_that_exist(name, tmp_path):
             assert verifier == "all" or scheme_by_name(verifier).lossless
 
 
-@pytest.mark.parametrize(
-    "message, changes",
-    {
-        "--target and --head": {"head": None},
-        "must be hu, khisti-draws": {"preset": "khan"},
-        "--preset hu settles --draws: leave out one": {"preset": "hu", "draws": "2"},
-        "unknown verifier 'best'": {"verifier": "best"},
-        "typical is not lossless": {"verifier": "typical"},
-        "--draft-temperature: '1/2' is not": {"draft_temperature": "1/2"},
-    }.items(),
-)
-def test_bad_input_is_explained(changes, message, tmp_path):
-    with complains(message):
-        accept(AcceptanceConfig(out=str(tmp_path), **{"target": "t", "head": "h"} | changes))
-
-
-def test_a_text_that_cannot_be_used_is_explained(home, tmp_path):
+def test_what_cannot_be_used_is_explained(home, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     for name, message in {"none.txt": "cannot read --text", "latin.txt": "UTF-8", "short.txt": "longer texts"}.items():
         with complains(message):
             accept(config_in(home, tmp_path / "out", text=f"{tmp_path}/{name}"))
+    with complains("--target and --head"):
+        accept(AcceptanceConfig(out=str(tmp_path), target="t"))
     with complains("spechub answers at most 2 draws"):
         accept(config_in(home, tmp_path / "out", verifier="spechub", draws="3"))

@@ -121,7 +121,6 @@ def levels(head):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@torch.no_grad()
 def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
     config, tensors_of, make, changes = FORMATS[name]
     head = make(**changes)
@@ -157,7 +156,6 @@ def test_a_config_that_does_not_tell_enough_is_refused_by_its_field(name, change
         load_head(write(tmp_path / "head", config | changes, tensors_of(make(**built))))
 
 
-@torch.no_grad()
 def test_a_head_with_fewer_tokens_of_its_own_output_is_saved_and_loaded_again(tmp_path):
     head = own_output(dflash())
     head.embed_tokens = None

@@ -8,6 +8,7 @@ import torch
 from equality import close, seeded
 from models import as_undrafted, draft_tree, follow, random_head, target
 from refusals import complains
+from torch.nn.functional import scaled_dot_product_attention
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -53,25 +54,19 @@ def rotated(x, places, head):
 
 
 def attended(attention, queries, keys, places, seen, rotary):
-    """[S, H] one text's attention, written out. queries: [S, H]. keys: [T, in]. places: [T]. seen: [S, T]."""
-    size, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+    """[S, H] one text's attention, by torch's own. queries: [S, H]. keys: [T, in]. places: [T]. seen: [S, T]."""
 
     def split(x, proj, norm):
-        parts = proj(x).view(len(x), -1, size).transpose(0, 1)
+        parts = proj(x).view(len(x), -1, attention.head_dim).transpose(0, 1)
         return norm(parts) if norm else parts
 
     q = rotated(split(queries, attention.q_proj, attention.q_norm), places[-len(queries) :], rotary)
     k = rotated(split(keys, attention.k_proj, attention.k_norm), places, rotary)
     v = split(keys, attention.v_proj, None)
-    out = []
-    for h in range(heads):
-        group = h * len(k) // heads
-        scores = (q[h] @ k[group].T / size**0.5).masked_fill(~seen, -torch.inf)
-        out.append(scores.softmax(-1) @ v[group])
-    return attention.o_proj(torch.cat(out, dim=-1))
+    out = scaled_dot_product_attention(q[None], k[None], v[None], seen, enable_gqa=True)[0]
+    return attention.o_proj(out.transpose(0, 1).flatten(1))
 
 
-@torch.no_grad()
 def plain_dflash(head, model, text):
     """[D, V] the draft logits after a text, without a cache."""
     n, size = len(text) - 1, head.block
@@ -90,7 +85,6 @@ def plain_dflash(head, model, text):
     return model.output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
 
 
-@torch.no_grad()
 def plain_p_eagle(head, model, text):
     """The same of P-EAGLE: EAGLE-3's head over pairs and masks at once, causal, without a cache."""
     n = len(text) - 1
@@ -115,7 +109,6 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-@torch.no_grad()
 def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name, monkeypatch):
     """Of a text that was observed in pieces after another one, and of one beside it in a batch."""
     make, plain, changes = HEADS[name]
@@ -161,7 +154,6 @@ def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
     assert len(calls) == output.stats.cycles
 
 
-@torch.no_grad()
 def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
     head, model = dflash(), target("llama")
     drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter

@@ -27,6 +27,7 @@ from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
 from treespec.shaping.processors import Penalties
 from treespec.shaping.sampling import SamplingParams
+from treespec.text.templates import Stops
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 CONFIG = CertifyConfig(target="target", head="head", tokens=400, length=24, top_k=5)
@@ -87,7 +88,7 @@ def test_what_the_models_own_config_adds_is_left_out_and_said(headed, monkeypatc
     assert own_settings(model) == {}
 
 
-def test_both_sides_end_at_a_templates_stops(tmp_path):
+def test_both_sides_end_at_a_templates_stops(tmp_path, monkeypatch):
     """The template's stop string is text that the plain model writes at once."""
     target = Target.load(str(save_model(tmp_path / "model")))
     spec = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo")
@@ -96,13 +97,11 @@ def test_both_sides_end_at_a_templates_stops(tmp_path):
     spec.template = "vicuna_v1.1"  # stops at </s>
     stop = target.tokenizer.decode(whole[3:4])
     ended = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo", template="vicuna_v1.1")
-    with pytest.MonkeyPatch.context() as patch:
-        from treespec.text import templates
-
-        patch.setattr(templates, "stops", lambda template: templates.Stops(strings=(stop,), token_ids=(whole[8],)))
-        [theirs] = plain_outputs(ended, prompt, 12, SamplingParams())
-        assert len(theirs) < 12
-        assert greedy_output(ended, prompt, 12)["different_at"] is None
+    stops = Stops(strings=(stop,), token_ids=(whole[8],))
+    monkeypatch.setattr("treespec.text.templates.stops", lambda template: stops)
+    [theirs] = plain_outputs(ended, prompt, 12, SamplingParams())
+    assert len(theirs) < 12
+    assert greedy_output(ended, prompt, 12)["different_at"] is None
 
 
 def test_the_places_are_those_of_the_text(headed):

@@ -1,14 +1,19 @@
-"""The command line: one line for what cannot be done, exit code 2, and no traceback."""
+"""The commands that load a pair: they answer as the API does, and show what they did."""
 
+import json
 import shlex
 import shutil
 
 import pytest
 from commands import treespec
+from rich.console import Console
 
 from treespec import load
-from treespec.decoding.stats import TAU
+from treespec.cli.side_by_side import compare, race
+from treespec.decoding.sequence import Piece
+from treespec.decoding.stats import TAU, Stats
 from treespec.draft.calibration import load_calibration
+from treespec.requests.output import Stream
 
 
 @pytest.fixture(scope="module")
@@ -28,40 +33,32 @@ def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, c
         assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
         assert f"{sum(one.stats.new_tokens for one in wanted)} tokens · τ " in printed.err
         assert TAU in printed.err
-    for prompt, complaint in (("", "--prompt is empty"), ("long " * 600, "the target's context holds 256")):
-        assert treespec(f"{line} --prompt a --prompt '{prompt}'") == 2
-        assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert treespec(f"{line} --prompt a --prompt '{'long ' * 600}'") == 2
+    assert "the target's context holds 256" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_calibrated_head_drafts_sampled_trees(pair, tmp_path, capsys):
+def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, tmp_path, capsys):
     target, head = pair
-    own = shutil.copytree(head, tmp_path / "head")
-    text = tmp_path / "text.txt"
+    own, text = shutil.copytree(head, tmp_path / "head"), tmp_path / "text.txt"
     text.write_text("no")
     models = f"--target {target} --head {own}"
-    line = f"calibrate {models} --text {text} --depth 3 --positions 40"
-    assert treespec(line) == 2
-    assert "the text is too short" in capsys.readouterr().err
+    line = f"calibrate {models} --depth 3 --positions 40"
+    for options, complaint in (
+        (f"--text {text}", "the text is too short"),
+        ("--draft-vocab 20", "--draft-vocab needs --text"),
+    ):
+        assert treespec(f"{line} {options}") == 2
+        assert complaint in capsys.readouterr().err
+    (own / "draft_vocab.json").write_text("damaged")
     text.write_text("the user asks and the assistant answers the question " * 12)
-    assert treespec(line) == 0
-    assert f"{own}/calibration.json" in capsys.readouterr().out.replace("\n", "")
+    assert treespec(f"{line} --draft-vocab 20 --text {text}") == 0
+    said = capsys.readouterr().out
+    assert "The head drafts 20 tokens, which are 100.0% of the text" in said
+    assert f"{own}/calibration.json" in said.replace("\n", "")
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
+    assert len(load(target, str(own)).head.vocabulary) == 20
     drafting = "--tree sampled:nodes=12,depth=3 --verifier traversal --temperature 1"
     assert treespec(f"generate {models} {drafting} --prompt 'the question' --max-new-tokens 8") == 0
-
-
-def test_a_head_from_elsewhere_gets_a_draft_vocabulary(pair, tmp_path, capsys):
-    target, head = pair
-    own = shutil.copytree(head, tmp_path / "head")
-    (own / "draft_vocab.json").write_text("damaged")
-    text = tmp_path / "text.txt"
-    text.write_text("the user asks and the assistant answers the question " * 12)
-    line = f"calibrate --target {target} --head {own} --depth 2 --positions 40 --draft-vocab 20"
-    assert treespec(line) == 2
-    assert "--draft-vocab needs --text" in capsys.readouterr().err
-    assert treespec(f"{line} --text {text}") == 0
-    assert "The head drafts 20 tokens, which are 100.0% of the text" in capsys.readouterr().out
-    assert len(load(target, str(own)).head.vocabulary) == 20
 
 
 def test_generate_takes_what_a_request_may_ask(pair, capsys):
@@ -75,3 +72,72 @@ def test_generate_takes_what_a_request_may_ask(pair, capsys):
     bias = {"logit_bias": {7: float("-inf"), 9: 1.5}}
     wanted = load(target, head, "2x2", "rrs-wo", dtype="float32").generate(message, n=2, **bias, **asked)
     assert capsys.readouterr().out == "\n\n".join(output.text for output in wanted) + "\n"
+
+
+MESSAGE = "Sing of the sea."
+OPTIONS = f"--prompt '{MESSAGE}' --tree 2x2 --verifier rrs --temperature 1 --seed 4"
+
+
+def test_the_texts_of_the_cycles_are_the_answer(home, capsys):
+    pair = f"--target {home}/target --head {home}/head --dtype float32"
+    assert treespec(f"trace {pair} {OPTIONS} --max-new-tokens 15 --json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    spec = load(f"{home}/target", f"{home}/head", "2x2", "rrs", dtype="float32")
+    message = [{"role": "user", "content": MESSAGE}]
+    wanted = spec.generate(message, temperature=1, max_new_tokens=15, seed=4)
+    assert "".join(line.pop("text") for line in lines) == wanted.text
+    pieces = [piece for line in lines for piece in line["answer"]]
+    assert sum(len(piece["token_ids"]) for piece in pieces) == wanted.stats.new_tokens
+    assert len(lines) == wanted.stats.cycles
+
+
+def test_a_pipe_gets_plain_trees(home, capsys):
+    assert treespec(f"trace --target {home}/target --head {home}/head {OPTIONS} --max-new-tokens 2") == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out
+    headings = [line for line in printed.out.splitlines() if line.startswith("cycle ")]
+    assert [heading.split(" · ")[0] for heading in headings] == [f"cycle {n + 1}" for n in range(len(headings))]
+    assert all(f"{stage} " in headings[0] for stage in ("draft", "head", "target", "verify", "commit"))
+    assert printed.out.count("→ ") == printed.out.count("the target's own") == len(headings) > 0
+    assert "tokens per target forward" in printed.err
+
+
+def test_what_cannot_be_traced_is_one_line(home, capsys):
+    assert treespec(f"trace --target {home}/target --prompt a") == 2
+    assert "nothing drafts: give --head or --drafter" in capsys.readouterr().err
+
+
+def test_it_fits_one_screen_on_a_pipe(home, capsys):
+    target = f"{home}/target"
+    assert treespec(f"quickstart --target {target} --max-new-tokens 6") == 0
+    said = capsys.readouterr().out
+    assert "times as fast; 3 of 3 texts are the same" in said
+    assert "rounding" not in said
+    assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]
+    assert said.endswith(f"treespec chat --target {target} --drafter lookup\n")
+    assert len(said.splitlines()) <= 24
+
+
+def test_each_side_of_a_race_shows_what_it_would_show_alone():
+    def stream(seconds):
+        stats = Stats()
+
+        def pieces():
+            for number in range(4):
+                stats.seconds["total"] += seconds
+                yield Piece(f"{number}", [number], drafted=number > 1)
+
+        return Stream(pieces(), stats)
+
+    turns = list(race([stream(5), stream(1)]))
+    assert [side for side, _ in turns] == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert ["".join(piece.text for side, piece in turns if side == own) for own in (0, 1)] == ["0123"] * 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_columns_grow_on_a_terminal_alone(home, terminal, capsys):
+    spec = load(f"{home}/target", f"{home}/head", dtype="float32")
+    compare(spec, 2, Console(force_terminal=terminal, width=80))
+    said = capsys.readouterr().out
+    assert "> Why is the sky blue?" in said
+    assert ("treespec; what it drafted" in said) == terminal

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from evaluating import answered, config_in, tokens_of, write_questions
 from refusals import complains
 
@@ -18,25 +17,6 @@ def config_of(**options):
 
 def rows_of(**options):
     return [(one.drafter, one.method, one.tree) for one in contestants(config_of(**options))]
-
-
-@pytest.mark.parametrize(
-    "reason, change",
-    {
-        "bias": {"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"},
-        "nonsense": {"verifier": "topk,nonsense"},
-        "--allow-lossy": {"verifier": "topk,typical"},
-        "--batch is 0, must be a whole number from 1": {"batch": "4,0"},
-        "--peers 'vllm' is not understood: give transformers, or a server's address": {"peers": "vllm"},
-        "add --peers transformers": {"assistant": "small"},
-    }.items(),
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
-    config = EvalConfig(target="/no/such/target", head="/no/such/head", out=f"{tmp_path}/out")
-    with pytest.raises(ValueError, match=reason) as caught:
-        evaluate(replace(config, **change))
-    assert getattr(caught.value, "exit_code", None) == 2
-    assert not (tmp_path / "out").exists()
 
 
 def test_lists_name_who_is_asked():

@@ -41,9 +41,9 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
     messages, parts = turns(CONVERSATIONS[conversation]), segments(BY_HAND[name], CONVERSATIONS[conversation])
     if conversation == "thoughts" and name in ("thinking", "opened thought"):
         with complains("drops the thoughts"):
-            encode_conversation(tokenizer, messages, None, 10_000)
+            encode_conversation(tokenizer, messages)
         return
-    example = encode_conversation(tokenizer, messages, None, 10_000)
+    example = encode_conversation(tokenizer, messages)
 
     ids = example.input_ids.tolist()
     assert ids == templates.encode(tokenizer, messages, add_generation_prompt=False)
@@ -61,7 +61,7 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
 def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
     tokenizer = byte_tokenizer(BY_HAND[name][0])
     messages = turns(CONVERSATIONS["system"])
-    example = encode_conversation(tokenizer, messages, None, 10_000)
+    example = encode_conversation(tokenizer, messages)
     for i in (2, 4):
         served = templates.encode(tokenizer, messages[:i])
         assert example.input_ids[: len(served)].tolist() == served
@@ -73,7 +73,7 @@ def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
 def test_a_token_shared_by_header_and_answer_is_trained_on_and_a_space_of_the_header_is_not(trim_offsets):
     template = each("{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}") + prompt("assistant: ")
     tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
-    example = encode_conversation(tokenizer, turns(["u x", "a 7 a", "u y", "a a 7"]), None, 1000)
+    example = encode_conversation(tokenizer, turns(["u x", "a 7 a", "u y", "a a 7"]))
     assert "Ġa" in tokenizer.get_vocab()
     assert "Ġ7" not in tokenizer.get_vocab()
     assert decoded_answers(tokenizer, example) == ["7 a<|eot|>", " a 7<|eot|>"]
@@ -84,7 +84,7 @@ def test_a_header_that_swallows_the_spaces_after_it_is_not_trained_on(trim_offse
     template = OPENED.replace("<think>\\n", "")
     tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets, rstrip=True)
     messages = turns(["u Hi", "a  \n Hello"])
-    example = encode_conversation(tokenizer, messages, None, 100)
+    example = encode_conversation(tokenizer, messages)
     assert decoded_answers(tokenizer, example) == ["Hello<|eot|>"]
 
 
@@ -101,7 +101,7 @@ def test_what_a_template_rewrites_forgets_or_refuses_is_reported_and_not_trained
     bad = Conversation(turns(["u Hi there", "a Hello you", "u Bye then", "a So long"]), "chats.jsonl:7")
     good = Conversation(turns(["u 1+1", "a 2"]), "chats.jsonl:8")
     with pytest.raises(InputError):
-        encode_conversation(tokenizer, bad.messages, None, 100)
+        encode_conversation(tokenizer, bad.messages)
     examples, report = encode_conversations(tokenizer, [bad, good], None, 100)
     assert decoded_answers(tokenizer, examples[0])[0].startswith("2")
     assert (report.used, report.left_out.total()) == (1, 1)
@@ -119,7 +119,7 @@ def test_a_fschat_template_trains_on_fastchats_own_text_with_one_start_token():
     )
     for post, start in (("<s> $A </s>", ["<s>"]), ("$A </s>", []), ("", [])):
         tokenizer = byte_tokenizer(post=post)
-        example = encode_conversation(tokenizer, messages, "vicuna_v1.1", 1000)
+        example = encode_conversation(tokenizer, messages, "vicuna_v1.1")
         ids = example.input_ids.tolist()
         assert ids == templates.encode(tokenizer, messages, "vicuna_v1.1", add_generation_prompt=False)
         assert tokenizer.decode(ids) == "".join(start) + text
@@ -139,7 +139,7 @@ def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
     reported = []
     for name in conv_templates:
         try:
-            example = encode_conversation(tokenizer, messages, name, 10_000)
+            example = encode_conversation(tokenizer, messages, name)
         except InputError:
             reported.append(name)
             continue
@@ -183,7 +183,7 @@ def test_stops_are_those_of_the_fschat_template():
 def test_a_cut_conversation_is_a_prefix_and_one_without_an_answer_left_is_reported():
     tokenizer = byte_tokenizer(CHATML)
     conversation = Conversation(turns(CONVERSATIONS["system"]), "f:1")
-    whole = encode_conversation(tokenizer, conversation.messages, None, 10_000)
+    whole = encode_conversation(tokenizer, conversation.messages)
     total, begin = len(whole.input_ids), whole.loss_mask.tolist().index(True)
     for length in range(begin + 1, total + 2):
         (example,), report = encode_conversations(tokenizer, [conversation], None, length)

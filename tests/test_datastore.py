@@ -107,7 +107,6 @@ def test_what_is_written_is_what_is_read(folder):
     "change, complaint",
     [
         (lambda file: file.unlink(), "no datastore at"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "is damaged"),
         (lambda file: rewritten(file, format="0"), "has format 0, this treespec reads 2: build it again"),
         (lambda file: rewritten(file, tokenizer="other"), "of another tokenizer than the target's"),
         (lambda file: rewritten(file, lacks="suffixes"), "is damaged"),
@@ -155,7 +154,8 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     """From the target's own answer: most of it is drafted, and it stays the same."""
     model = str(save_model(tmp_path / "model"))
     spec = load(model, dtype="float32")
-    prompt = spec.encode([{"role": "user", "content": "the question"}])
+    question = [{"role": "user", "content": "the question"}]
+    prompt = spec.encode(question)
     words = spec.target.tokenizer
     answer = plain_generate(spec.target, prompt, 24)
     said = {"messages": [{"role": "user", "content": "so"}, {"role": "assistant", "content": words.decode(answer)}]}
@@ -174,5 +174,5 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
         assert drafted.token_ids == answer
     options = f"--drafter rest:{out} --prompt 'the question' --dtype float32 --max-new-tokens 8"
     assert treespec(f"generate --target {model} {options}") == 0
-    wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
+    wanted = spec.generate(question, max_new_tokens=8).text
     assert capsys.readouterr().out == wanted + "\n"

@@ -24,16 +24,20 @@ from treespec.cli.make import export
 from treespec.demo import fetch, known
 from treespec.demo.fetch import convert, demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
+from treespec.draft.calibration import load_calibration
 from treespec.draft.checks import width_of
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers
-from treespec.heads.checkpoint import save_head
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.folder import PRETRAINED
 from treespec.model.identity import identity_of
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
 from treespec.train.regenerate.config import RegenerateConfig
+
+QUESTION = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +93,9 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
 
 def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     spec = treespec.load("demo", drafter="lookup")
-    question = [{"role": "user", "content": "Hello"}]
     path = model_path("demo")
     assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
-    ours, theirs = (one.generate(question, max_new_tokens=8) for one in (spec, treespec.load(path)))
+    ours, theirs = (one.generate(QUESTION, max_new_tokens=8) for one in (spec, treespec.load(path)))
     assert ours.text == theirs.text
     assert identity_of("demo") == identity_of(path)
     assert width_of(folder_of("demo")) == 32
@@ -232,8 +235,7 @@ def test_all_commands_draft_for_the_demo_as_load_does(config, head):
 def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):
     spec = treespec.load("demo")
     assert spec.source.name == "suffix and eagle head"
-    question = [{"role": "user", "content": "Hello"}]
-    first, again = (spec.generate(question, max_new_tokens=12) for _ in range(2))
+    first, again = (spec.generate(QUESTION, max_new_tokens=12) for _ in range(2))
     assert first.stats.cycles == again.stats.cycles  # it remembers no answer
     for drafts in ({"head": "demo"}, {"drafter": "eagle:demo"}):
         assert treespec.load("demo", **drafts).source.name == "eagle head"
@@ -252,3 +254,24 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
     export(head=head, to="sglang", target="demo", out=f"{tmp_path}/out", config=None)
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
+
+
+HEADS = sorted(folder for folder in PRETRAINED.iterdir() if folder.is_dir())
+
+
+def test_the_demo_target_has_a_head():
+    assert PRETRAINED / DEMO_MODEL.folder in HEADS
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_a_shipped_head_is_small_whole_and_calibrated_with_a_card_that_hides_nothing(folder):
+    head = load_head(str(folder))
+    assert head.lacks_embedding  # it takes the target's
+    assert (folder / "draft_vocab.json").exists()
+    assert set(load_calibration(folder).rates) >= {"0.3", "0.6", "1"}
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+    card = Path(folder / "README.md").read_text(encoding="utf-8")
+    for part in ("license: apache-2.0", "## Data", "## Recipe", "## Figures", "treespec train", "held-out positions"):
+        assert part in card
+    assert "FILL IN" not in card

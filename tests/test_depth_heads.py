@@ -1,14 +1,11 @@
 """Medusa's and Hydra's heads: their files, what they draft from, and that the text stays the target's."""
 
-import json
-
 import pytest
 import torch
 from drafting import source_of
-from equality import close, seeded
-from models import as_undrafted, follow, random_head, random_model, target
+from equality import close, same_weights, seeded
+from models import as_undrafted, follow, prompt, random_head, random_model, target
 from refusals import complains
-from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -17,8 +14,7 @@ from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
-from treespec.files.atomic import sealed
-from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
@@ -58,79 +54,56 @@ def extrapolated(head, text, features, path=()):
     return hidden
 
 
-def prompts(lengths=(7, 40, 1)):
-    generator = seeded(3)
-    return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+PUBLISHED = {  # names and shapes of 2 heads with one block each; Hydra++ counts a dropout before each module
+    "medusa": """
+0.0.linear.bias=32 0.0.linear.weight=32x32 0.1.weight=64x32 1.0.linear.bias=32 1.0.linear.weight=32x32
+1.1.weight=64x32
+""",
+    "hydra": """
+hydra_lm_head.0.bias=64 hydra_lm_head.0.weight=64x32 hydra_lm_head.1.bias=64 hydra_lm_head.1.weight=64x32
+hydra_mlp.0.0.linear.bias=32 hydra_mlp.0.0.linear.weight=32x64 hydra_mlp.0.0.res_connection.bias=32
+hydra_mlp.0.0.res_connection.weight=32x64 hydra_mlp.1.0.linear.bias=32 hydra_mlp.1.0.linear.weight=32x96
+hydra_mlp.1.0.res_connection.bias=32 hydra_mlp.1.0.res_connection.weight=32x96
+""",
+    "hydra++": """
+hydra_lm_head.0.1.bias=64 hydra_lm_head.0.1.weight=64x32 hydra_lm_head.1.1.bias=64 hydra_lm_head.1.1.weight=64x32
+hydra_mlp.0.1.linear.bias=32 hydra_mlp.0.1.linear.weight=32x64 hydra_mlp.0.1.res_connection.bias=32
+hydra_mlp.0.1.res_connection.weight=32x64 hydra_mlp.0.3.linear.bias=32 hydra_mlp.0.3.linear.weight=32x32
+hydra_mlp.0.5.linear.bias=32 hydra_mlp.0.5.linear.weight=32x32 hydra_mlp.0.7.linear.bias=32
+hydra_mlp.0.7.linear.weight=32x32 hydra_mlp.1.1.linear.bias=32 hydra_mlp.1.1.linear.weight=32x96
+hydra_mlp.1.1.res_connection.bias=32 hydra_mlp.1.1.res_connection.weight=32x96 hydra_mlp.1.3.linear.bias=32
+hydra_mlp.1.3.linear.weight=32x32 hydra_mlp.1.5.linear.bias=32 hydra_mlp.1.5.linear.weight=32x32
+hydra_mlp.1.7.linear.bias=32 hydra_mlp.1.7.linear.weight=32x32
+prefix_embeding_layer.layers.0.input_layernorm.weight=32 prefix_embeding_layer.layers.0.mlp.down_proj.weight=32x48
+prefix_embeding_layer.layers.0.mlp.gate_proj.weight=48x32 prefix_embeding_layer.layers.0.mlp.up_proj.weight=48x32
+prefix_embeding_layer.layers.0.post_attention_layernorm.weight=32
+prefix_embeding_layer.layers.0.self_attn.k_proj.weight=16x32
+prefix_embeding_layer.layers.0.self_attn.o_proj.weight=32x32
+prefix_embeding_layer.layers.0.self_attn.q_proj.weight=32x32
+prefix_embeding_layer.layers.0.self_attn.v_proj.weight=16x32 prefix_embeding_layer.norm.weight=32
+""",
+}
 
 
-def shapes_of(head):
-    return {name: tuple(value.shape) for name, value in head.state_dict().items()}
-
-
-def test_medusas_names_and_shapes_are_the_published_ones():
-    """As in `medusa_lm_head.safetensors`, of 2 heads with one block each."""
-    block = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (64, 32)}
-    wanted = {f"{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    assert shapes_of(heads_for(target("llama"), "medusa", 2)) == wanted
-
-
-@pytest.mark.parametrize("kind, offset", [("hydra", 0), ("hydra++", 1)])
-def test_hydras_names_and_shapes_are_the_published_ones(kind, offset):
-    """As in `hydra_lm_head.pt`; Hydra++ counts a dropout before each module, and has three more blocks and a prefix."""
-    wanted, plus = {}, kind == "hydra++"
-    for i, width in enumerate((64, 96)):
-        for part in ("linear", "res_connection"):
-            name = f"hydra_mlp.{i}.{offset}.{part}"
-            wanted |= {f"{name}.weight": (32, width), f"{name}.bias": (32,)}
-        for j in (3, 5, 7) if plus else ():
-            wanted |= {f"hydra_mlp.{i}.{j}.linear.weight": (32, 32), f"hydra_mlp.{i}.{j}.linear.bias": (32,)}
-        name = f"hydra_lm_head.{i}" + ".1" * plus
-        wanted |= {f"{name}.weight": (64, 32), f"{name}.bias": (64,)}
-    if plus:
-        layer = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, 32) for name in "qkvo"}
-        layer |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
-        layer |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
-        wanted |= {f"prefix_embeding_layer.layers.0.{name}.weight": shape for name, shape in layer.items()}
-        wanted |= {"prefix_embeding_layer.norm.weight": (32,)}
-    assert shapes_of(heads_for(target("llama"), kind, 2)) == wanted
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_names_and_shapes_are_the_published_ones(kind):
+    """As in `medusa_lm_head.safetensors` and `hydra_lm_head.pt`."""
+    found = heads_for(target("llama"), kind, 2).state_dict().items()
+    assert {f"{name}={'x'.join(map(str, value.shape))}" for name, value in found} == {*PUBLISHED[kind].split()}
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
+def test_heads_survive_their_file_and_are_known_by_their_kind(kind, tmp_path):
     model = target("llama")
     head = heads_for(model, kind)
     save_head(head, tmp_path)
     loaded = source_of(f"{kind}:{tmp_path}", model).head
     assert loaded.kind == kind
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
+    assert same_weights(head.state_dict(), loaded.state_dict())
     save_head(loaded, tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
     with complains(f"write {kind.replace('+', '.')}:"):
         source_of(f"eagle:{tmp_path}", model)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = sorted(tensors)[3]
-    del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with complains(f"lacks {name}"):
-        load_head(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "kind, changes, complaint",
-    [
-        ("medusa", {"medusa_num_layers": 0}, "does not describe Medusa heads"),
-        ("medusa", {"vocab_size": None}, "does not describe Medusa heads"),
-        ("hydra", {"hydra_head_arch": "cross-attn"}, "hydra_head_arch is 'cross-attn'"),
-        ("hydra++", {"num_attention_heads": 0}, "does not describe Hydra"),
-        ("hydra++", {"hidden_act": "other"}, "does not describe Hydra.*other"),
-    ],
-)
-def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, tmp_path):
-    save_head(heads_for(target("llama"), kind), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(sealed(config | changes)))
-    with complains(complaint):
-        load_head(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
@@ -142,7 +115,6 @@ def test_heads_of_another_width_or_vocabulary_are_refused(kind):
             fit(head, target("llama"), "h")
 
 
-@torch.no_grad()
 def test_new_heads_draft_by_the_targets_output_embedding():
     model = target("llama")
     tokens = torch.randint(3, 64, (9,), generator=seeded(5))
@@ -151,12 +123,11 @@ def test_new_heads_draft_by_the_targets_output_embedding():
         head = new_head(kind, model, heads=2)
         for name, value in head.named_parameters():
             if name.endswith("linear.bias"):
-                value.zero_()
+                value.data.zero_()
         for logits in rollout(head, model, tokens, features, 2):
             close(logits, model.output_logits(features[: len(logits)]), 1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
 def test_tree_drafting_equals_each_path_alone(kind):
     """EAGLE's feature extrapolated along a path; else head i of the state and of the i + 1 tokens below it."""
@@ -177,7 +148,6 @@ def test_tree_drafting_equals_each_path_alone(kind):
     close(logits, torch.stack([alone(path) for path in PATHS]), 1e-4)
 
 
-@torch.no_grad()
 def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     """A prompt in chunks of 8, then pairs and single states, against one causal pass of the prefix layer."""
     model = target("llama")
@@ -193,7 +163,6 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
         close(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), 1e-4)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
 @pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
 def test_rewinding_equals_never_having_seen_the_rest(kind, length):
@@ -239,11 +208,11 @@ def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
 def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     model = Target(random_model(target("llama").model.config))
     head = heads_for(model, kind)
-    text, vocabulary = torch.tensor(prompts()[1]), torch.arange(1, 64, 2)
+    text, vocabulary = torch.tensor(prompt(40)), torch.arange(1, 64, 2)
     features = model.features(text[None])[0]
     whole = list(rollout(head, model, text, features, 3))
     restrict(head, model, vocabulary)
     for all_of_them, logits in zip(whole, rollout(head, model, text, features, 3), strict=True):
         close(logits[:, vocabulary], all_of_them[:, vocabulary], 1e-5)
         assert logits[:, ::2].isneginf().all()
-    as_undrafted(Spec(model, head, "2x3"), prompts(), 16)
+    as_undrafted(Spec(model, head, "2x3"), [prompt(), prompt(40), prompt(1)], 16)

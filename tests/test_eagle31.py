@@ -1,21 +1,27 @@
-"""Newer EAGLE-3 heads: the norms of EAGLE-3.1, layers of Qwen3, several layers, sliding windows."""
+"""EAGLE-3 heads old and new: norms, layers and windows, and training that drafts from every position at once."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from equality import close, seeded
-from models import target
+from models import random_eagle3, target
 from test_depth_heads import PATHS, drafted, extrapolated
 from test_formats import DRAFTED, EIGHT
-from test_unrolled import one_by_one
+from torch.nn.functional import softmax
+from training import batch_of, options, trained
+from transformers import LlamaConfig
 
 from treespec.draft.trained.kinds import new_head, rollout
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import parts_of
+from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
+from treespec.model.target import Target
+from treespec.train.losses.objectives import STEP_DECAY, eagle3_objective
 from treespec.train.run import train
 
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
@@ -44,7 +50,6 @@ def made(parts, model=EIGHT, drafted=DRAFTED):
     return head
 
 
-@torch.no_grad()
 def test_the_norms_stand_where_their_names_say():
     features, plain = torch.randn(2, 5, 96), made({})
 
@@ -66,7 +71,6 @@ def test_the_norms_stand_where_their_names_say():
         made({"norm_before_fc": True, "fc_norm": True})
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("block", [2, 256])
 def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window, block):
@@ -83,26 +87,32 @@ def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window
             close(out[0, row], alone[0, -1], 1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [None, "3.1", "speculators today", "all"])
 def test_training_drafting_and_rollouts_are_one_head(name):
-    """All rows at once, trees of two levels, and rollouts, each against one path after another: to 1e-4."""
+    """All rows at once, trees of two levels, and rollouts, each against one path after another: logits to 1e-4.
+
+    Gradients of every weight, through the features that the head drafted: to 1e-3 of the largest.
+    """
     model, steps = target("llama"), 3
     head = made(VARIANTS[name] if name else {}, model)
-    tokens = torch.randint(3, 64, (1, 9), generator=seeded(2))
+    tokens = text(9, seed=2)
     features = model.features(tokens, head.aux_layers)
-    counts = torch.ones(1, 7, dtype=torch.bool)
-    at_once = [head.lm_head(states) for states in head(tokens, features[:, :-2], counts, steps)]
-    alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
-    close(torch.cat(at_once), torch.cat(alone), 1e-4)
-    rollouts = rollout(head, model, tokens[0], features[0], steps)
-    for rolled, rows in zip(rollouts, alone, strict=True):
-        close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
-
-    tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
-    known = head.fuse(features[0])
-    paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
-    close(tree, head.logits(paths), 1e-4)
+    weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    for counts in (torch.rand(2, 7, generator=seeded(3)) < 0.7, torch.ones(2, 7, dtype=torch.bool)):
+        found = [forward(head, tokens, features[:, :-2], counts, steps) for forward in (logits_of, one_by_one)]
+        close(*map(torch.cat, found), 1e-4)
+        losses = [sum(one.log_softmax(-1)[:, 3].mean() for one in logits) for logits in found]
+        slopes = [torch.autograd.grad(loss, list(weights.values())) for loss in losses]
+        for part, ours, alone in zip(weights, *slopes, strict=True):
+            assert alone.abs().max() > 0, part
+            assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), part
+    with torch.no_grad():
+        for rolled, rows in zip(rollout(head, model, tokens[0], features[0], steps), found[1], strict=True):
+            close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
+        tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
+        known = head.fuse(features[0])
+        paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
+        close(tree, head.logits(paths), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +127,82 @@ def test_a_run_trains_the_parts_that_its_options_name(config, options):
     config = replace(config, head="eagle3", **options, max_steps=2, checkpoint_every=1)
     assert len(train(config).agreement) == 5
     assert parts_of(load_head(config.out)) == parts_of(made(config.parts(), target("llama"), None))
+
+
+SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
+
+
+def text(length, seed=0, batch=2):
+    return torch.randint(3, 64, (batch, length), generator=seeded(seed))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
+    attention, rotary = Attention(config, 16), Rotary(config)
+
+    def kept(rows):
+        unrolled, x, storages = UnrolledAttention(attention, 16), torch.randn(1, rows, 16), {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outs = [unrolled(x[:, step:], rotary(torch.arange(step, rows), x.dtype)) for step in range(4)]
+        assert len(outs) == 4
+        return sum(storages.values())
+
+    assert kept(512) < 2.1 * kept(256)
+
+
+def logits_of(head, *given):
+    return [head.lm_head(states) for states in head(*given)]
+
+
+def one_by_one(head, tokens, features, counts, steps):
+    """The logits that `Eagle3Head.forward` leads to, each row's draft rolled out alone over pairs of its own."""
+    logits = [[] for _ in range(steps)]
+    for row, start in counts.any(-1).new_ones(counts.shape).nonzero().tolist():
+        known = head.fuse(features[row, : start + 1])
+        for step in range(steps):
+            n = len(known)
+            if start + step >= counts.shape[1]:
+                break
+            hidden = head.step(tokens[row, None, 1 : n + 1], known[None], torch.arange(n))[0, -1:]
+            if counts[row, start + step]:
+                logits[step].append(head.logits(hidden[0]))
+            known = torch.cat([known, hidden])
+    return [torch.stack(rows) for rows in logits]
+
+
+def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
+    """Against plain loops over sequences, steps and rows, 0 where the target's top token cannot be drafted: to 1e-5."""
+    model = target("llama")
+    head = random_eagle3(model, drafted=SOME)
+    tokens, mask, features, *_ = batch = batch_of(model, head, steps=3)
+    found = eagle3_objective(options(head="eagle3"), model, head, batch)
+
+    logits = model.output_logits(model.features(tokens))
+    given, _ = model.parted(features, head.aux_layers)
+    counts = torch.tensor(
+        [[bool(mask[b, t + 2]) and int(logits[b, t + 1].argmax()) in SOME.tolist() for t in range(7)] for b in (0, 1)]
+    )
+    assert 0 < counts.sum() < mask[:, 2:].sum()
+    total = 0.0
+    for step, rows in enumerate(one_by_one(head, tokens, given[:, :-2], counts, 3)):
+        own = [(b, t) for b in (0, 1) for t in range(7 - step) if counts[b, t + step]]
+        laws = [softmax(logits[b, t + step + 1][SOME], dim=-1) for b, t in own]
+        crosses = [-(law * row.log_softmax(-1)).sum() for law, row in zip(laws, rows, strict=True)]
+        total += STEP_DECAY**step * float(sum(crosses)) / int(mask[:, 2 + step :].sum())
+    assert float(found.total) == pytest.approx(total, abs=1e-5)
+
+
+def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config):
+    trained(config, head="eagle3", max_steps=1, learning_rate=0.0, draft_vocab=40)
+    assert not Path(config.out, "draft_vocab.json").exists()
+    head, model = load_head(config.out), Target.load(config.target, dtype="float32")
+    assert len(head.vocabulary) == head.config["draft_vocab_size"] == 40
+    assert model.eos <= set(head.vocabulary.tolist())
+    assert torch.equal(head.lm_head.weight, model.model.get_output_embeddings().weight[head.vocabulary])
+    assert head.lacks_embedding

@@ -5,14 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from commands import treespec
 from models import hollow_model, random_eagle3, random_head, target
+from safetensors.torch import load_file, save_file
 from test_command_line import Terminal
 
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.pairing import model_of
 from treespec.draft.trained.kinds import new_head
-from treespec.heads.checkpoint import save_head
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.registry import levels_in
 
 NEEDS = """
 generate: --prompt x
@@ -31,131 +37,7 @@ datastore build: --out HOME/out --data HOME/talk.jsonl
 export: --out HOME/out --head HOME/eagle --to vllm
 """
 # Commands, their options, and words of the only line.
-WRONG = """
-# targets
-EVERY: --target HOME/targt -> did you mean HOME/target?
-EVERY: --target HOME/empty -> has no config.json (it holds nothing)
-EVERY: --target HOME/talk.jsonl -> is a file, not a
-EVERY: --target HOME/cut-config -> config.json is damaged (
-EVERY: --target HOME/no-weights -> it has no weights
-EVERY: --target HOME/cut-weights -> its weights are damaged
-EVERY: --target HOME/cut-words -> tokenizer.json is damaged (
-EVERY: --target HOME/other-words -> tokenizer.json has no field 'model'
-chat, generate, eval, train, skip: --target HOME/no-words -> has no tokenizer
-chat, generate, eval, certify, regenerate: --target HOME/no-chats -> has no chat template
-EVERY: --revision main -> --revision main names a state of a hub repository
-EVERY: --load-in gguf: -> --load-in gguf names no file: write gguf:FILE
-EVERY: --load-in 5bit -> --load-in is '5bit', must be 4bit, 8bit
-EVERY: --load-in gguf:none.gguf -> no such file, neither here nor in
-chat, train, certify: --device-map gpu7 -> --device-map is 'gpu7', must be
-chat, train, eval: --dtype float8 -> --dtype is 'float8', must be auto, float32, bfloat16, float16 or float64
-DRAFTING, train, calibrate: --template vicunna -> no fschat template is called 'vicunna'
-# heads
-HEADS: --head HOME/eagel -> did you mean HOME/eagle?
-HEADS: --head HOME/empty -> is not a head directory: it has no config.json
-HEADS: --head HOME/cut-head -> model.safetensors is damaged
-HEADS: --head HOME/wide -> for features of width 4096, the target's are 32
-generate, eval, acceptance, calibrate, tree: --head HOME/uncalibrated -> calibration.json is not understood
-export: --head HOME/hydra -> vllm takes heads of kind eagle or eagle3 or medusa
-train: --from-head HOME/eagel -> did you mean HOME/eagle?
-# drafters
-DRAFTING: --drafter medusa:HOME/eagle -> eagle is a head of kind eagle: write eagle:
-DRAFTING: --drafter hydra:HOME/hydra++ -> is a head of kind hydra++: write hydra++:
-DRAFTING: --drafter lokup -> unknown drafter 'lokup' (did you mean lookup?)
-DRAFTING: --drafter eagle -> names no directory: write eagle:PATH
-DRAFTING: --drafter model:HOME/eagel -> no draft model's directory at
-DRAFTING: --drafter model:HOME/empty -> has no config.json
-DRAFTING: --drafter self:HOME/none -> treespec skip
-DRAFTING: --drafter self:HOME/skip.json -> skip.json is damaged (Expecting
-DRAFTING: --drafter self:HOME/deep.json -> is for 99 layers, the target has 3
-DRAFTING: --drafter mtp:2 -> mtp takes no value
-DRAFTING: --drafter suffix+mtp -> --drafter mtp:
-DRAFTING: --drafter rest:HOME/none,nodes=8 -> no datastore at
-DRAFTING: --drafter rest:HOME/store -> datastore.safetensors is damaged: build it again
-DRAFTING: --drafter suffix:HOME/memory -> shared.safetensors is damaged: delete it to forget
-DRAFTING: --drafter suffix+egle:HOME/eagle -> did you mean eagle?
-DRAFTING: --drafter suffix:HOME/skip.json -> skip.json is a file: name a folder
-DRAFTING: --drafter lookup:ngram=0 -> ngram is 0, must be
-DRAFTING: --drafter sparse:4 -> the budget must be at least 8 tokens
-DRAFTING: --drafter suffix+lookup -> lookup has no draft model to join
-DRAFTING: --head HOME/eagle --drafter lookup -> leave out one
-# trees, verifiers, and what goes together
-DRAFTING: --head HOME/eagle --tree bush -> unknown tree 'bush'
-DRAFTING: --head HOME/eagle --tree HOME/deep.json -> deep.json
-DRAFTING: --head HOME/eagle --tree dynamic --verifier rrs -> biases sampled draws
-DRAFTING: --head HOME/eagle --tree eagle --verifier single -> answers at most 1 draws a node
-DRAFTING: --head HOME/medusa --tree chain:9 -> the tree is 9 deep, the head drafts 4 tokens
-DRAFTING: --drafter hydra:HOME/hydra --tree auto:depth=9 -> take --tree auto:depth=3
-DRAFTING: --head HOME/eagle --tree sampled --verifier optimal -> make it with treespec calibrate
-DRAFTING: --head HOME/eagle --tree sampled --verifier rrs -> which rrs-wo, traversal and optimal answer
-DRAFTING: --drafter sparse:512 --tree sampled --verifier rrs-wo -> without a head take --tree eagle
-generate, chat: --drafter hydra:HOME/hydra@2x2 --tree 2x3 -> both --tree 2x3 and @2x2
-DRAFTING: --drafter lookup --tree eagle -> lookup makes its own tree
-generate, chat: --tree 2x4 --verifier rrs -> --tree 2x4 and --verifier rrs: nothing drafts
-DRAFTING: --drafter lookup --verifier rrs-wo -> lookup hands over given tokens
-DRAFTING: --head HOME/eagle --verifier rsr -> unknown verifier 'rsr' (did you mean rrs?)
-generate, chat, serve, eval, certify: --head HOME/eagle --verifier typical -> is lossy
-DRAFTING: --head HOME/eagle --verifier is-lp:s=0 -> verifier is-lp: s is 0, must be
-DRAFTING: --head HOME/eagle --verifier is-lp:t=8 -> unknown option 't'; its options are s
-acceptance: --head HOME/medusa --step 5 -> --step is 5, the head HOME/medusa drafts 4 tokens ahead
-generate: --head HOME/eagle --verifier layer:rrs -> layer verification over rrs is not known
-generate: --head HOME/eagle --verifier traversal:s=3 -> traversal has no options
-generate: --head HOME/eagle --tree sampled:nodes=.5 -> tree 'sampled:nodes=.5': 'nodes=.5' is not understood
-generate: --head HOME/eagle --tree sampled --verifier block -> the sampled tree cannot go with verifier single
-generate: --head HOME/eagle --tree nowhere.json -> cannot read tree file nowhere.json
-# data
-train, regenerate, datastore build: --data HOME/talk.jsno -> there is no such file (did you mean
-train, regenerate, datastore build: --data HOME/words.jsonl -> no usable conversation in
-train, regenerate: --data HOME/empty -> holds no file named
-acceptance, calibrate, tree, skip: --text HOME/talk.jsno -> there is no such file
-acceptance, calibrate, tree, skip: --text HOME/bytes.txt -> is not text in UTF-8
-acceptance, calibrate, tree, skip: --text HOME/words.jsonl -> no usable conversation in
-eval, certify, tree: --head HOME/eagle --questions HOME/words.jsonl -> no question in
-eval, certify: --head HOME/eagle --questions mt-bnch -> did you mean mt-bench?
-eval: --head HOME/eagle --categories sums -> builtin has no category 'sums'
-# places, and options by themselves
-OUT: --out HOME/deep.json/x.json -> is a file
-export: --out HOME/medusa -> medusa exists already: name a new folder
-export: --to vlm -> --to is 'vlm', must be
-train: --head egle -> --head is 'egle', must be eagle, eagle3
-train: --head medusa --no-bias -> --no-bias is for --head eagle: leave it out for medusa
-train: --mixed-precision int3 -> --mixed-precision is 'int3', must be no, bf16 or fp16
-train: --tracker clearml -> pip install clearml
-train: --draft-heads 3 -> --draft-heads is for --head medusa, hydra, hydra++: leave it out for eagle
-train: --head medusa --head-layers 2 -> --head-layers is for --head eagle3: leave it out for medusa
-train: --head eagle3 --layer-family qwen2 -> --layer-family is 'qwen2', must be llama or qwen3
-train: --head eagle3 --norm-before-fc --fc-norm -> exclude each other
-train: --first-weights fitted --from-head HOME/eagle -> leave --first-weights out
-train: --head eagle3 --from-head HOME/eagle --draft-vocab 9 -> leave --draft-vocab out
-train: --features HOME/deep.json/x -> is a file
-train: --out HOME/target -> holds a model that was not trained there
-regenerate: --from-template 3 -> give one of --data and --from-template
-regenerate: --filter englsh -> did you mean english?
-regenerate: --endpoint localhost -> must be a URL
-serve: --cors localhost:3000 -> must be an origin such as http://localhost:3000
-serve: --cors http://localhost:3000/page -> must be an origin
-serve: --cors :// -> must be an origin
-serve: --cors * --cors chrome-extension://abc --target HOME/targt -> did you mean HOME/target?
-serve: --cors tauri://localhost --cors https://a.example:8443 --cors null --target HOME/targt -> did you mean HOME
-serve: --api-key one --api-key= -> --api-key is empty
-generate, chat: --temperature -1 -> --temperature is -1.0
-generate: --min-tokens 600 -> --min-tokens is 600, must be at most --max-new-tokens, 512
-generate: --logit-bias seven -> --logit-bias 'seven' is not understood
-generate: --chat-template-kwargs [1] -> chat_template_kwargs is [1], must be a dict
-eval: --head HOME/eagle --temperature 0,,1 -> '' is not a number
-# empty values
-EVERY: --target= -> --target is empty
-train, eval, certify, skip, datastore build, export: --out= -> --out is empty
-train, regenerate, datastore build: --data= -> --data is empty
-generate, serve, calibrate, export: --head= -> --head is empty
-DRAFTING: --drafter= -> --drafter is empty
-generate, serve: --tree= -> --tree is empty
-eval: --questions= -> --questions is empty
-chat, train: --template= -> --template is empty
-train: --features= -> --features is empty
-generate, trace: --prompt= -> --prompt is empty
-generate: --stop= -> --stop is empty
-"""
+WRONG = Path(__file__).with_name("early.txt").read_text()
 NEEDED = dict(line.split(":") for line in NEEDS.strip().splitlines())  # a command, and what it needs beside a target
 GROUPS = {
     "EVERY": ", ".join(NEEDED),
@@ -228,9 +110,12 @@ def wrong(tmp_path_factory):
         "store/datastore.safetensors": "{}",
         "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
         "words.jsonl": "the user asks",
+        "notes.txt": "Some notes.\nOf two lines.\n",
+        "deep.jsonl": '{"messages": ' + "[" * 100_000,
+        "cut.jsonl.gz": "\x1f\x8b\x08\0",
+        "bytes.txt": "\xff\xfe",
     }.items():
-        (folder / name).write_text(content)
-    (folder / "bytes.txt").write_bytes(b"\xff\xfe")
+        (folder / name).write_text(content, "latin-1")
     return folder
 
 
@@ -274,3 +159,39 @@ def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_noth
     assert treespec(line) == 0  # finished: nothing is loaded, and nothing says so
     assert f"reading {tmp_path}/out" in terminal.getvalue()
     assert "loading" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--head HOME/medusa --tree chain:4",
+        "--head HOME/medusa --verifier rrs-wo",
+        "--head HOME/eagle3 --tree chain:9",
+        "--drafter sparse:64,window=32 --tree dynamic",
+        "--drafter lookup:tokens=5 --verifier topk",
+        "--drafter model:a",
+    ],
+)
+def test_what_goes_together_is_loaded(wrong, capsys, options):
+    """The target's missing weights are the error."""
+    line = f"generate --target HOME/target --prompt x {options}".replace("HOME", str(wrong))
+    assert treespec(line) == 2
+    assert "treespec: cannot load the target" in capsys.readouterr().err
+
+
+def test_levels_by_names_are_those_of_the_loaded_head(wrong, tmp_path):
+    """Published configurations of Medusa say fewer heads than their files hold."""
+    for name in ("eagle", "eagle3", "medusa", "hydra"):
+        assert levels_in(wrong / name) == load_head(wrong / name).max_depth
+    for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": 1}'):
+        tensors = load_file(wrong / "medusa" / "model.safetensors")
+        save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+        (tmp_path / "config.json").write_text(config)
+        assert levels_in(tmp_path) == load_head(tmp_path).max_depth == 4
+
+
+def test_what_only_reading_tells_is_left_to_the_loading(wrong, tmp_path):
+    torch.save(load_file(wrong / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
+    assert levels_in(tmp_path) is None
+    assert model_of(DrafterSpec.parse("head:someone/on-the-hub")).calibrated

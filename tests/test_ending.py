@@ -3,11 +3,10 @@
 import random
 
 import pytest
-import transformers as hf
 from models import tokenizer
+from other_words import sentence_piece
 from refusals import complains
-from tokenizers import Tokenizer, decoders, normalizers, trainers
-from tokenizers.models import BPE
+from tokenizers import decoders, normalizers
 
 from treespec.errors import TooLong
 from treespec.text.ending import Ending
@@ -26,27 +25,11 @@ TEXTS = [
 
 def sentencepiece():
     """As Llama 2's: words begin with ▁, unknown characters fall back to bytes, decoding drops the first space."""
-    model = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    model.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    named = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=named + [f"<0x{byte:02X}>" for byte in range(256)],
-        show_progress=False,
-    )
-    model.train_from_iterator(["▁the▁user▁asks▁and▁the▁assistant▁answers"] * 4, trainer)
-    content = model.to_str().replace('"special":true', '"special":false')
-    plain = Tokenizer.from_str(content)
-    plain.add_special_tokens(named)
-    return hf.PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
+    words = sentence_piece()
+    model = words.backend_tokenizer
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), model.normalizer])
+    model.decoder = decoders.Sequence([model.decoder, decoders.Strip(" ", 1, 0)])
+    return words
 
 
 TOKENIZERS = {"byte-level": tokenizer, "sentencepiece": sentencepiece}
@@ -94,7 +77,7 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
         # special tokens anywhere: they have no text, and take none from their neighbours
         mixed = list(ids)
         for _ in range(rng.randint(0, 4)):
-            mixed.insert(rng.randint(0, len(mixed)), words.convert_tokens_to_ids("<s>"))
+            mixed.insert(rng.randint(0, len(mixed)), words.bos_token_id)
         if decode(words, mixed).count(INCOMPLETE):
             continue  # one of them split a character
         kept, pieces = streamed(words, mixed, rng)

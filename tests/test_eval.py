@@ -1,11 +1,7 @@
 """An evaluation measures what it says: same completions, honest totals, nothing lost and nothing twice."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 
@@ -21,13 +17,16 @@ from evaluating import (
     page_of,
     tokens_of,
     words_of,
+    write_questions,
 )
+from ranks import by_two
 from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.decoding.stats import TAU
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
+from treespec.eval.questions import Question
 from treespec.eval.run import evaluate
 from treespec.files.atomic import read_json
 from treespec.model.target import Target
@@ -188,16 +187,8 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     """As `accelerate launch` starts them."""
     out = tmp_path / "out"
     options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
-    command = [sys.executable, "-m", "treespec", "eval", *words_of(options)]
-    world = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world["MASTER_PORT"] = str(free.getsockname()[1])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=world | {"RANK": str(rank)}, **pipes) for rank in range(2)]
-    said = [process.communicate(timeout=300) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert [text for text, _ in said] == [(out / "report.md").read_text(), ""]
+    said = by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
+    assert said == [(out / "report.md").read_text(), ""]
     asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
     assert asked[1] == {"b"}
     _, row = read_json(out / "report.json", "")["rows"]
@@ -207,3 +198,38 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     assert "tokens/s" not in page_of(out / "report.md").partition("- Target")[0]
     with complains("processes was 2, now 1"):
         evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))
+
+
+RIGHT = (
+    *("18", "$18", "18.00", "So 20 - 2 = 18.", "The final answer is $18.", "#### 18", "3, 18", "it is **18**", "20-18"),
+    *[("1,234,567", "about 1234567.0"), ("-5", "It falls to -5 degrees."), ("-5", "It costs -$5.")],
+)
+WRONG = ("", "eighteen", "-18", "1,8", "18 of 20", "180", "1.8", "18.5", "x = -18")
+
+
+@pytest.mark.parametrize("said, right", [(said, True) for said in RIGHT] + [(said, False) for said in WRONG])
+def test_an_answer_is_right_if_its_last_number_is(said, right):
+    number, text = ("18", said) if isinstance(said, str) else said
+    assert Question(1, "sums", ("?",), number=number).right(text) is right
+    assert Question(1, "sums", ("?",)).right(text) is None
+
+
+def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path):
+    lines = [{"question_id": i, "category": "sums", "turns": [f"Question {i}?"], "number": str(i)} for i in range(3)]
+    lines.append({"question_id": 5, "category": "songs", "turns": ["Sing."]})
+    options = {"verifier": "topk", "max_new_tokens": 6, "warm_up": 0}
+    questions = write_questions(tmp_path / "q.jsonl", lines)
+    baseline, pair = evaluate(config_in(home, tmp_path / "out", questions=questions, **options))["rows"]
+    for row in (baseline, pair):
+        verdicts = [one["right"] for one in answered(tmp_path / "out")[row["name"]]]
+        assert verdicts[3] is None
+        assert (row["right"]["answers"], row["right"]["right"]) == (3, sum(verdicts[:3]))
+    assert baseline["right"]["same"] is None
+    assert pair["right"]["same"] == 3
+    assert re.search(rf"\| {pair['right']['right']} of 3 ", page_of(tmp_path / "out" / "report.md"))
+
+    options |= {"questions": questions, "categories": "songs", "limit": 2}
+    summary = evaluate(config_in(home, tmp_path / "songs", **options))
+    assert list(summary["rows"][0]["categories"]) == ["songs"]
+    assert summary["rows"][0]["right"] is None
+    assert "Right answers" not in (tmp_path / "songs" / "report.md").read_text()

@@ -1,11 +1,13 @@
-"""Files that survive: whole or not at all, checked when read, owned by one process."""
+"""Files that survive, whole or not at all and owned by one process; and threads that take turns, in order."""
 
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 from refusals import complains
+from torch import nn
 
 from treespec.files.atomic import (
     check_writable,
@@ -15,6 +17,7 @@ from treespec.files.atomic import (
     write_json,
     writing,
 )
+from treespec.files.locks import Turns, alone_with
 
 REMEDY = "make it again"
 
@@ -52,19 +55,12 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_second_process_is_told_which_one_writes(tmp_path):
-    second = (
-        "import sys\nfrom treespec.files.atomic import locked\nfrom treespec.errors import InputError\n"
-        "try:\n    with locked(sys.argv[1]): print('held')\nexcept InputError as error: print(error)"
-    )
-
-    def other():
-        command = [sys.executable, "-c", second, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
+def test_a_second_writer_is_told_which_process_writes(tmp_path):
+    """flock tells two open files of a process apart, as of two."""
+    with locked(tmp_path), complains(f"process {os.getpid()}"), locked(tmp_path):
+        pass
     with locked(tmp_path):
-        assert f"process {os.getpid()}" in other()
-    assert "held" in other()
+        pass
 
 
 def ended():
@@ -81,3 +77,45 @@ def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
     (tmp_path / f".b.json.{os.getppid()}.tmp").write_text("being written")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [f".b.json.{os.getppid()}.tmp"]
+
+
+def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on():
+    """A lock that goes to whoever is awake would let the computing thread enter again and again."""
+    model, turns, inside, over = nn.Linear(1, 1), [], threading.Event(), threading.Event()
+
+    def computes():
+        while not over.is_set():
+            with alone_with([model]):
+                turns.append("computes")
+                inside.set()
+
+    thread = threading.Thread(target=computes)
+    thread.start()
+    inside.wait(10)
+    for _ in range(20):
+        with alone_with([model]), alone_with([model]):  # the thread inside may enter again
+            turns.append("waits")
+            inside.clear()
+        assert inside.wait(10)
+    over.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_turns_go_by_arrival_after_one_that_ended_with_an_error():
+    lock, order, threads = Turns(), [], []
+
+    def entered(number):
+        with lock:
+            order.append(number)
+
+    with suppress(LookupError), lock:
+        for number in range(5):
+            threads.append(threading.Thread(target=entered, args=(number,)))
+            threads[-1].start()
+            while len(lock._line) <= number:
+                pass
+        raise LookupError
+    for thread in threads:
+        thread.join(10)
+    assert order == list(range(5))

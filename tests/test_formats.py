@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 from equality import seeded
-from models import GROUPED, random_eagle3, random_head, random_model
+from models import GROUPED, change, random_eagle3, random_head, random_model
 from refusals import complains
 from safetensors.torch import load_file, save_file
 from test_depth_heads import heads_for
@@ -141,7 +141,6 @@ def built(folder, name):
     return write(folder, config, told(head.state_dict()), name), head
 
 
-@torch.no_grad()
 def logits_of(head):
     if not head.kind.startswith("hydra"):
         return outputs(head)
@@ -201,7 +200,6 @@ def test_speculators_heads_norm_their_residual_where_they_do_not_say(tmp_path):
     assert (outputs(loaded) - outputs(three())).abs().max() > 0.1
 
 
-@torch.no_grad()
 def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leaves():
     """hidden_states[k] enters layer k and leaves layer k - 1."""
     left = {}
@@ -229,12 +227,17 @@ def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leave
         ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3', of which only 'llama' and"),
         ("speculators", {"transformer_layer_config": LLAMA}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
         ("medusa", {"medusa_num_layers": 2}, r"'0\.2\.weight' is missing"),
+        ("medusa", {"medusa_num_layers": 0}, "does not describe Medusa heads"),
+        ("medusa", {"vocab_size": "many"}, "does not describe Medusa heads"),
         ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset is 1"),
+        ("hydra", {"hydra_head_arch": "cross-attn"}, "hydra_head_arch is 'cross-attn'"),
+        ("hydra++", {"num_attention_heads": 0}, "does not describe Hydra"),
+        ("hydra++", {"num_attention_heads": 4, "hidden_act": "other"}, "does not describe Hydra.*other"),
     ],
 )
 def test_a_config_that_is_not_known_is_refused_by_its_field(name, changes, complaint, tmp_path):
     folder, _ = built(tmp_path, name)
-    (folder / "config.json").write_text(json.dumps(DIRECTORIES[name][1] | changes))
+    change(folder, **changes)
     with complains(complaint):
         load_head(folder)
 

@@ -1,4 +1,4 @@
-"""The EAGLE head: its file format to the bit, its cache, and the pair it sees."""
+"""The EAGLE and EAGLE-3 heads: their file format to the bit, their caches, and what they read of a target."""
 
 import json
 import shutil
@@ -6,50 +6,56 @@ from functools import partial
 
 import pytest
 import torch
-from equality import seeded
-from models import random_eagle3, random_head, target
+from drafting import source_of
+from equality import same_weights, seeded
+from models import change, random_eagle3, random_head, random_model, save_model, target
 from refusals import complains
 from safetensors.torch import load_file, save_file
 from test_formats import LLAMA, write
+from transformers import LlamaConfig
 
+from treespec.api.load import load
 from treespec.draft.trained.kinds import fit, new_head
+from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.eagle3 import default_aux_layers
 from treespec.heads.formats.export import outputs
+from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=seeded(1))[:32].sort().values
 
 
-def layer(start, inputs, *norms):
-    """{name: shape} of a decoder layer."""
-    shapes = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, inputs) for name in "qkv"}
-    shapes |= {
-        "self_attn.o_proj": (32, 32),
-        "mlp.gate_proj": (48, 32),
-        "mlp.up_proj": (48, 32),
-        "mlp.down_proj": (32, 48),
-    }
-    shapes |= dict.fromkeys(("post_attention_layernorm", *norms), (32,))
-    return {f"{start}.{name}.weight": shape for name, shape in shapes.items()}
-
-
-PUBLISHED = {  # config.json, and the shapes of the tensors; EAGLE-3 has no embedding and does not say its aux layers
+PUBLISHED = {  # config.json, and the tensors; EAGLE-3 has no embedding and does not say its aux layers
     "eagle": (
         LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16"},
-        {"embed_tokens.weight": (64, 32), "fc.weight": (32, 64), "fc.bias": (32,)} | layer("layers.0", 32),
+        """
+embed_tokens.weight=64x32 fc.weight=32x64 fc.bias=32 layers.0.self_attn.q_proj.weight=32x32
+layers.0.self_attn.k_proj.weight=16x32 layers.0.self_attn.v_proj.weight=16x32
+layers.0.self_attn.o_proj.weight=32x32 layers.0.mlp.gate_proj.weight=48x32 layers.0.mlp.up_proj.weight=48x32
+layers.0.mlp.down_proj.weight=32x48 layers.0.post_attention_layernorm.weight=32
+""",
     ),
     "eagle3": (
         LLAMA | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32, "tie_word_embeddings": False},
-        {"fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (32, 32)}
-        | layer("midlayer", 64, "hidden_norm", "input_layernorm"),
+        """
+fc.weight=32x96 norm.weight=32 lm_head.weight=32x32 midlayer.self_attn.q_proj.weight=32x64
+midlayer.self_attn.k_proj.weight=16x64 midlayer.self_attn.v_proj.weight=16x64
+midlayer.self_attn.o_proj.weight=32x32 midlayer.mlp.gate_proj.weight=48x32 midlayer.mlp.up_proj.weight=48x32
+midlayer.mlp.down_proj.weight=32x48 midlayer.post_attention_layernorm.weight=32 midlayer.hidden_norm.weight=32
+midlayer.input_layernorm.weight=32
+""",
     ),
 }
 
 
 def publish(folder, kind):
     """A directory as SafeAILab/EAGLE publishes it, at tiny size, in half precision."""
-    config, shapes = PUBLISHED[kind]
+    config, listed = PUBLISHED[kind]
     torch.manual_seed(0)
-    tensors = {name: torch.randn(shape).half() for name, shape in shapes.items()}
+    tensors = {}
+    for part in listed.split():
+        name, shape = part.split("=")
+        tensors[name] = torch.randn(*map(int, shape.split("x"))).half()
     if kind == "eagle3":
         tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
     return write(folder, config, tensors)
@@ -91,20 +97,18 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(published, ind
 def test_an_index_may_name_links_out_of_its_folder_as_the_hubs_cache_has_them(published):
     (published / "model.safetensors").rename(published.parent / "blob")
     (published / "part.safetensors").symlink_to(published.parent / "blob")
-    places = {"weight_map": dict.fromkeys(PUBLISHED["eagle"][1], "part.safetensors")}
+    names = load_file(published.parent / "blob").keys()
+    places = {"weight_map": dict.fromkeys(names, "part.safetensors")}
     (published / "model.safetensors.index.json").write_text(json.dumps(places))
-    assert load_head(published).state_dict().keys() == PUBLISHED["eagle"][1].keys()
+    assert load_head(published).state_dict().keys() == names
 
 
 def test_a_config_edited_by_hand_is_refused_until_its_checksum_is_deleted(published):
     save_head(load_head(published), published)
-    file = published / "config.json"
-    fields = json.loads(file.read_text()) | {"max_position_embeddings": 64}
-    file.write_text(json.dumps(fields))
+    change(published, max_position_embeddings=64)
     with complains(r"config\.json .* if you have edited it, delete its field 'checksum'"):
         load_head(published)
-    del fields["checksum"]
-    file.write_text(json.dumps(fields))
+    change(published, checksum=None)
     assert load_head(published).config["max_position_embeddings"] == 64
 
 
@@ -118,7 +122,7 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
     tensors = load_file(published / "model.safetensors")
     (published / "model.safetensors").unlink()
     torch.save(tensors, published / "pytorch_model.bin")
-    assert all(torch.equal(value, tensors[name]) for name, value in load_head(published).state_dict().items())
+    assert same_weights(load_head(published).state_dict(), tensors)
     torch.save({"fc.weight": print}, published / "pytorch_model.bin")
     with complains("more than tensors"):
         load_head(published)
@@ -136,8 +140,6 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
         r"config\.json|says": lambda f: (f / "config.json").write_text("{}"),
         "neither model.safetensors nor": lambda f: (f / "model.safetensors").unlink(),
         "damaged": lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
-        r"lacks fc\.bias": lambda f: rewrite(f, fc__bias=None),
-        "unknown tensors d2t": lambda f: rewrite(f, d2t=torch.zeros(2)),
         r"fc\.weight is \[2, 2\]": lambda f: rewrite(f, fc__weight=torch.zeros(2, 2)),
         r"fc\.weight": lambda f: rewrite(f, fc__weight=torch.full((32, 64), torch.nan)),
     }.items(),
@@ -169,3 +171,101 @@ def test_the_head_sees_embeddings_as_its_target_does():
     head = new_head("eagle", model)
     scaled = model.model.get_input_embeddings()(tokens)
     assert torch.allclose(head.embed_tokens(tokens) * head.embed_scale, scaled)
+
+
+@pytest.fixture
+def third(tmp_path):
+    return publish(tmp_path / "published", "eagle3")
+
+
+def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_head(third):
+    head = load_head(third)
+    tensors = load_file(third / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    save_file(renamed, third / "model.safetensors")
+    assert same_weights(load_head(third).state_dict(), head.state_dict())
+    change(third, draft_vocab_size=64)
+    whole = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
+    rewrite(third, lm_head__weight=torch.randn(64, 32).half(), **whole)
+    assert load_head(third).vocabulary is None
+
+
+def test_a_head_without_embedding_and_aux_layers_takes_its_targets(third):
+    model = target("llama")
+    head = load_head(third, torch.float32)
+    assert head.embed_tokens is None
+    fit(head, model, "h")
+    assert head.aux_layers == (0, 1, 2)
+    assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
+    assert head.vocabulary.tolist() == HALF.tolist()
+    wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
+    head.embed_tokens, head.feature_size = None, 192
+    with complains(r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
+        fit(head, wide, "h")
+
+
+@pytest.mark.parametrize(
+    "layers, aux_layers",
+    [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))],
+)
+def test_the_published_aux_layers_and_three_of_a_small_target(layers, aux_layers):
+    assert default_aux_layers(layers) == aux_layers
+    assert all(0 <= layer < layers for layer in aux_layers)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"norm__weight": None}, r"lacks norm\.weight; if .* is an EAGLE-3 head"),
+        ({"t2d": None}, "lacks t2d"),
+        ({"lm_head__weight": torch.zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], config\.json says \[32, 32\]"),
+        ({"d2t": HALF - torch.arange(32) + 9}, "d2t does not lead once to each token that t2d marks: they differ at"),
+        ({"d2t": 5 - torch.arange(32)}, "d2t does not lead once to each token"),
+        ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"they differ at .{HALF[-1]}"),
+    ],
+)
+def test_a_bad_file_is_refused_by_the_name_of_its_tensor(third, changes, complaint):
+    rewrite(third, **changes)
+    with complains(complaint) as caught:
+        load_head(third)
+    assert "published" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config, complaint",
+    [
+        ({"draft_vocab_size": 65}, r"config\.json does not describe an EAGLE-3 head: draft_vocab_size is 65, of .* 64"),
+        ({"eagle_aux_hidden_state_layer_ids": ["low"]}, r"config\.json does not describe an EAGLE-3 head"),
+        ({"target_hidden_size": 48}, r"fc\.weight is \[32, 96\], config\.json says \[32, 144\]"),
+    ],
+)
+def test_a_config_that_contradicts_itself_or_its_file_is_refused(third, config, complaint):
+    change(third, **config)
+    with complains(complaint):
+        load_head(third)
+    (third / "config.json").write_text("[]")
+    with complains("is no JSON object"):
+        load_head(third)
+
+
+def test_a_head_that_reads_layers_its_target_lacks_is_refused(third):
+    change(third, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
+    with complains(r"reads layer 16, the target has 3: it is for another"):
+        source_of(f"eagle3:{third}", target("llama"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_loaded_packed_and_drafts_the_tokens_of_a_vocabulary_beside_it(tmp_path, dtype):
+    model = save_model(tmp_path / "model")
+    loaded = Target.load(str(model))
+    save_head(random_eagle3(loaded, drafted=torch.arange(90, 130)), tmp_path / "head")
+    spec = load(str(model), f"{tmp_path}/head", "eagle", "rrs-wo", dtype=dtype)
+    assert spec.head.vocabulary.tolist() == list(range(90, 130))
+    assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8
+    save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
+    spec = load(str(model), f"{tmp_path}/head", "eagle", "rrs-wo", dtype=dtype)
+    assert spec.head.vocabulary.tolist() == list(range(100, 130))
+    assert spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).stats.drafted[0] > 0
+    save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
+    with complains("no token in common"):
+        load(str(model), f"{tmp_path}/head", dtype=dtype)

@@ -12,7 +12,7 @@ import pytest
 from evaluating import config_in, counting, tokens_of
 from models import random_head
 from refusals import complains
-from training import files_of_at_most
+from training import Killed, files_of_at_most
 
 from treespec.cli.measure import evaluate as command
 from treespec.eval.figures import summarise
@@ -21,10 +21,6 @@ from treespec.eval.run import evaluate
 from treespec.files.atomic import locked, sealed, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-
-
-class Killed(Exception):
-    pass
 
 
 def begun(config, completions=2):

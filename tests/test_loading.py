@@ -1,6 +1,5 @@
 """What lies in a target's directory is loaded whole and known by content, or one line says what is wrong."""
 
-import json
 import os
 import random
 import shutil
@@ -9,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, random_head, random_model, target, tokenizer
+from models import CONFIGS, change, random_head, random_model, target, tokenizer
 from offline import cached, said_offline
 from refusals import complains
 from safetensors.torch import load_file, save_file
@@ -26,13 +25,6 @@ from treespec.model.target import Target
 def folder(tmp_path):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "target")
     return tmp_path / "target"
-
-
-def change(folder, **fields):
-    """Set fields of config.json; None deletes one."""
-    config = json.loads((folder / "config.json").read_text()) | fields
-    config = {name: value for name, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def add_tensors(folder, **tensors):

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from equality import close, seeded
-from refusals import complains
-from training import options
 
 from treespec.train.config import LOSSES as NAMES
-from treespec.train.config import MOST_DRAWS
 from treespec.train.losses.tokens import LOSSES, chosen_loss
 from treespec.verify.rates import optimal_iid
 
@@ -85,14 +82,5 @@ def test_laws_that_share_no_token_give_numbers(name):
     assert slope.abs().max() < 1e-6
 
 
-def test_the_names_are_those_of_the_help_and_others_are_refused():
+def test_the_names_are_those_of_the_help():
     assert set(NAMES) == {*LOSSES, "acceptance:K"}
-    for name, complaint in {
-        "log-acceptence": "must be published, .*did you mean log-acceptance",
-        "acceptance": f"number of drafts from 1 to {MOST_DRAWS}, as in acceptance:4",
-        "acceptance:0": "number of drafts",
-        "acceptance:65": "number of drafts",
-        "acceptance:two": "number of drafts",
-    }.items():
-        with complains(complaint):
-            options(loss=name)

@@ -32,6 +32,10 @@ def answer(spec, ids):
     return spec.generate(ids, max_new_tokens=NEW).token_ids
 
 
+def answers(spec, prompts):
+    return [output.token_ids for output in spec.generate(prompts, max_new_tokens=NEW)]
+
+
 IDS, OTHER = [5, 9, 7], [5, 9, 4]
 SINGLE = {"list": IDS, "tuple": (5, 9, 7), "tensor": torch.tensor(IDS), "array": np.array(IDS, dtype=np.int32)}
 ROW = {"tensor": torch.tensor([IDS]), "array": np.array([IDS])}
@@ -46,8 +50,8 @@ SEVERAL = {
 @pytest.mark.parametrize("given", SINGLE.values(), ids=SINGLE)
 def test_token_ids_are_one_prompt_however_they_are_held(spec, given):
     assert spec.encode(given) == IDS
-    assert spec.generate(given, max_new_tokens=NEW).token_ids == answer(spec, IDS)
-    assert spec.generate([given], max_new_tokens=NEW)[0].token_ids == answer(spec, IDS)
+    assert answer(spec, given) == answer(spec, IDS)
+    assert answers(spec, [given]) == [answer(spec, IDS)]
 
 
 def test_text_and_messages_are_one_prompt_each(spec, words):
@@ -62,7 +66,7 @@ def test_text_and_messages_are_one_prompt_each(spec, words):
 @pytest.mark.parametrize("given", SEVERAL.values(), ids=SEVERAL)
 def test_rows_are_prompts_each_as_alone(spec, given):
     wanted = [answer(spec, IDS), answer(spec, OTHER)]
-    assert [output.token_ids for output in spec.generate(given, max_new_tokens=NEW)] == wanted
+    assert answers(spec, given) == wanted
     for one_at_a_time in (spec.stream, spec.encode):
         with complains("2 prompts where one prompt is taken"):
             one_at_a_time(given)
@@ -70,9 +74,8 @@ def test_rows_are_prompts_each_as_alone(spec, given):
 
 def test_a_list_of_conversations_is_several_prompts_and_a_list_of_messages_one(spec):
     wanted = [answer(spec, MESSAGES), answer(spec, MESSAGES[1:])]
-    together = spec.generate([MESSAGES, MESSAGES[1:]], max_new_tokens=NEW)
-    assert [output.token_ids for output in together] == wanted
-    assert [output.token_ids for output in spec.generate([MESSAGES], max_new_tokens=NEW)] == wanted[:1]
+    assert answers(spec, [MESSAGES, MESSAGES[1:]]) == wanted
+    assert answers(spec, [MESSAGES]) == wanted[:1]
 
 
 @pytest.mark.parametrize("row", ROW.values(), ids=ROW)
@@ -80,7 +83,7 @@ def test_one_row_is_one_prompt_where_one_is_taken_and_a_list_of_one_from_generat
     assert spec.encode(row) == IDS
     stream = spec.stream(row, max_new_tokens=NEW)
     list(stream)
-    assert [output.token_ids for output in spec.generate(row, max_new_tokens=NEW)] == [stream.output.token_ids]
+    assert answers(spec, row) == [stream.output.token_ids]
 
 
 def test_nothing_is_no_prompt_and_no_prompts_have_no_answers(spec):

@@ -1,6 +1,5 @@
 """Quantised targets draft as plain ones do: own tokens, rows, heads; what cannot be is told in a line."""
 
-import json
 import shutil
 
 import pytest
@@ -8,9 +7,10 @@ import torch
 import transformers as hf
 from equality import close, seeded
 from gguf_files import write_gguf
-from models import CONFIGS, as_undrafted, random_model, save_model
+from models import as_undrafted, change, random_model, save_model
 from offline import cached, said_offline
 from refusals import complains
+from test_recurrent import save
 from torch import nn
 
 from treespec.api.load import load
@@ -35,8 +35,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder):
     """A target whose embedding and output are 8-bit tensors too."""
-    quantization = pytest.importorskip("torchao.quantization")
-    config = hf.TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = hf.TorchAoConfig(Int8WeightOnlyConfig(), include_input_output_embeddings=True)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
     assert type(model.lm_head.weight) is not nn.Parameter
     return Target(model)
@@ -75,7 +76,6 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     assert "MatMul8bitLt" not in caplog.text
 
 
-@torch.no_grad()
 def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     """Rows of the output and of the embedding are those that the modules compute with."""
     tokens, model = torch.tensor([0, 3, 17, 63]), whole.model
@@ -92,7 +92,6 @@ def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
 
 
 def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):
-    pytest.importorskip("torchao")
     spec = load(str(folder), load_in="int8", dtype="float32")
     model = Target.load(str(folder), how=Placement("int8"), dtype="float32").model
     model.save_pretrained(tmp_path / "own")
@@ -103,16 +102,10 @@ def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_pa
 
 
 def test_forms_have_identities_and_times_of_their_own(folder):
-    pytest.importorskip("torchao")
     variants = [Placement(), *(Placement(form) for form in FORMS)]
     assert len({target_identity(str(folder), variant) for variant in variants}) == 3
     targets = [Target.load(str(folder), how=variant, dtype="float32") for variant in variants]
     assert len({str(dependencies(target, None)) for target in targets}) == 3
-
-
-def test_a_loaded_model_takes_no_form():
-    with complains("load_in is int8, but the target is loaded already"):
-        load(random_model(CONFIGS["llama"]()), load_in="int8")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +165,67 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
 
 def test_a_quantised_checkpoint_without_its_package_is_told_in_a_line(folder, tmp_path):
     """In the words of transformers."""
-    config = json.loads((folder / "config.json").read_text())
-    quantised = config | {"quantization_config": {"quant_method": "aqlm"}}
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    change(tmp_path, quantization_config={"quant_method": "aqlm"})
     with complains(r"cannot load the target.*pip install aqlm[^\n]*$"):
         load(str(tmp_path))
+
+
+INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
+WEIGHTS = {
+    8: INTEGERS | {"strategy": "channel"},
+    4: INTEGERS | {"num_bits": 4, "strategy": "group", "group_size": 32},
+}
+INPUTS = INTEGERS | {"strategy": "token", "dynamic": True}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def compress(folder, out, bits, inputs=None):
+    """The model in `folder` with its linear layers quantised by the library itself, saved in `out`."""
+    from compressed_tensors import quantization
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    kind = quantization.QuantizationArgs(**WEIGHTS[bits])
+    rounding = quantization.QuantizationArgs(**inputs) if inputs else None
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=kind, input_activations=rounding)
+    config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.unflatten(1, (-1, kind.group_size or module.weight.shape[1]))
+            scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), kind)
+            module.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(out)
+    compressor.update_config(out)
+    hf.AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+    return out
+
+
+def logits(model, tokens):
+    return model(torch.tensor([tokens])).logits
+
+
+@pytest.mark.parametrize("bits, inputs", [(8, None), (4, None), (8, INPUTS)])
+def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
+    """Its logits are transformers' own after loading; layers that round inputs keep their own forward."""
+    folder = save_model(tmp_path / "plain", **SIZES)
+    own = compress(folder, tmp_path / "own", bits, inputs)
+    save_head(new_head("eagle", Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
+    spec = load(str(own), tmp_path / "head", "4x2", dtype="float32")
+    (answer,) = as_undrafted(spec, [PROMPT], 12)
+    whole = hf.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
+    ours, theirs = (logits(model, PROMPT + answer.token_ids) for model in (spec.target.model, whole))
+    close(ours, theirs, 1e-4)
+    layer = spec.target.model.model.layers[0].mlp.up_proj
+    assert ("forward" in vars(layer)) == bool(inputs)
+
+
+def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):
+    own = compress(save("lfm2", tmp_path / "plain"), tmp_path / "own", 8)
+    spec = load(str(own), drafter="lookup", dtype="float32")
+    assert spec.target.recurrent
+    as_undrafted(spec, [PROMPT * 3], 16)

@@ -6,15 +6,16 @@ import math
 import pytest
 import torch
 from enumeration import (
-    CASES,
     ENUMERABLE,
     SCHEMES,
     enumerate_plans,
+    every_pair,
     independent,
     law,
     optimum,
     outcomes,
     random_law,
+    random_pairs,
     scheme_by_name,
     sequential,
 )
@@ -30,15 +31,6 @@ STATED += [(name, k) for name in ("rrs", "kseq", "greedy", "otm-lp", "topk", "ty
 STATED += [(name, k) for name in ("is-lp", "is-lp:s=2", "is-lp:s=1") for k in (1, 2)]
 OPTIMAL = [("single", 1), ("spechub", 2), ("greedy", 2), ("greedy", 3), ("topk", 2), ("is-lp", 2)]
 OPTIMAL += [("otm-lp", k) for k in (1, 2, 3)]
-
-
-def random_pairs(number, size=5, seed=1):
-    generator = seeded(seed)
-    return [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
-
-
-def every_pair(number, size=5):
-    return [tuple(map(law, case)) for case in CASES.values()] + random_pairs(number, size)
 
 
 def tied(q, number):
@@ -67,16 +59,11 @@ def test_the_stated_rate_is_that_of_the_plan(name, k):
 
 
 @pytest.mark.parametrize("name", ENUMERABLE)
-def test_no_plan_accepts_more_than_the_optimum_of_its_draws(name):
-    for p, q in random_pairs(5, 4):
-        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
-            assert of_the_plan(name, p, q, k) <= optimum(outcomes(name, q, k), p) + 1e-7
-
-
-@pytest.mark.parametrize("name, k", OPTIMAL)
-def test_schemes_that_are_optimal_for_their_draws_reach_the_optimum(name, k):
+def test_no_plan_accepts_more_than_the_optimum_of_its_draws_and_the_best_schemes_reach_it(name):
     for p, q in random_pairs(10):
-        assert of_the_plan(name, p, q, k) == pytest.approx(optimum(outcomes(name, q, k), p), rel=0, abs=1e-7)
+        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
+            short = optimum(outcomes(name, q, k), p) - of_the_plan(name, p, q, k)
+            assert -1e-7 <= short <= (1e-7 if (name, k) in OPTIMAL else 1)
 
 
 def test_kseq_accepts_at_least_its_share_of_the_optimum_and_one_draw_of_it_is_the_single_draft():
@@ -100,9 +87,10 @@ def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
 @pytest.mark.parametrize(
     "t1, t2, best, kseq, rrs",
     [
-        *[(1 / 3, 0, 0.8889, 0.8114, 0.7778), (1 / 3, 1 / 9, 1, 0.8889, 0.8519), (1 / 3, 2 / 9, 1, 0.9576, 0.9259)],
-        *[(1 / 3, 1 / 3, 1, 1, 1), (1 / 6, 0, 0.7222, 0.6866, 0.6667), (1 / 6, 0.1389, 0.8611, 0.7912, 0.7593)],
-        *[(1 / 6, 0.2778, 1, 0.8889, 0.8519), (1 / 6, 0.4167, 1, 0.9625, 0.9444)],
+        (1 / 3, 0, 0.8889, 0.8114, 0.7778),
+        (1 / 3, 2 / 9, 1, 0.9576, 0.9259),
+        (1 / 6, 0.1389, 0.8611, 0.7912, 0.7593),
+        (1 / 6, 0.4167, 1, 0.9625, 0.9444),
     ],
 )
 def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):

@@ -98,7 +98,7 @@ def test_a_slow_tokenizer_is_refused():
 
     tokenizer = Slow(chat_template=CHATML)
     with complains("Slow does not say which characters"):
-        encode_conversation(tokenizer, turns(["u Hi", "a Hello"]), None, 100)
+        encode_conversation(tokenizer, turns(["u Hi", "a Hello"]))
 
 
 def test_the_split_depends_on_the_conversations_alone():

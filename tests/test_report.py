@@ -1,15 +1,27 @@
-"""Tables that fit a terminal without breaking a word or a number, and a verdict that says what they say."""
+"""Reports: tables that fit a terminal, a verdict that says what they say, and a page that is complete in itself."""
 
+import io
 import re
+from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluating import pair
+import torch
+from evaluating import config_in, pair
 from rich.cells import cell_len
+from rich.console import Console
 
+from treespec.cli.terminal import remark, show_result, with_progress
+from treespec.decoding.stats import TAU, Stats, figures, figures_of
+from treespec.eval.common import Step
+from treespec.eval.config import EvalConfig
 from treespec.eval.intervals import FEW
-from treespec.eval.report import Report, Table, markdown, markdown_lines
+from treespec.eval.report import Report, Table, markdown, markdown_lines, page
+from treespec.eval.run import evaluate
 from treespec.eval.verdict import noise_of, sentences
+from treespec.model.processor import processor
+from treespec.options import command_line
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
 FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
@@ -110,3 +122,131 @@ def test_the_clocks_noise_is_how_far_the_interval_of_the_baseline_over_itself_re
     assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
     assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
     assert noise_of(figure(1.0)) is noise_of(None) is None
+
+
+EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
+ENDLESS = {"meta", "wbr", "br"}
+
+
+class Tags(HTMLParser):
+    """Every tag with the names of its attributes; the text of what is no style."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, tuple(name for name, _ in attributes)))
+        if tag not in ENDLESS:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert tag in ENDLESS or self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if "style" not in self.open else ""
+
+
+def page_with(text):
+    """A page that shows a text wherever a model, a file or an option may bring one."""
+    figure = {"value": 2.0, "low": 1.5, "high": 2.5}
+    report = Report([Table(text, [text], [{text: text, f"{text} ": text, "b": figure}], 1.0)], [text], [text])
+    more = {"setup": [("command", text), (text, text)], "subtitle": text}
+    return page(report, text, **more)
+
+
+def test_text_from_outside_never_becomes_markup():
+    harmless, evil = Tags(page_with("word")), Tags(page_with(EVIL))
+    assert evil.tags == harmless.tags
+    assert evil.text.count("<script>alert(1)</script>") > 8
+    assert "{{ 7 * 7 }}&amp;" in evil.text
+    assert not [name for _, names in evil.tags for name in names if name.startswith("on")]
+
+
+def test_a_page_loads_nothing_from_elsewhere():
+    html = page_with("word")
+    assert not re.findall(r"https?:|//|url\(|@import|\bsrc=|<link|<script", html)
+    assert "default-src 'none'" in html
+
+
+def test_control_characters_reach_the_page_as_symbols():
+    html = page_with("a\x1b[31m\u202e\x00b")
+    assert not set("\x1b\u202e\x00") & set(html)
+
+
+@pytest.fixture(scope="module")
+def measured(home, tmp_path_factory):
+    """A finished evaluation of one question, and its config."""
+    changes = {"temperature": "0,1", "verifier": "topk,rrs@2x2", "limit": 1, "turns": 1, "warm_up": 0}
+    config = config_in(home, tmp_path_factory.mktemp("out"), **changes)
+    evaluate(config)
+    return Path(config.out), config
+
+
+def test_a_finished_evaluation_makes_the_page_again_without_models(measured, monkeypatch):
+    out, config = measured
+    page = (out / "report.html").read_text()
+    monkeypatch.setattr("treespec.eval.run.load_own", None)
+    (out / "report.html").unlink()
+    evaluate(config)
+    assert (out / "report.html").read_text() == page
+
+
+def test_a_page_says_what_it_was_measured_on(measured):
+    out, config = measured
+    text = " ".join(Tags((out / "report.html").read_text()).text.split())
+    assert "treespec eval --" in text
+    assert "--verifier topk,rrs@2x2" in text
+    for what in ("device", "dtype", "torch", "transformers"):
+        assert what in text
+    if not torch.cuda.is_available():
+        assert text.count(processor()) == 2  # among the settings, and below the tables
+    words = command_line("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
+    assert words == "treespec eval --out 'a b' --no-baseline"
+    assert config.out in text
+
+
+HOSTILE = "question [bold]x[/bold] [/nothing] \x1b]0;title\x07 \u202ereversed"
+
+
+def work(config, report):
+    for done in range(3):
+        report(Step(done, 3, f"{HOSTILE} {done}"))
+    return "result"
+
+
+def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
+    assert with_progress(work, None) == "result"
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.split()[0] for line in printed.err.splitlines()] == ["0/3", "1/3", "2/3"]
+    assert "[bold]x[/bold] [/nothing]" in printed.err
+    assert not {"\x1b", "\x07", "\u202e"} & set(printed.err)
+
+
+def test_on_a_terminal_a_step_is_shown_as_it_is_and_does_nothing_else():
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None)
+    assert with_progress(work, None, console) == "result"
+    assert "[bold]x[/bold] [/nothing]" in file.getvalue()
+    assert "\x1b]0;" not in file.getvalue()
+    assert "\u202e" not in file.getvalue()
+
+
+def test_a_pipe_gets_the_markdown_and_nothing_else(capsys):
+    report = Report([Table("Speed", ["Verifier"], [{"Verifier": "topk", "τ": "3.10"}])], ["a note"], ["topk is fast."])
+    show_result(report)
+    remark("Answers are in /there")
+    printed = capsys.readouterr()
+    assert printed.out == markdown(report)
+    assert printed.err == "Answers are in /there\n"
+
+
+def test_figures_are_the_same_words_everywhere_and_explain_τ_where_they_are_asked_to():
+    stats = Stats(new_tokens=32, accepted=[1] * 16)
+    stats.seconds["total"] = 0.5
+    assert figures_of(stats) == figures(32, 16, 0.5) == "32 tokens · τ 2.00 · 64.0 tokens/s"
+    assert figures_of(stats, explain=True) == f"32 tokens · τ 2.00 ({TAU}) · 64.0 tokens/s"
+    assert figures_of(Stats()) == "0 tokens · τ 0.00 · 0.0 tokens/s"

@@ -112,7 +112,6 @@ def test_llama_4_ends_where_its_attention_scales_by_column():
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
-@torch.no_grad()
 def test_a_head_with_a_partial_rotary_factor_turns_that_part_alone_as_transformers_does(rope):
     rope = rope | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = random_model(hf.NemotronConfig(**GROUPED, head_dim=8, rope_parameters=rope)).model

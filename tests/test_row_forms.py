@@ -5,8 +5,10 @@ import json
 import sys
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
 from chat_templates import CHATML, byte_tokenizer, each, prompt, turns
+from pyarrow import parquet
 from refusals import complains, says
 
 from treespec.text import sources
@@ -102,8 +104,6 @@ def test_a_row_that_cannot_be_trained_on_is_named(row, told, tmp_path):
 
 
 def test_a_folder_and_parquet_train_the_same_tokens(tmp_path, expected):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
     first, second = FORMS["messages"]

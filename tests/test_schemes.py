@@ -1,5 +1,6 @@
 """Every scheme is lossless: over all draws, Pr(draws) * plan sums to p. And `draw` follows the law it says."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -11,21 +12,25 @@ from enumeration import (
     LOSSLESS,
     SCHEMES,
     enumerate_plans,
+    every_pair,
     law,
     outcomes,
-    random_law,
+    random_pairs,
     scheme_by_name,
     with_tops,
 )
 from equality import close, seeded
+from models import TableConfig, TableModel, random_head
 from mutants import mutant
 from oracle import chances_of, deviation
-from refusals import complains, says
-from test_cold_laws import check
+from refusals import complains
 
+from treespec.api.spec import Spec
 from treespec.eval.acceptance import otm_lp
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
-from treespec.verify import distributions, is_lp, kseq, registry, rrs, single, spechub, topk
+from treespec.verify import distributions, is_lp, kseq, rrs, single, spechub, topk
 from treespec.verify.is_lp import IsLp
 from treespec.verify.topk import Typical
 
@@ -38,26 +43,13 @@ def numbers_of_draws(name):
     return list(range(1, (SCHEMES[name.split(":")[0]].max_draws or 3) + 1))
 
 
-def pairs(number, size=5):
-    """p and q of every case, and random ones."""
-    generator = seeded(1)
-    cases = [tuple(map(law, case)) for case in CASES.values()]
-    return cases + [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_output_law_is_the_target_law(name):
     """With every number of draws alone, and at nodes of one batch that have different numbers."""
-    for p, q in pairs(5 if "is-lp" in name else 20):
+    for p, q in every_pair(5 if "is-lp" in name else 20):
         for numbers in (numbers_of_draws(name), *([k] for k in numbers_of_draws(name))):
             for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers):
                 close(output, p, 1e-12)
-
-
-@pytest.mark.parametrize("draws, tops", [count for count in COUNTS if any(count)])
-def test_it_is_where_some_tokens_are_there_for_sure(draws, tops):
-    for p, q in pairs(25):
-        check(SCHEMES["rrs-wo"], p[None], q[None], [with_tops(q, draws, tops)])
 
 
 def marked(draws):
@@ -67,7 +59,7 @@ def marked(draws):
 
 def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws():
     k = torch.tensor(COUNTS)
-    for _, q in pairs(20)[-20:]:
+    for _, q in random_pairs(20):
         drawn = SCHEMES["rrs-wo"].draw_with_sure(q.expand(len(k), -1), *k.unbind(-1), seeded(4))
         for count, tokens in zip(COUNTS, marked(drawn), strict=True):
             assert tokens[: sum(count)] in marked(with_tops(q, *count)[0])
@@ -151,7 +143,7 @@ def test_a_broken_rule_has_another_law(name, k, part, old, new):
     module = sys.modules[type(SCHEMES[name]).__module__]
     broken = vars(mutant(module, (old, new), part=part))[type(SCHEMES[name]).__name__]()
     worst = 0.0
-    for p, q in pairs(4, 4):
+    for p, q in every_pair(4, 4):
         plans, chances = zip(*outcomes(name, q, k), strict=True)
         rows = len(chances)
         plan = broken.plan(p.expand(rows, -1), q.expand(rows, -1), Draws(torch.tensor(plans)))
@@ -168,36 +160,9 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
     close(law(chances) @ plan, p, 1e-12)
 
 
-@pytest.mark.parametrize(
-    "spec, words",
-    {
-        "best": ", ".join(registry.SCHEMES),
-        "otm-lp": "does not decode: see its rates by treespec acceptance --verifier otm-lp",
-        "is-lp:t=3": "unknown option 't'; its options are s",
-        "single:s=3": "it has no options",
-        "is-lp:s=many": "s must be a whole number",
-        "is-lp:s=": "s must be a whole number",
-        "is-lp:s=0": "s is 0, must be a whole number from 1 to 256",
-        "optimal:threshold=0": "must be a number above 0 and at most 1",
-        "optimal:threshold=some": "threshold must be a number",
-        "typical:epsilon=few": "epsilon must be a number",
-    }.items(),
-)
-def test_an_unknown_scheme_or_option_is_named(spec, words):
-    with says(words):
-        registry.scheme_by_name(spec, allow_lossy=True)
-
-
 def test_options_have_the_type_of_their_field():
     assert scheme_by_name("is-lp:s=8") == IsLp(s=8)
     assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in LOSSLESS])
-def test_a_lossy_scheme_must_be_allowed(name):
-    with complains("--allow-lossy"):
-        scheme_by_name(name)
-    assert scheme_by_name(name, allow_lossy=True) == SCHEMES[name]
 
 
 def test_a_program_that_is_too_large_is_refused():
@@ -216,3 +181,42 @@ def test_what_a_scheme_cannot_draw_or_answer_is_refused(name):
     if scheme.max_draws:
         with complains(f"at most {scheme.max_draws} draws"):
             scheme.draw(q, scheme.max_draws + 1, generator)
+
+
+@pytest.mark.parametrize(
+    "p, draws, output",
+    [
+        ([0.5, 0.3, 0.15, 0.05], [1, 2], 1),  # threshold .09: both pass, 1 is likelier
+        ([0.5, 0.3, 0.15, 0.05], [2, 1], 1),  # in any order
+        ([0.5, 0.3, 0.15, 0.05], [3, 2], 2),  # 3 does not pass
+        ([0.5, 0.3, 0.15, 0.05], [3, -1], None),  # none passes
+        ([0.5, 0.3, 0.15, 0.05], [-1, 2], 2),
+        ([0.91, 0.09, 0, 0], [1, 2], None),  # the threshold itself does not pass
+        ([0.25, 0.25, 0.25, 0.25], [3, 3], 3),  # threshold .3 / 4
+        ([1, 0, 0, 0], [1, 2], None),
+        ([1, 0, 0, 0], [1, 0], 0),
+    ],
+)
+def test_the_likeliest_draw_above_the_threshold_is_output(p, draws, output):
+    row = law(p)[None]
+    plan = Typical().plan(row, row, Draws(torch.tensor([draws])))
+    torch.testing.assert_close(plan, row if output is None else torch.eye(4, dtype=row.dtype)[[output]])
+
+
+def test_the_threshold_falls_with_the_entropy():
+    p = torch.stack([law([0.05] * 20), law([0.5, 0.5] + [0] * 18), law([0.9] + [0.1 / 19] * 19)])
+    entropy = 0.9 * math.log(1 / 0.9) + 0.1 * math.log(190)
+    assert Typical().threshold(p).squeeze(1).tolist() == pytest.approx([0.015, 0.09, 0.09])
+    threshold = Typical(epsilon=1, delta=0.5).threshold(p).squeeze(1).tolist()
+    assert threshold == pytest.approx([0.025, 0.25, 0.5 * math.exp(-entropy)])
+
+
+def test_a_threshold_below_everything_makes_sampled_text_that_of_the_draft():
+    """With epsilon next to 0 every likely first child is accepted: a chain is kept whole, unlike under topk."""
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    head = random_head(model, seed=2)
+    loose = Spec(model, head, "chain:3", "typical:epsilon=1e-9", allow_lossy=True)
+    out = loose.generate([1, 2], temperature=1.0, max_new_tokens=40, seed=0)
+    law_of_last = probs(model.model(torch.tensor([[1, 2, *out.token_ids]])).logits[0], SamplingParams(1.0))
+    assert law_of_last.min() > 1e-9
+    assert out.stats.accepted[1:-1] == [3] * (len(out.stats.accepted) - 2)

@@ -101,18 +101,14 @@ def test_a_saved_set_is_loaded_and_drafts(tmp_path):
 @pytest.mark.parametrize(
     "content, complaint",
     [
-        (None, "cannot read"),
-        ("{", "is damaged \\(Expecting"),
         ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
         ('{"layers": 3, "mlp": []}', "is no skip set"),
         ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),
         ('{"layers": 3, "attention": [3], "mlp": []}', "names layer 3, the target's are 0 to 2"),
-        ('{"layers": 40, "attention": [3], "mlp": []}', "for 40 layers, the target has 3"),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, complaint):
-    if content:
-        (tmp_path / "skip.json").write_text(content)
+    (tmp_path / "skip.json").write_text(content)
     with complains(complaint):
         load_skip_set(tmp_path / "skip.json", 3)
 
@@ -127,7 +123,6 @@ def test_models_of_another_build_are_refused_by_name():
 
 def test_the_search_finds_what_is_useless():
     """Of 8 sublayers three cost nothing to skip and gain a tenth each, all others cost more than they gain."""
-    pytest.importorskip("optuna")
     from treespec.eval.skip_search import search
 
     free, tried = SkipSet(4, (1, 3), (2,)), []
@@ -146,7 +141,6 @@ def test_the_search_finds_what_is_useless():
 
 @pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
 def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys, name):
-    pytest.importorskip("optuna")
     words, text, out = save_model(tmp_path / "target"), tmp_path / name, tmp_path / "skip.json"
     turns = [{"role": "user", "content": "the user asks"}, {"role": "assistant", "content": "the answer"}]
     line = json.dumps({"messages": turns}) + "\n"

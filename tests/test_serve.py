@@ -17,9 +17,15 @@ def ai(server):
         yield made
 
 
-def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(ai, tiny):
+@pytest.fixture(scope="module")
+def chat(ai):
+    """An answer of the server; options may be others."""
+    return lambda **more: ai.chat.completions.create(**{"model": NAME, "messages": MESSAGES} | OPTIONS | more)
+
+
+def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(chat, ai, tiny):
     wanted = tiny.generate(MESSAGES, **SAME)
-    answer, stats = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS), wanted.stats
+    answer, stats = chat(), wanted.stats
     assert answer.choices[0].message.content == wanted.text
     assert (answer.choices[0].finish_reason, answer.model) == ("length", NAME)
     usage = answer.usage
@@ -37,10 +43,10 @@ def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(ai, tiny):
         assert ai.completions.create(model=NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
 
 
-def test_a_stream_adds_up_to_the_whole_answer(ai, tiny):
+def test_a_stream_adds_up_to_the_whole_answer(chat, ai, tiny):
     wanted = tiny.generate(MESSAGES, **SAME)
     counted = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS, **counted))
+    chunks = list(chat(**counted))
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     *begun, last, counts = chunks
     assert begun[0].choices[0].delta.role == "assistant"
@@ -51,13 +57,13 @@ def test_a_stream_adds_up_to_the_whole_answer(ai, tiny):
     assert "".join(chunk.choices[0].text for chunk in plain) == wanted.text
 
 
-def test_samples_and_prompts_take_one_seed_after_another(ai, tiny):
+def test_samples_and_prompts_take_one_seed_after_another(chat, ai, tiny):
     wanted = [tiny.generate(MESSAGES, **SAME | {"seed": 3 + i}).text for i in range(3)]
-    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, **OPTIONS)
+    answer = chat(n=3)
     assert [choice.message.content for choice in answer.choices] == wanted
     assert answer.usage.prompt_tokens == len(tiny.encode(MESSAGES))
     said = ["", "", ""]
-    for chunk in ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, stream=True, **OPTIONS):
+    for chunk in chat(n=3, stream=True):
         said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert said == wanted
     ids = tiny.encode(MESSAGES)
@@ -66,11 +72,11 @@ def test_samples_and_prompts_take_one_seed_after_another(ai, tiny):
     assert [choice.text for choice in several.choices] == wanted
 
 
-def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(ai, tiny):
+def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(chat, tiny):
     talks = [[{"role": "user", "content": f"{word} asks the question " * 4}] for word in ("one", "two")]
     for turn in range(2):
         for talk in talks:
-            answer = ai.chat.completions.create(model=NAME, messages=talk, **OPTIONS)
+            answer = chat(messages=talk)
             said = answer.choices[0].message.content
             assert said == tiny.new().generate(talk, **SAME).text
             cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -78,17 +84,17 @@ def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_ask
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
 
 
-def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(ai, tiny):
+def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(chat, tiny):
     whole = tiny.generate(MESSAGES, **SAME)
     stop = whole.text[5:7]
-    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=stop, **OPTIONS).choices[0]
+    answer = chat(stop=stop).choices[0]
     assert (answer.message.content, answer.finish_reason) == (whole.text.partition(stop)[0], "stop")
-    exact = OPTIONS | {"max_tokens": len(tiny.generate(MESSAGES, **SAME, stop=stop).token_ids)}
-    assert ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=[stop], **exact).choices[0] == answer
+    exact = len(tiny.generate(MESSAGES, **SAME, stop=stop).token_ids)
+    assert chat(stop=[stop], max_tokens=exact).choices[0] == answer
     ends = tiny.target.eos
     tiny.target.eos = frozenset(whole.token_ids[-1:])
     try:
-        assert ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS).choices[0].finish_reason == "stop"
+        assert chat().choices[0].finish_reason == "stop"
     finally:
         tiny.target.eos = ends
 

@@ -86,11 +86,14 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
     body = json.dumps(asked).encode()
     with serving(tiny, grace=0.2) as state:
         until(lambda: state.server.started)
+        small = socket.SOL_SOCKET, socket.SO_SNDBUF, 1  # as small as there is; accepted connections have it too
+        state.server.servers[0].sockets[0].setsockopt(*small)
         with half(state, b"") as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             deaf.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: state.engine.running)
             (connection,) = state.server.server_state.connections
-            until(connection.transport.get_write_buffer_size)
+            until(lambda: connection.transport.get_write_buffer_size() > 1 << 16)  # asyncio writes no more
             begun = time.monotonic()
             state.server.should_exit = True
             until(lambda: state.cut_off and not state.server.server_state.connections)

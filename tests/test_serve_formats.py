@@ -38,11 +38,15 @@ def ai(spec):
         yield made
 
 
-def test_an_answer_by_schema_is_that_of_the_python_call(ai, spec):
-    pytest.importorskip("llguidance")
+@pytest.fixture(scope="module")
+def chat(ai):
+    return lambda **more: ai.chat.completions.create(**ASK | more)
+
+
+def test_an_answer_by_schema_is_that_of_the_python_call(chat, ai, spec):
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
     for seed in range(4):
-        answer = ai.chat.completions.create(**ASK | {"seed": seed}, response_format=form).choices[0]
+        answer = chat(seed=seed, response_format=form).choices[0]
         assert json.loads(answer.message.content)["city"] in ("Zug", "Bern")
         wanted = spec.generate(MESSAGES, seed=seed, temperature=1.0, max_new_tokens=60, json_schema=CITY)
         assert (answer.message.content, answer.finish_reason) == (wanted.text, "stop")
@@ -62,10 +66,9 @@ def test_an_answer_by_schema_is_that_of_the_python_call(ai, spec):
         ("grammar", "start: nobody"),
     ],
 )
-def test_a_broken_format_is_refused_by_its_name(ai, param, options):
-    pytest.importorskip("llguidance")
+def test_a_broken_format_is_refused_by_its_name(chat, param, options):
     with pytest.raises(openai.BadRequestError) as error:
-        ai.chat.completions.create(**ASK, extra_body={param: options})
+        chat(extra_body={param: options})
     assert error.value.param == param
 
 
@@ -87,7 +90,6 @@ HEAVY = {  # each took a second or more, or ended in a 500 or in a crash of the 
 
 
 def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
-    pytest.importorskip("llguidance")
     with serving(spec) as state, client(state) as http, client(state) as other, ThreadPoolExecutor(1) as pool:
         for name, source in HEAVY.items():
             schema = {"type": "json_schema", "json_schema": {"name": name, "schema": source}}
@@ -105,29 +107,28 @@ def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
         assert http.post("/v1/chat/completions", json=fine).status_code == 200
 
 
-def test_a_tool_that_must_be_called_is_called(ai):
-    pytest.importorskip("llguidance")
+def test_a_tool_that_must_be_called_is_called(chat):
     for seed in range(4):
-        answer = ai.chat.completions.create(**ASK | {"seed": seed}, tools=TOOLS, tool_choice="required").choices[0]
+        answer = chat(seed=seed, tools=TOOLS, tool_choice="required").choices[0]
         (call,) = answer.message.tool_calls
         arguments = json.loads(call.function.arguments)
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         assert arguments == {} if call.function.name == "time" else arguments["city"] in ("Zug", "Bern")
     named = {"type": "function", "function": {"name": "weather"}}
-    chunks = list(ai.chat.completions.create(**ASK, tools=TOOLS, tool_choice=named, stream=True))
+    chunks = list(chat(tools=TOOLS, tool_choice=named, stream=True))
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     (call,) = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or ()]
     assert (call.index, call.function.name) == (0, "weather")
     assert json.loads(call.function.arguments)["city"] in ("Zug", "Bern")
     with pytest.raises(openai.BadRequestError, match="take auto, none, required or a tool"):
-        ai.chat.completions.create(**ASK, tools=TOOLS, tool_choice=named | {"function": {"name": "other"}})
+        chat(tools=TOOLS, tool_choice=named | {"function": {"name": "other"}})
 
 
-def test_log_probabilities_are_those_of_the_python_call(ai, spec):
+def test_log_probabilities_are_those_of_the_python_call(chat, spec):
     wanted = spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=12, logprobs=True, top_logprobs=3)
-    options = ASK | {"max_tokens": 12, "logprobs": True, "top_logprobs": 3}
-    whole, streamed = ai.chat.completions.create(**options).choices[0].logprobs.content, []
-    for chunk in ai.chat.completions.create(**options, stream=True):
+    options = {"max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    whole, streamed = chat(**options).choices[0].logprobs.content, []
+    for chunk in chat(**options, stream=True):
         streamed += (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
     assert [one.bytes and bytes(one.bytes).decode() for one in whole] == [
         None if "\N{REPLACEMENT CHARACTER}" in one.token else one.token for one in whole
@@ -146,7 +147,7 @@ def test_completions_tell_log_probabilities_in_their_own_form(ai, spec):
     assert told.text_offset == sorted(told.text_offset)
 
 
-def test_penalties_biases_and_ends_are_those_of_the_python_call(ai, spec):
+def test_penalties_biases_and_ends_are_those_of_the_python_call(chat, spec):
     token = spec.encode("user")[0]
     pairs = [
         ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, {}),
@@ -156,5 +157,5 @@ def test_penalties_biases_and_ends_are_those_of_the_python_call(ai, spec):
     ]
     for asked, options in pairs:
         wanted = asked.get("extra_body") if options is None else options or asked
-        answer = ai.chat.completions.create(**ASK | {"max_tokens": 20}, **asked).choices[0].message.content
+        answer = chat(max_tokens=20, **asked).choices[0].message.content
         assert answer == spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=20, **wanted).text

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import CONFIGS, random_head, random_model
 from rich.console import Console
+from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
@@ -56,7 +57,6 @@ def models(request):
     return pair(request.param)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("tree, verifier, temperature", CASES)
 def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(models, tree, verifier, temperature):
     target, head = models
@@ -67,11 +67,8 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
 
     def draft_law(text, path):
         """The head over the whole text, its own features extrapolated along the path."""
-        tokens, features = torch.tensor(text[1:]), target.features(torch.tensor([text]))[0, :-1]
-        for token in path:
-            hidden = head.step(tokens[None], features[None], torch.arange(len(features)))[0, -1:]
-            tokens, features = torch.cat([tokens, torch.tensor([token])]), torch.cat([features, hidden])
-        hidden = head.step(tokens[None], features[None], torch.arange(len(features)))[0, -1]
+        features = target.features(torch.tensor([text]))[0, :-1]
+        hidden = extrapolated(head, torch.tensor(text[1:]), features, path)[0]
         return probs(whole(head.logits(hidden, target), head, target), shown)
 
     text = list(PROMPT)

@@ -1,18 +1,18 @@
-"""The files of a run: damage is named, one process writes, a kill's remains go, and content tells runs apart."""
+"""The files of a run: damage is named, one process writes, content tells runs apart, features are stored once."""
 
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from equality import close, same_weights, seeded
+from models import CONFIGS, random_model
 from refusals import complains
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from test_files import ended
 from training import (
     beside,
     flipped,
@@ -21,13 +21,16 @@ from training import (
     killed,
     metrics_of,
     refused,
-    same_weights,
+    same_head,
     trained,
     weights,
     write_data,
 )
+from transformers import AutoConfig
 
 from treespec.files.atomic import locked, read_json, write_json
+from treespec.model.target import Target
+from treespec.model.weights import load_ends
 from treespec.train.data.features import StoredFeatures
 from treespec.train.run import train
 
@@ -92,8 +95,7 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
 
 
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    dead = ended.stdout.strip()
+    dead = ended()
     trained(beside(config, "other"))
     (shard,) = Path(config.features).rglob("*.safetensors")
     shard.unlink()
@@ -119,19 +121,11 @@ def test_metrics_hold_each_step_once_after_a_resume(config):
     assert [line["step"] for line in metrics_of(trained(config))] == [20, 40, 60]
 
 
-def retrain(folder):
-    """Another model at the same path."""
-    tensors = load_file(folder / "model.safetensors")
-    torch.manual_seed(1)
-    tensors = {name: value + 0.3 * torch.randn(value.shape) for name, value in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def test_features_of_a_target_that_was_trained_again_are_others(config, tmp_path):
     model = shutil.copytree(config.target, tmp_path / "model")
     config = killed(replace(config, target=str(model)))
     trained(beside(config, "same"))
-    retrain(model)
+    random_model(AutoConfig.from_pretrained(model), seed=1).save_pretrained(model)
     other = weights(trained(beside(config, "other")))
     assert same_weights(other, weights(trained(beside(config, "live"), features=None)))
     assert len(list(Path(config.features).iterdir())) == 2
@@ -164,3 +158,35 @@ def test_records_of_another_format_and_checkpoints_without_a_record_are_refused(
     assert f"cannot read {file}" in refused(config)
     shutil.rmtree(file.parent)
     train(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
+    random_model(CONFIGS[name]()).save_pretrained(tmp_path)
+    whole, part = Target.load(str(tmp_path)), Target(load_ends(str(tmp_path)), ends=True)
+    tokens = torch.arange(3, 20)
+    hidden = torch.randn(4, whole.feature_width, generator=seeded(0))
+    assert torch.equal(part.embeddings(tokens), whole.embeddings(tokens))
+    assert torch.equal(part.output_logits(hidden), whole.output_logits(hidden))
+    assert (part.layers, part.dtype, part.context_length) == (whole.layers, whole.dtype, whole.context_length)
+    assert (part.embed_scale, part.config.to_dict()) == (whole.embed_scale, whole.config.to_dict())
+    own = sum(weight.numel() for weight in part.model.parameters())
+    assert own < sum(weight.numel() for weight in whole.model.parameters()) / 2
+    with pytest.raises(AttributeError):
+        part.features(tokens[None])
+
+
+def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(config, capsys):
+    live = trained(beside(config, "live"), features=None)
+    trained(config)
+    said = capsys.readouterr().out
+    assert "loading the whole target to store its features" in said
+    assert "GiB, 128 bytes per token" in said  # 32 values in float32
+    again = beside(config, "again")
+    assert train(again).positions > 0
+    said = capsys.readouterr().out
+    assert said.count("loading the whole target") == 1
+    assert "loading the whole target to validate and calibrate the head" in said
+    assert same_head(again, config)
+    for name, value in weights(live).items():
+        close(value, weights(config)[name], 1e-5)

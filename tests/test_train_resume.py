@@ -1,31 +1,41 @@
-"""What a run that goes on keeps: its checkpoint, the order of conversations, and the options that matter."""
+"""What a run that goes on keeps, what it does where numbers are not finite, and what it refuses in a line."""
 
+import re
 import shutil
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
+from equality import same_weights
+from models import random_head, target
+from refusals import complains
 from training import (
     beside,
     checkpoint_of,
+    files_of,
+    files_of_at_most,
     flipped,
     folder_of,
     kill_at,
     killed,
+    metrics_of,
     refused,
     same_head,
-    same_weights,
     trained,
     weights,
+    write_data,
 )
+from transformers import AutoTokenizer
 
 from treespec.api.load import load
-from treespec.files.atomic import read_json, write_json
+from treespec.files.atomic import digest_of_tensors, read_json, read_tensors, write_json, write_tensors
 from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
-from treespec.train.checkpoints import all_in
+from treespec.train.checkpoints import all_in, latest_step
 from treespec.train.data.batches import epoch_batches, forwards
+from treespec.train.loop.run import check_weights
 from treespec.train.run import train
 
 
@@ -99,3 +109,102 @@ def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config):
     assert head_folder(config.out) == checkpoint_of(config)
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
     assert spec.generate("question 001", max_new_tokens=12, temperature=0.0).stats.drafted[0] > 0
+
+
+@pytest.fixture
+def stored(config, tmp_path):
+    """A run that has stored its features, and not begun to train."""
+    config = replace(config, features=f"{tmp_path}/features")
+    killed(beside(config, "first"), 1)
+    return config
+
+
+def spoil(config, numbers=None):
+    """Make the features of some conversations infinite, as a target that overflows gives them."""
+    (shard,) = Path(config.features).rglob("*.safetensors")
+    tensors, about = read_tensors(shard, "")
+    for name in map(str, tensors if numbers is None else numbers):
+        tensors[name][1:, :4] = torch.inf
+        about[name] = digest_of_tensors({"": tensors[name]}, {})
+    write_tensors(shard, tensors, about)
+    return len(tensors)
+
+
+def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(stored):
+    count = spoil(stored, [])
+    spoil(stored, epoch_batches([1] * count, stored.batch_size, stored.seed, 0)[3])
+    whole = trained(beside(stored, "whole"))
+    assert all(value.isfinite().all() for value in weights(whole).values())
+    assert [line for line in metrics_of(whole) if "skipped" in line] == [{"step": 4, "skipped": 1}]
+    assert latest_step(folder_of(whole)) == 6
+    for step in (3, 5):
+        killed(stored, step)
+        assert latest_step(folder_of(stored)) == 2  # that of step 4 would follow a bad step
+    assert same_head(trained(stored), whole)
+
+
+def test_many_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(stored):
+    stored = killed(replace(stored, max_steps=100))
+    kept = files_of(checkpoint_of(stored))
+    spoil(stored)
+    complaint = r"not finite since step 3; the checkpoint of step 2 is kept in .*training"
+    assert re.search(complaint, refused(stored))
+    assert files_of(checkpoint_of(stored)) == kept
+    short = beside(stored, "short", max_steps=6)
+    assert "not finite since step 1; no checkpoint was written" in refused(short)
+    assert not checkpoint_of(short).exists()
+    assert not list(Path(stored.out).parent.glob("*/model.safetensors"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(stored, tmp_path):
+    head = random_head(target("llama"))
+    check_weights(head, "the head", tmp_path / "none")
+    with torch.no_grad():
+        next(p for p in head.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+    with complains("the weights of the head are not finite; no checkpoint was written"):
+        check_weights(head, "the head", tmp_path / "none")
+
+
+def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path, capsys):
+    same = tmp_path / "same.jsonl"
+    same.write_text("\n".join(Path(config.data).read_text().splitlines()[:1] * 4))
+    result = train(replace(config, data=str(same), max_steps=1, calibrate=True))
+    said = capsys.readouterr().out
+    assert "none is held out, so the head is neither validated nor calibrated" in said
+    assert "the head was not validated" in said
+    assert "0.0%" not in said
+    assert "not validated" in str(result)
+
+
+def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["zyx"])
+    tokenizer.save_pretrained(folder)
+    config = trained(config, target=str(folder), max_steps=1)  # the token does not occur
+    data = write_data(tmp_path / "more.jsonl", name="zyx")
+    assert "the target has" in refused(beside(config, "other"), data=str(data))
+
+
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tmp_path):
+    killed(config, 1)
+    assert latest_step(folder_of(config)) is None
+    killed(config, 3)
+    third = beside(config, "3")
+    folder_of(third).mkdir(parents=True)
+    (folder_of(third) / "metrics.jsonl").write_text('{"step": 0}\n' * 1000)
+    with files_of_at_most(4096):
+        assert "model.safetensors: " in refused(config)
+        features = f"{tmp_path}/features"
+        assert "features-00000.safetensors: " in refused(beside(config, "2", features=features))
+        assert "metrics.jsonl: " in refused(third)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert latest_step(folder_of(config)) == 2
+    assert same_head(trained(config), trained(beside(config, "whole")))
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_no_half_head(config):
+    with files_of_at_most(4096):
+        refused(replace(config, checkpoint_every=100))
+    assert not list(Path(config.out).glob("*.safetensors"))
+    train(config)

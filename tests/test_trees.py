@@ -1,15 +1,30 @@
-"""Trees: shapes, masks, EAGLE-2's choice of nodes, and the small trees that docstrings draw."""
+"""Trees: shapes, masks, EAGLE-2's choice of nodes, files, and trees from accuracies against all trees there are."""
 
+import itertools
 import json
+from functools import cache
 
 import pytest
 import torch
+from commands import treespec
+from equality import close, seeded
+from models import target
+from refusals import complains
+from test_depth_heads import heads_for
 
+from treespec.api.spec import Spec
+from treespec.draft.trained.kinds import new_head, rollout
+from treespec.eval.fit import accuracies
+from treespec.heads.checkpoint import save_head
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.dynamic import AutoTree, ConfidentChain, DDTree, DynamicTree
 from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
+from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.policy import POLICIES, policy
 from treespec.trees.sampled import SampledTree
+from treespec.trees.sequoia import best_trees, sequoia
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
 from treespec.trees.tree import best_first
 
@@ -70,29 +85,26 @@ def test_a_tree_file_means_its_paths(tmp_path):
         (json.dumps([[4096]]), "from 0 to 4095"),
         ("[" * 10000, "not JSON"),
         (json.dumps({"paths": [[0]], "checksum": "0"}), "checksum does not match.* if you have edited it"),
-        (None, "read"),
     ],
 )
 def test_a_bad_tree_file_is_named_with_the_reason(tmp_path, content, complaint):
     file = tmp_path / "tree.json"
-    if content is not None:
-        file.write_text(content)
+    file.write_text(content)
     with pytest.raises(TreeError, match=complaint) as caught:
         policy(str(file))
     assert str(file) in str(caught.value)
 
 
-NO_TREES = [
-    "bush", "chain", "chain:0", "chain:1000", "0x3", "9x9", "1x100", "2x20", "5000x1", "eagle:2",
-    "dynamic:depth", "dynamic:width=3", "dynamic:nodes=1", "dynamic:nodes=1000000", "dynamic:topk=100000",
-    "dynamic:depth=1000", "dynamic:nodes=nan", "auto:nodes=1", "auto:depth=65", "auto:topk=0", "auto:price=2",
-    "sampled:nodes", "sampled:nodes=12.5", "sampled:depth=0", "sampled:width=3", "sampled:price=0",
-    "sampled:price=-1", "sampled:price=nan", "sampled:price=1e-9", "sampled:price=inf", "ddtree:nodes=258",
-    "confident:depth=0", "confident:threshold=nan", "confident:threshold=1.5", "confident:goal=-1",
-]  # fmt: skip
+NO_TREES = """
+bush chain chain:0 chain:1000 0x3 9x9 1x100 2x20 5000x1 eagle:2 dynamic:depth dynamic:width=3 dynamic:nodes=1
+dynamic:nodes=1000000 dynamic:topk=100000 dynamic:depth=1000 dynamic:nodes=nan auto:nodes=1 auto:depth=65
+auto:topk=0 auto:price=2 sampled:nodes sampled:nodes=12.5 sampled:depth=0 sampled:width=3 sampled:price=0
+sampled:price=-1 sampled:price=nan sampled:price=1e-9 sampled:price=inf ddtree:nodes=258 confident:depth=0
+confident:threshold=nan confident:threshold=1.5 confident:goal=-1
+"""
 
 
-@pytest.mark.parametrize("spec", NO_TREES)
+@pytest.mark.parametrize("spec", NO_TREES.split())
 def test_a_tree_that_is_none_is_one_line_that_says_what_there_is(spec):
     with pytest.raises(TreeError, match=r"choose|from \d|over 4,096|options") as caught:
         policy(spec)
@@ -125,3 +137,127 @@ def test_texts_of_a_batch_have_their_own_positions_and_columns():
     assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
     for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
         assert (mask & near)[0, 4].nonzero().flatten().tolist() == [5, 7]  # its parent and itself
+
+
+@cache
+def all_trees(nodes, depth, ranks):
+    """Every tree of so many nodes, root too, as sorted paths: a child stands behind its elder siblings and parent."""
+    if nodes == 1:
+        return {()}
+    found = set()
+    for paths in all_trees(nodes - 1, depth, ranks):
+        known = {(), *paths}
+        for parent in known:
+            rank = sum(path[:-1] == parent for path in paths)
+            if len(parent) < depth and rank < ranks:
+                found.add(tuple(sorted((*paths, (*parent, rank)))))
+    return found
+
+
+def table_of(seed, depth=3, ranks=3, descending=True):
+    table = torch.rand(depth, ranks, generator=seeded(seed), dtype=torch.float64)
+    table = table / (1.3 * table.sum(1, keepdim=True))
+    return (table.sort(1, descending=True).values if descending else table).numpy()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
+    """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
+    table = table_of(seed)
+    tree, wanted = most_likely(table, 9), 0.0
+    for ranks in itertools.product(range(4), repeat=3):
+        chance, accepted = 1.0, 0
+        for d, rank in enumerate(ranks):
+            chance *= float(table[d, rank]) if rank < 3 else 1 - float(table[d].sum())
+        while accepted < 3 and tuple(ranks[: accepted + 1]) in tree.paths:
+            accepted += 1
+        wanted += chance * (1 + accepted)
+    assert expected_length(tree, table) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("nodes", range(2, 7))
+def test_measured_trees_are_the_best_of_all(nodes):
+    for seed in range(3):
+        table = table_of(seed)
+        best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
+        tree = most_likely(table, nodes)
+        assert tree.size == nodes
+        assert expected_length(tree, table) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("nodes, depth", [(2, 1), (3, 2), (4, 1), (5, 3), (6, 2), (6, 5)])
+@pytest.mark.parametrize("descending", [True, False])
+def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
+    """Also where a later child is likelier than an earlier one, and with rates of their own at the root."""
+    for seed in range(3):
+        at_root, rates = table_of(seed, 2, 3, descending)
+        for first in (rates, at_root):
+            table = [first, *[rates] * (depth - 1)]
+            solved = best_trees(rates, nodes, depth, first)
+            tree = solved.tree(nodes, depth)
+            best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
+            assert (tree.size, tree.max_depth <= depth) == (nodes, True)
+            assert expected_length(tree, table) == pytest.approx(best)
+            assert float(solved.tokens[depth, nodes]) == pytest.approx(best)
+        assert sequoia(rates, nodes, depth) == best_trees(rates, nodes, depth).tree(nodes, depth)
+
+
+def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
+    assert sequoia([0.5, 0.2], 9, 2).size == 7
+    assert most_likely([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
+    assert sequoia([0.0, 0.0], 3, 2).size == 3
+    with pytest.raises(TreeError, match="never right"):
+        most_likely([[0.0, 0.0]] * 2, 9)
+    with pytest.raises(TreeError, match="at least 2 nodes"):
+        sequoia([0.5], 1, 2)
+
+
+def test_medusas_published_tree_has_its_63_nodes():
+    tree = policy("medusa")
+    assert tree.size == 64
+    assert [sum(len(path) == depth for path in tree.paths) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
+    assert {(0, 0, 0, 1), (9, 0), (0, 9), (0, 0, 9), (1, 6)} <= set(tree.paths)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_accuracies_equal_counting_position_by_position(kind, temperature):
+    model = target("llama")
+    head = heads_for(model, kind) if kind != "eagle" else new_head(kind, model)
+    generator, rows = seeded(0), []
+    for length in (20, 5, 3, 1):
+        tokens = torch.randint(3, 64, (length,), generator=generator)
+        rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
+    found, wanted, positions = accuracies(Spec(model, head), rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
+    for tokens, counts, features in rows:
+        drafts = list(rollout(head, model, tokens, features, 3))
+        for t in range(len(tokens) - 4):
+            if counts[t + 2]:
+                positions += 1
+                for d in range(3):
+                    law = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
+                    wanted[d] += law[drafts[d][t].topk(5).indices].double()
+    assert positions > 5
+    close(found, wanted / positions, 1e-6)
+    with complains("too short"):
+        accuracies(Spec(model, head), rows[2:], 3, 5)
+
+
+@pytest.mark.parametrize("kind, nodes", [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
+def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_folder, tmp_path, monkeypatch, capsys):
+    """0 nodes are as many as the times of this machine make worth while."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_head(heads_for(Target.load(str(model_folder)), "hydra"), tmp_path / "head")
+    (tmp_path / "text.txt").write_text("the user asks and the assistant answers the question " * 12)
+    models = f"--target {model_folder} --head {tmp_path}/head --dtype float32"
+    options = f"--text {tmp_path}/text.txt --kind {kind} --nodes {nodes} --temperature 1 --out {tmp_path}/tree.json"
+    assert treespec(f"tree {models} {options}") == 0
+    size = 1 + len(json.loads((tmp_path / "tree.json").read_text())["paths"])
+    assert f"A tree of {size} nodes" in capsys.readouterr().out.replace("\n", " ")
+    assert size == nodes or not nodes
+    said = f"--prompt 'the question' --max-new-tokens 8 --tree {tmp_path}/tree.json"
+    assert treespec(f"generate {models} {said}") == 0
+
+
+def test_a_rank_that_is_never_right_leaves_its_siblings():
+    assert most_likely([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))

@@ -1,12 +1,15 @@
-"""A head that drafts a part of the vocabulary: the text stays the target's, and laws are those drawn from."""
+"""A head's tokens: those of the vocabulary that it drafts, and those by which it knows its target's tokenizer."""
 
 import json
 
 import pytest
 import torch
+import transformers as hf
 from equality import close, seeded
 from models import COMMON, CONFIGS, as_undrafted, draft_tree, follow, random_head, random_model, save_model, target
 from refusals import complains
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PhiConfig
 
@@ -15,7 +18,7 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.trained.kinds import FEW, FIELD, new_head, trained_head, with_tokens
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -61,7 +64,6 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     torch.testing.assert_close(found[1].sum(-1), mass)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [*CONFIGS, "phi-with-a-bias"])
 def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
     """With the model's own scales, softcap and bias: to 1e-5."""
@@ -114,12 +116,10 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
         '{"tokens": [3, 4.0]}': "not understood",
         '{"tokens": 3}': "not understood",
         "[3, 4]": "is damaged",
-        "{": "is damaged",
-        b"\xff\xfe": "is damaged",
     }.items(),
 )
 def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):
-    (tmp_path / FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / FILE).write_text(content)
     with complains(complaint) as error:
         load_vocabulary(tmp_path, 64)
     assert FILE in str(error.value)
@@ -137,3 +137,55 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path):
     tree = draft_tree(drafter, torch.tensor([8]), SamplingParams(1.0), seeded(0))
     assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8
+
+
+SIZE = 320
+
+
+def words(start, size=SIZE):
+    """A tokenizer of `size` words, w{start} and on."""
+    model = WordLevel({f"w{start + number}": number for number in range(size)}, unk_token=f"w{start}")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("tokens")
+    save_model(home / "target", vocab_size=SIZE)
+    words(0).save_pretrained(home / "target")
+    target = Target.load(f"{home}/target", dtype="float32")
+    head = new_head("eagle", target)
+    save_head(head, home / "older")
+    head.config = with_tokens(head.config, target)
+    save_head(head, home / "head")
+    return home
+
+
+def target_with(home, tokenizer):
+    target = Target.load(f"{home}/target", dtype="float32")
+    target.tokenizer = tokenizer
+    return target
+
+
+def test_it_names_tokens_over_the_whole_vocabulary_and_loads_for_its_own_target(home):
+    stored = json.loads((home / "head" / "config.json").read_text())[FIELD]
+    assert len(stored) == FEW
+    assert max(map(int, stored)) >= SIZE * (FEW - 1) // FEW
+    assert stored["20"] == "w20"
+    assert trained_head(f"{home}/head", target_with(home, words(0))).config[FIELD] == stored
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_in_one_line(home):
+    with complains(r"token 0 is 'w0', this target's is 'w1000': .* another tokenizer$"):
+        trained_head(f"{home}/head", target_with(home, words(1000)))
+    with complains("this target's does not exist"):  # far fewer tokens
+        trained_head(f"{home}/head", target_with(home, words(0, 100)))
+
+
+def test_some_other_tokens_an_older_head_and_a_target_without_tokenizer_are_no_error(home):
+    """As of a target that was tuned further, with names of its own for a third of its tokens."""
+    tuned = words(0, 220)
+    tuned.add_tokens([f"<{number}>" for number in range(100)])
+    trained_head(f"{home}/head", target_with(home, tuned))
+    trained_head(f"{home}/head", target_with(home, None))
+    trained_head(f"{home}/older", target_with(home, words(1000)))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import seeded
+from equality import same_weights, seeded
 from safetensors.torch import load_file
 
+from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.train.config import TrainConfig
 from treespec.train.losses.objectives import Batch
@@ -100,12 +101,14 @@ def batch_of(model, head, steps=1):
     return Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
 
 
+def drafts(config, depth=3, **options):
+    """Whether the head of a run is calibrated and drafts."""
+    spec = load(config.target, config.out, f"sampled:nodes=8,depth={depth}", "traversal", **options)
+    return spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
+
+
 def weights(config):
     return load_file(f"{config.out}/model.safetensors")
-
-
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def same_head(a, b):

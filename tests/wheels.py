@@ -5,14 +5,13 @@ import zipfile
 
 import gguf
 import torch
+from evaluating import SPECIAL, TEMPLATE
 from gguf_files import write_gguf
 from models import random_model
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SPECIAL = ["<pad>", "<s>", "</s>"]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 def write_wheel(folder, package, version, member, content):

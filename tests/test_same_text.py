@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model, target
+from models import CONFIGS, random_head, random_model
 from oracle import distribution
 from scipy.stats import chi2
 from serving import random_prompts

@@ -177,11 +177,13 @@ class Request:
     def recalled(self) -> str | None:
         """The name of the answers that it is drafted from.
 
-        A sampled answer with a seed of the caller's is drafted from none. The same request repeats
-        its draws. Its first answer, and all that followed from that, tell of these draws: drafts
-        from them would make the second answer another one, and not of the target's distribution.
+        Drafts change a completion that is sampled by draws. With a seed of the caller's it is drafted
+        from none: the same request repeats its draws. Its first answer, and all that followed from
+        that, tell of these draws: drafts from them would make the second answer another one, and not
+        of the target's distribution.
         """
-        return None if self.distribution.seeded and not self.distribution.greedy else self.memory
+        by = self.distribution
+        return None if by.seeded and not (by.greedy or by.noise) else self.memory
 
     @property
     def remembered(self) -> list[int]:

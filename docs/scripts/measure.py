@@ -23,13 +23,16 @@ from treespec import load
 from treespec.draft.cost.measure import NODES, measure
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.model_free.guess import Guess
+from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.intervals import resample
+from treespec.eval.texts import Passage
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution, TargetDistributions
-from treespec.shaping.sampling import SamplingParams
+from treespec.shaping.noise import gumbel
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
@@ -69,6 +72,50 @@ def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
     print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     for row in (columns, ["---"] * len(columns), *rows):
         print(f"| {' | '.join(map(str, row))} |")
+
+
+@app.command()
+def noise(target: str, head: str, questions: Path, limit: int = 10, positions: int = 400) -> None:
+    """α by shared noise and by draws without replacement, at temperature 1, on the target's own completions."""
+    # 1. The distributions along the completions.
+    spec, params, generator = (
+        load(target, head),
+        SamplingParams(1.0),
+        torch.Generator().manual_seed(0),
+    )
+    lines = questions.read_text().splitlines()
+    asked = [
+        [{"role": "user", "content": json.loads(line)["turns"][0]}]
+        for line in lines[:: len(lines) // limit]
+    ]
+    passages = []
+    for group, chat in enumerate(asked[:limit]):
+        prompt, said = (
+            spec.encode(chat),
+            spec.generate(chat, temperature=1.0, max_new_tokens=96, seed=group).token_ids,
+        )
+        counts = torch.arange(len(prompt) + len(said)) >= len(prompt)
+        passages.append(Passage(torch.tensor([*prompt, *said]), counts, group))
+
+    # 2. Pr(the output is a child), over ten times the noise or the draws.
+    rows = []
+    for step, k in itertools.product((1, 2), (1, 2, 4, 8)):
+        logits = logits_of(spec, passages, step, positions)
+        p, q = probs(logits.p, params), probs(logits.q, params)
+        by_noise = by_draws = 0.0
+        for at in range(10):
+            shared = torch.stack(
+                [gumbel(at * len(p) + row << 32, p.shape[1], CPU) for row in range(len(p))]
+            )
+            children = (q.log() + shared).topk(k).indices
+            by_noise += (children == (p.log() + shared).argmax(-1, keepdim=True)).any(
+                -1
+            ).double().mean().item() / 10
+            draws = SCHEMES["rrs-wo"].draw(q, k, generator)
+            plan = SCHEMES["rrs-wo"].plan(p, q, draws).gather(1, draws.tokens.clamp_min(0))
+            by_draws += (plan * (draws.tokens >= 0)).sum(-1).double().mean().item() / 10
+        rows.append([step, k, f"{by_noise:.3f}", f"{by_draws:.3f}"])
+    show(["draft step", "children", "gumbel", "rrs-wo"], rows)
 
 
 @app.command()

@@ -178,6 +178,14 @@ def test_texts_have_the_targets_law(verifier, shape):
     assert deviation(found, SPARSE.of_sequences(shape.length)) < 1e-9
 
 
+@pytest.mark.parametrize("verifier, shape", PAIRS, ids=named)
+def test_on_accelerators_verdicts_are_those_on_cpus(verifier, shape):
+    for number, (drawn, _) in enumerate(trees(verifier.scheme.name, shape, SPARSE)):
+        if number % 7 == 0:
+            texts = [verdict_texts(way, *drawn.tensors()) for way in (verifier, at_once(verifier))]
+            assert deviation(*texts) < 1e-9
+
+
 def cold_tables(temperature):
     """After every text the draft has one token far above the others, or none, and the target likes all."""
     generator = seeded(2)

@@ -42,8 +42,6 @@ class Verifier(Protocol):
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
     any_tree: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
-    It may have a method `at_once` with the same arguments, as `Walk` has: a `Judging` for devices
-    that the host must not wait for often. Those of all sequences are read together.
     """
 
     @property
@@ -54,7 +52,11 @@ class Verifier(Protocol):
     def any_tree(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        """p: [N, V] probabilities."""
+        """On a CPU. p: [N, V] probabilities."""
+        ...
+
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+        """On other devices, where the host must not wait often; it reads those of all sequences together."""
         ...
 
 
@@ -242,12 +244,12 @@ def judged(
     verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
 ) -> Judging:
     """A sequence's verdict, by the verifier or, at temperature 0, by the most likely tokens."""
-    at_once = None if p.device.type == "cpu" else getattr(verifier, "at_once", None)
-    if p.by.greedy and not p.by.shapers:
-        return (yield from follow(tree, greedy_choice(p.raw)))
-    if p.by.greedy:
+    on_cpu = p.device.type == "cpu"
+    if p.by.greedy and p.by.shapers and on_cpu:
         return path_along(children_by_token(tree), partial(_choice, p))
-    return (yield from at_once(tree, p, generator)) if at_once else verifier(tree, p, generator)
+    if p.by.greedy:
+        return (yield from follow(tree, greedy_choice(p.logits(slice(None)))))
+    return verifier(tree, p, generator) if on_cpu else (yield from verifier.at_once(tree, p, generator))
 
 
 def _choice(p: TargetDistributions, node: int) -> int:

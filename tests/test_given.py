@@ -46,7 +46,7 @@ def paths_of(tree):
 
 
 def merged(root, continuations, nodes):
-    return tree_of(continuations, nodes - 1).tree(torch.tensor([root]))
+    return tree_of(continuations, nodes - 1).tree(root, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(8))

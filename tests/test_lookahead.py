@@ -11,6 +11,7 @@ from test_target import TOLERANCE, plain_logits, prefix, random_tree
 from treespec.draft.model_free.lookahead import Lookahead, beside
 from treespec.draft.options import LookaheadOptions
 from treespec.model.target import TreeOutput
+from treespec.verify.walk import answered
 
 
 def with_rows(tree, seed=3, rows=3, width=4):
@@ -56,7 +57,7 @@ def cycle(drafter, root, *new):
     alone = len(drafter.window) == 1  # the first column's token is the root, a node
     out = TreeOutput(says(new[0], *[0] * (len(tree.tokens))), torch.empty(0), says(*new[alone:]))
     assert len(out.rows) == tree.rows.asked
-    drafter.update(tree, 0, out)
+    answered([drafter.update(tree, 0, out)])
     return tree
 
 

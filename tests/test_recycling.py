@@ -5,6 +5,7 @@ import torch
 from treespec.draft.model_free.guess import Guess
 from treespec.draft.model_free.recycling import SHAPE, TOPK, Recycling
 from treespec.model.target import TreeOutput
+from treespec.verify.walk import answered
 
 A, B, C, D, E = range(5)
 
@@ -21,7 +22,7 @@ def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
     drafter = Recycling()
     guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy(), torch.Generator())
     assert (guess.tokens[:2], guess.parents[:2]) == ([C, B], [0, 0])
-    drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))
+    answered([drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))])
     assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]
     assert len(drafter.after[A]) == TOPK
 

@@ -56,7 +56,7 @@ def test_no_match_crosses_the_end_of_a_text():
 def test_the_drawn_example():
     a, b, c, d, e = range(1, 6)
     made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
-    tree = made.tree(torch.tensor([9]))
+    tree = made.tree(9, torch.device("cpu"))
     assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
     assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
         (9, a): 3 / 4,

@@ -19,7 +19,7 @@ from treespec.verify.layer import Layer
 from treespec.verify.registry import SCHEMES
 from treespec.verify.single import Greedy, Single
 from treespec.verify.traversal import BLOCK, TRAVERSAL
-from treespec.verify.walk import Walk, verdict_of
+from treespec.verify.walk import Walk, answered
 
 Path = tuple[int, ...]  # of draws, as in StaticTree; it has a node if the static tree has it
 Text = tuple[int, ...]  # what follows the root
@@ -165,7 +165,7 @@ SPARSE = random_tables(0)
 
 def at_once(verifier):
     """As on accelerators."""
-    return lambda *given: verdict_of(verifier.at_once(*given))
+    return lambda *given: answered([verifier.at_once(*given)])[0]
 
 
 def named(value):

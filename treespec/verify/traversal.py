@@ -89,26 +89,27 @@ def refusals(
 
     Yields for each column, and once more after the last: w of its draws [n, 1], the residuals of p
     [n, V] so far, not normalised, and w of the nodes [n, 1] so far.
-    p, q: [n, V] probabilities. draws: n rows. weight: [n, 1] float64, w of the nodes at first.
+    p, q: [n, V] probabilities. draws: n rows. weight: [n, 1], w of the nodes at first.
     """
     # 1. q at each draw, and what normalises it: 1 over the mass that the earlier draws leave, as a
     #    sum, since 1 less their mass has few digits. A sure token's q is one-hot.
     q, drawn = without_sure(q, draws)
-    at_q = q.gather(1, drawn.clamp(min=0)) * (drawn >= 0)
+    at, is_drawn = draws.tokens.clamp(min=0), drawn >= 0
+    at_q = q.gather(1, at) * is_drawn
     left = without(q, drawn).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
-    factors = (drawn >= 0) / positive(left)  # [n, K]
-    at_q = (at_q * factors).masked_fill(drawn < 0, 1)
+    factors = is_drawn / positive(left)  # [n, K]
+    at_q = positive((at_q * factors).masked_fill(~is_drawn, 1)).masked_fill(draws.tokens < 0, torch.inf)
 
-    # 2. rest * scale is w p. An absent draw leaves both as they are.
+    # 2. rest * scale is w p. An absent draw has w 0 and leaves both as they are.
     rest, scale = p, weight
-    for column, token in enumerate(draws.tokens.split(1, dim=1)):
-        here = slice(column, column + 1)
-        odds = scale * rest.gather(1, token.clamp(min=0)) / positive(at_q[:, here])
-        yield odds.clamp(max=1) * (token >= 0), rest, weight
-        rest = without(rest * scale.to(rest.dtype), token)
-        rest.addcmul_(q, factors[:, here], value=-1).clamp_(min=0)
+    columns = (part.split(1, dim=1) for part in (draws.tokens, at, at_q, factors))
+    for token, place, odds, factor in zip(*columns, strict=True):
+        yield (rest.gather(1, place) * scale / odds).clamp(max=1), rest, weight
+        rest = (rest * scale).addcmul_(q, factor, value=-1).clamp_(min=0)
+        if draws.sure is not None:
+            rest = without(rest, token)
         mass = rest.sum(-1, keepdim=True)
-        scale = 1 / (mass + (1 - weight)).clamp(min=torch.finfo(mass.dtype).tiny)
+        scale = 1 / positive(mass + (1 - weight))
         weight = mass * scale
     yield weight, rest, weight
 
@@ -122,32 +123,32 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
     def verdict(node: int | None, weight: Tensor) -> Verdict | None:
         """The verdict at or below a draw; None where the draw and all nodes below it are refused.
 
-        node: the draw's node, None if it has none. weight: [1, 1] float64, w of the draw.
+        node: the draw's node, None if it has none. weight: [1, 1], w of the draw.
         """
         # 1. A draw without a node is a leaf.
         if node is None:
             return Verdict([], []) if coins.happens(float(weight)) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
-        own = residual = p[node : node + 1]
+        own, rest = slice(node, node + 1), None
         if (row := row_of.get(node)) is not None:
             draws = drawn_at(row, drafts.draws)
             tokens = [*draws.tokens[0].tolist(), -1]
-            steps = refusals(own, drafts.q[row : row + 1], draws, weight)
+            steps = refusals(p[own], drafts.q[row : row + 1], draws, weight)
             for token, (of_draw, rest, weight) in zip(tokens, steps, strict=True):
                 child = child_of.get((node, token))
                 below = verdict(child, of_draw) if token >= 0 else None
                 if below:
                     path = [child, *below.path] if child else []
                     return Verdict(path, [token, *below.tokens])
-            residual = normalise(rest, own)
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
         if node and not coins.happens(float(weight)):
             return None
+        residual = p[own] if rest is None else normalise(rest, p[own])
         return Verdict([], sample(residual, generator).tolist())
 
-    found = verdict(0, torch.ones(1, 1, dtype=torch.float64, device=p.device))
+    found = verdict(0, torch.ones_like(drafts.q[:1, :1]))
     assert found
     return found
 
@@ -179,7 +180,7 @@ def judge_at_once(tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.G
     order.append(0)
 
     # 2. On the device: w of all draws, from the root down, and the residuals [N, V].
-    weights = torch.zeros(n + draws.numel(), dtype=torch.float64, device=p.device)
+    weights = p.new_zeros(n + draws.numel())
     weights[0], residuals = 1, p.clone()
     for depth, inner in rows_at.items():
         rows, columns = sent(inner, p.device), slice(width_at[depth])

@@ -82,7 +82,7 @@ class Walk:
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
             return self.step_by_step(tree, p, generator)
-        return verdict_of(self.at_once(tree, p, generator))
+        return answered([self.at_once(tree, p, generator)])[0]
 
     def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
         return follow(tree, sample(self.plans(tree, p), generator))
@@ -192,11 +192,12 @@ def together(judgings: Sequence[Judging]) -> list[Any]:
     return [found[row] for row in range(len(judgings))]
 
 
-def verdict_of(judging: Judging) -> Verdict:
-    """The verdict of one alone."""
-    (found,) = together([judging])
-    if isinstance(found, Exception):
-        raise found
+def answered(judgings: Sequence[Judging]) -> list[Any]:
+    """As `together`. Raises the first error."""
+    found = together(judgings)
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
     return found
 
 

@@ -19,7 +19,7 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below
+from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -182,7 +182,7 @@ def with_chain(
     """A tree with forced tokens above it (`treespec.trees.tree.hung_below`).
 
     A forced token is a draw from a one-hot q, so every verifier answers it as any other draw.
-    root: [1] int64. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
+    root: [1] int64, on the host. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
     """
     # 1. Without draft distributions, the children are a function of the text anyway.
     hung = hung_below(root, chain, tree)
@@ -191,7 +191,7 @@ def with_chain(
         return hung
 
     # 2. The draws at the chain's nodes.
-    q = one_hot(tree.tokens.new_tensor(chain), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
+    q = one_hot(sent(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
     drawn = scheme.draw(q, 1, generator)
     if drafts.draws.sure is not None and drawn.sure is None:
         drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))
@@ -206,7 +206,7 @@ def in_drafts(
     chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary [N]."""
-    tokens = torch.tensor(chain, dtype=torch.int64, device=device)
+    tokens = sent(chain, device)
     if vocabulary is None:
         return tokens
     places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
@@ -226,14 +226,17 @@ class ForcedDrafter(Drafter):
     def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
         """Feedback on a tree. path, out: without the forced tokens above it."""
 
-    def end(self, row: int, root: Tensor) -> Tensor:
-        """[1] the token below which a sequence's tree is drafted. root: [1]."""
-        return root.new_tensor(self.chains[row][-1:]) if self.chains[row] else root
+    def end(self, row: int, root: int) -> int:
+        """The token below which a sequence's tree is drafted."""
+        return [root, *self.chains[row]][-1]
 
     def hung(
         self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
     ) -> list[TokenTree]:
-        """The trees below the forced tokens. Each tree's root is the last of them (`end`)."""
+        """The trees below the forced tokens. Each tree's root is the last of them (`end`).
+
+        roots: [B] int64, on the host.
+        """
         rows = zip(roots.split(1), self.chains, trees, generators, strict=True)
         return [
             with_chain(root, chain, tree, self.scheme, generator) if chain else tree

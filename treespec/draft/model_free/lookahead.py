@@ -38,6 +38,7 @@ from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.sampling import sample_each
 from treespec.trees.tree import Rows
+from treespec.verify.walk import Judging
 
 
 @final
@@ -52,12 +53,12 @@ class Jacobi(TextDrafter):
         missing = self.options.window - len(self.guesses)
         return Guess.chain(self.guesses + picks(text, missing, generator))
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         """The target's choice after node i is the guess for the position after it.
 
         The choice after the last accepted node is the new root, so guesses start one node later.
         """
-        self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
+        self.guesses = (yield out.logits[accepted + 1 :].argmax(-1)).tolist()
 
 
 @final
@@ -85,9 +86,9 @@ class Lookahead(TextDrafter):
         guess = tree_of(known, self.options.guesses * self.options.ngram)
         return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         below = out.rows if len(self.window) > 1 else torch.cat([out.logits[:1], out.rows])
-        new = below.argmax(-1).tolist()
+        new = (yield below.argmax(-1)).tolist()
         if len(self.window) < self.options.ngram - 1:
             self.window = [row[1:] for row in (*self.window, new)]
         else:

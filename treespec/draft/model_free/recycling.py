@@ -23,6 +23,7 @@ from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.sampling import largest
 from treespec.trees.most_likely import most_likely
+from treespec.verify.walk import Judging
 
 TOPK, NODES = 8, 80  # as in the paper
 DEPTH = 6
@@ -55,8 +56,8 @@ class Recycling(TextDrafter):
             parents.append(parent)
         return Guess(tokens[1:], parents)
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
-        best = largest(out.logits, min(TOPK, out.logits.shape[1]))[1].tolist()
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
+        best = (yield largest(out.logits, min(TOPK, out.logits.shape[1]))[1]).tolist()
         self.after.update(zip((self.root, *guess.tokens), best, strict=True))
 
 

@@ -69,7 +69,7 @@ class SparseProposer(BranchProposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, new in enumerate(tokens):
-            self.tokens[row] = torch.cat([self.tokens[row], new[:-1].cpu()])
+            self.tokens[row] = torch.cat([self.tokens[row], new[:-1]])
             if self.window and len(new) - 1 > self.window:
                 self.chosen[row] = None  # a prompt chooses again
 

@@ -53,7 +53,7 @@ def says(*tokens):
 
 def cycle(drafter, root, *new):
     """A cycle at whose end the target says `new` behind the window's last row."""
-    tree = drafter.draft(torch.tensor([root]).numpy(), torch.Generator())
+    tree = drafter.draft(torch.tensor([root]).numpy())
     alone = len(drafter.window) == 1  # the first column's token is the root, a node
     out = TreeOutput(says(new[0], *[0] * (len(tree.tokens))), torch.empty(0), says(*new[alone:]))
     assert len(out.rows) == tree.rows.asked

@@ -20,7 +20,7 @@ def scored(*best):
 
 def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
     drafter = Recycling()
-    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy(), torch.Generator())
+    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy())
     assert (guess.tokens[:2], guess.parents[:2]) == ([C, B], [0, 0])
     answered([drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))])
     assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]

@@ -33,7 +33,7 @@ from treespec.shaping.sampling import SamplingParams
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
-from treespec.verify.registry import SCHEMES, verifier_by_name
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import answered
 

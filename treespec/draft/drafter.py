@@ -218,7 +218,7 @@ class Drafter(Observer):
     ) -> list[TokenTree]:
         """The tree below the last committed token of each sequence.
 
-        roots: [B] int64, on the host. distributions: of each sequence. cache: the target's. A drafter may write after the
+        roots: [B] int64, on the host. distributions: of each. cache: the target's. A drafter may write after the
         committed sequences, and leaves the cache as it found it. now: the clock in seconds that
         times forwards.
         """

@@ -122,7 +122,7 @@ class TreeDrafter(ForcedDrafter):
         if not self.cache or by.over:
             return None
         model, last = self.cache.cost_model(row, by), [root, *self.chains[row]]
-        guess = self.cache.guess(row, last, torch.Generator(), model)
+        guess = self.cache.guess(row, last, model)
         nodes = 1 + len(guess.tokens)
         preferred = nodes > 1 and self.builders[row].choice.prefers_cache(guess.score, nodes, model)
         return guess.tree(self.end(row, root), device) if preferred else None

@@ -13,7 +13,7 @@ The verdict is the path to the first accepted node. A refused child gives its ma
 continues with the residual of p, from which its next child gets a new chance.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import Coins, sample
+from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, Draws, TokenTree, sent
 from treespec.verify.distributions import normalise, positive, without
 from treespec.verify.layer import places_of_draws
@@ -98,7 +98,8 @@ def refusals(
     at_q = q.gather(1, at) * is_drawn
     left = without(q, drawn).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
     factors = is_drawn / positive(left)  # [n, K]
-    at_q = positive((at_q * factors).masked_fill(~is_drawn, 1)).masked_fill(draws.tokens < 0, torch.inf)
+    at_q = positive((at_q * factors).masked_fill(~is_drawn, 1))
+    at_q = at_q.masked_fill(draws.tokens < 0, torch.inf)
 
     # 2. rest * scale is w p. An absent draw has w 0 and leaves both as they are.
     rest, scale = p, weight
@@ -118,7 +119,6 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
     """The verdict, by a coin for each draw until one is accepted."""
     row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
     child_of = children_by_token(tree)
-    coins = Coins(len(p) + drafts.draws.tokens.numel(), generator, p.device)
 
     def verdict(node: int | None, weight: Tensor) -> Verdict | None:
         """The verdict at or below a draw; None where the draw and all nodes below it are refused.
@@ -127,7 +127,7 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
         """
         # 1. A draw without a node is a leaf.
         if node is None:
-            return Verdict([], []) if coins.happens(float(weight)) else None
+            return Verdict([], []) if happens(weight, generator) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
         own, rest = slice(node, node + 1), None
@@ -135,7 +135,8 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
             draws = drawn_at(row, drafts.draws)
             tokens = [*draws.tokens[0].tolist(), -1]
             steps = refusals(p[own], drafts.q[row : row + 1], draws, weight)
-            for token, (of_draw, rest, weight) in zip(tokens, steps, strict=True):
+            for token, step in zip(tokens, steps, strict=True):
+                of_draw, rest, weight = step
                 child = child_of.get((node, token))
                 below = verdict(child, of_draw) if token >= 0 else None
                 if below:
@@ -143,7 +144,7 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
                     return Verdict(path, [token, *below.tokens])
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node and not coins.happens(float(weight)):
+        if node and not happens(weight, generator):
             return None
         residual = p[own] if rest is None else normalise(rest, p[own])
         return Verdict([], sample(residual, generator).tolist())
@@ -153,61 +154,60 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
     return found
 
 
-def judge_at_once(tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator) -> Judging:
+def judge_at_once(
+    tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
+) -> Judging:
     """The verdict, by w of all draws. A draw has a place among them as in `places_of_draws`.
 
     p: [N, V] probabilities.
     """
-    # 1. On the host: the order of judgement, and the inner nodes by depth, with their widest row.
+    # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
     place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
     known = yield torch.stack([drafts.nodes[:, None].expand_as(draws), draws, place], dim=-1)
     table: list[list[list[int]]] = known.tolist()
     row_of = {draw[0][0]: row for row, draw in enumerate(table)}
     above, order = dict[int, tuple[int, int]](), list[int]()
-    rows_at, width_at = defaultdict[int, list[int]](list), Counter[int]()
+    rows_at = defaultdict[int, list[int]](list)
 
     def descend(node: int, depth: int) -> None:
-        if (row := row_of.get(node)) is None:
-            return
-        rows_at[depth].append(row)
-        for column, (_, token, child) in enumerate(table[row], start=1):
-            if token >= 0:
-                width_at[depth], above[child] = max(width_at[depth], column), (node, token)
-                descend(child, depth + 1)
-                order.append(child)
+        if (row := row_of.get(node)) is not None:
+            rows_at[depth].append(row)
+            for _, token, child in table[row]:
+                if token >= 0:
+                    above[child] = node, token
+                    descend(child, depth + 1)
+        order.append(node)
 
     descend(0, 0)
-    order.append(0)
 
-    # 2. On the device: w of all draws, from the root down, and the residuals [N, V].
-    weights = p.new_zeros(n + draws.numel())
-    weights[0], residuals = 1, p.clone()
-    for depth, inner in rows_at.items():
-        rows, columns = sent(inner, p.device), slice(width_at[depth])
-        nodes, wide = drafts.nodes[rows], drafts.draws.rows(rows).each(lambda it: it[:, columns])
-        of_draws = list[Tensor]()
-        for weight, rest, _ in refusals(p[nodes], drafts.q[rows], wide, weights[nodes, None]):
-            of_draws.append(weight)
-        weights[nodes], residuals[nodes] = of_draws.pop().squeeze(1), rest
-        weights[place[rows, columns].flatten()] = torch.cat(of_draws, dim=1).flatten()
+    # 2. On the device: w of all places, from the root down, and the residuals [N, V].
+    weights, residuals = p.new_zeros(n + draws.numel()), p.clone()
+    weights[0] = 1
+    for inner in rows_at.values():
+        rows = sent(inner, p.device)
+        nodes, found = drafts.nodes[rows], list[Tensor]()
+        some = p[nodes], drafts.q[rows], drafts.draws.rows(rows), weights[nodes, None]
+        for step in refusals(*some):
+            found.append(step[0])
+        weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
+        weights[place[rows]] = torch.cat(found, dim=1)
 
     # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
     #    logits: fall back to the root, where decode reports them.
     weights[0] = 1
     places = sent(order, p.device)
-    accepted = weights[places]
-    reached = torch.cat([weights[:1], 1 - accepted[:-1]]).cumprod(0)
-    end = sample((accepted * reached)[None], generator).clamp(max=len(order) - 1)
-    node = places[end].clamp(max=n - 1)
-    after = sample(normalise(residuals[node], p[node]), generator)
+    reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
+    end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
+    at = places[end].clamp(max=n - 1)
+    after = sample(normalise(residuals[at], p[at]), generator)
 
     # 4. The path down to it. No token follows a draw without a node.
-    last, token = (yield torch.cat([end, after])).tolist()
-    found, path = order[last], list[int]()
-    text = [token] if found < n else []
-    while found:
-        if found < n:
-            path.insert(0, found)
-        found, token = above[found]
+    last, *text = (yield torch.cat([end, after])).tolist()
+    node, path = order[last], list[int]()
+    if node >= n:
+        node, *text = above[node]
+    while node:
+        path.insert(0, node)
+        node, token = above[node]
         text.insert(0, token)
     return Verdict(path, text)

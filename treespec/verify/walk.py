@@ -250,7 +250,11 @@ def judged(
         return path_along(children_by_token(tree), partial(_choice, p))
     if p.by.greedy:
         return (yield from follow(tree, greedy_choice(p.logits(slice(None)))))
-    return verifier(tree, p, generator) if on_cpu else (yield from verifier.at_once(tree, p, generator))
+    return (
+        verifier(tree, p, generator)
+        if on_cpu
+        else (yield from verifier.at_once(tree, p, generator))
+    )
 
 
 def _choice(p: TargetDistributions, node: int) -> int:

@@ -74,8 +74,8 @@ class Nodes:
         """
         device = self.tokens[0].device
         self.first += len(self.tokens[-1])
-        self.tokens.append(tokens.to(device))
-        self.above.append(above.to(device))
+        self.tokens.append(sent(tokens, device))
+        self.above.append(sent(above, device))
 
     def frontier(self, places: Tensor, rows: Tensor) -> Frontier:
         """F nodes of the last level.
@@ -84,7 +84,7 @@ class Nodes:
         above.
         """
         last = self.tokens[-1]
-        return Frontier(last[places.to(last.device)], rows.to(last.device))
+        return Frontier(last[sent(places, last.device)], sent(rows, last.device))
 
     def tree(self, kept: Tensor | None = None, drafts: Drafts | None = None) -> TokenTree:
         """The nodes as a token tree.
@@ -96,7 +96,7 @@ class Nodes:
         depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
         parents = torch.cat(self.above).flatten() + first
         kept = torch.arange(len(tokens)) if kept is None else kept
-        kept = kept.to(tokens.device)
+        kept = sent(kept, tokens.device)
         links = connect(kept, pad(parents, (1, 0)))
         ancestors = ancestor_mask(links, len(self.tokens) - 1)
         return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
@@ -105,12 +105,12 @@ class Nodes:
 @lru_cache
 def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Of all nodes the depth [M], and of all but the root the number [M - 1] of the first node of the
-    level above. sizes: of each level. Kept, as the host waits for each list that goes up.
+    level above. sizes: of each level. Kept, as each list that goes up takes time.
     """
     counts = torch.tensor(sizes)
     first = counts.cumsum(0) - counts
     depth = torch.arange(len(sizes)).repeat_interleave(counts)
-    return depth.to(device), first[depth[1:] - 1].to(device)
+    return sent(depth, device), sent(first[depth[1:] - 1], device)
 
 
 def drafts_of(levels: list[Drawn]) -> Drafts | None:

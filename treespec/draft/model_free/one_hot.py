@@ -48,7 +48,7 @@ class TextDrafter(Renewed, ABC):
     predicts: bool = False
 
     @abstractmethod
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         """The draft tokens below the last token, the root. text: [T] int64."""
 
     def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
@@ -116,17 +116,15 @@ class OneHotDrafter(ForcedDrafter):
             row.guess = None
             if not (waits or by.over):
                 last = [root, *self.chains[number]]
-                row.guess = self.guess(number, last, generators[number], model)
+                row.guess = self.guess(number, last, model)
             guess, device = row.guess or Guess(), generators[number].device
             trees.append(guess.tree(self.end(number, root), device))
         return self.hung(roots, trees, generators)
 
-    def guess(
-        self, row: int, last: list[int], generator: torch.Generator, model: CostModel | None
-    ) -> Guess:
+    def guess(self, row: int, last: list[int], model: CostModel | None) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
         text = np.append(self.rows[row].text, last)
-        guess = self.rows[row].drafter.draft(text, generator)
+        guess = self.rows[row].drafter.draft(text)
         return part(guess, model) if model else guess
 
     def cost_model(self, row: int, distribution: Distribution) -> CostModel | None:

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import final
 
 import numpy as np
-import torch
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.guess import Guess
@@ -39,7 +38,7 @@ class Recycling(TextDrafter):
         self.after: dict[int, list[int]] = {}
         self.root, self.read = -1, 1  # the tree's, and how many tokens of the sequence are read
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         for token, following in pairwise(text[self.read - 1 :].tolist()):
             known = self.after.setdefault(token, [])
             if following not in known:

@@ -91,12 +91,12 @@ class RRSWithoutReplacement(SureScheme):
     accepted_in_turn = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        if q.device.type != "cpu":
+            return Draws(keep_first(race(q, width, generator), number))
         if width == 1:
             return Draws(keep_first(independent(q, 1, generator), number))
-        tokens = torch.empty(len(q), 0, dtype=torch.int64, device=q.device)
-        if on_cpu := q.device.type == "cpu":
-            tokens = distinct(independent(q, SPARE * width, generator))[:, :width]
-        if not on_cpu or bool((tokens < 0).logical_and_(torch.arange(width) < number).any()):
+        tokens = distinct(independent(q, SPARE * width, generator))[:, :width]
+        if ((tokens < 0) & (torch.arange(width) < number)).any():
             more = race(without(q, tokens), width, generator)
             tokens = distinct(torch.cat([tokens, more], dim=1))[:, :width]
         return Draws(keep_first(tokens, number))

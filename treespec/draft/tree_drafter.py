@@ -33,6 +33,7 @@ from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only, sent
 from treespec.verify.scheme import Scheme
+from treespec.verify.walk import Judging
 
 MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs a draft forward
 
@@ -189,12 +190,13 @@ class TreeDrafter(ForcedDrafter):
         if self.cache:
             self.cache.observe(features, tokens)
 
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
         if not self.offers[row]:
             builder = self.builders[row]
             if self.cache:
                 builder.choice.update(len(self.chains[row]) + len(path), builder.seconds)
             builder.update(path)
+        yield from ()
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)

@@ -130,7 +130,8 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
             return Verdict([], []) if happens(weight, generator) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
-        own, rest = slice(node, node + 1), None
+        own = slice(node, node + 1)
+        rest: Tensor | None = None
         if (row := row_of.get(node)) is not None:
             draws = drawn_at(row, drafts.draws)
             tokens = [*draws.tokens[0].tolist(), -1]

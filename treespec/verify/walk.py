@@ -245,16 +245,13 @@ def judged(
     verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
 ) -> Judging:
     """A sequence's verdict, by the verifier or, at temperature 0, by the most likely tokens."""
-    on_cpu = p.device.type == "cpu"
-    if p.by.greedy and p.by.shapers and on_cpu:
+    if p.by.greedy and p.by.shapers:
         return path_along(children_by_token(tree), partial(_choice, p))
     if p.by.greedy:
-        return (yield from follow(tree, greedy_choice(p.logits(slice(None)))))
-    return (
-        verifier(tree, p, generator)
-        if on_cpu
-        else (yield from verifier.at_once(tree, p, generator))
-    )
+        return (yield from follow(tree, greedy_choice(p.raw)))
+    if p.device.type == "cpu":
+        return verifier(tree, p, generator)
+    return (yield from verifier.at_once(tree, p, generator))
 
 
 def _choice(p: TargetDistributions, node: int) -> int:

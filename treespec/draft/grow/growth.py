@@ -22,6 +22,7 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
+from treespec.verify.walk import Judging, answered
 
 Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
 Grown = TypeVar("Grown")
@@ -223,8 +224,11 @@ class ForcedDrafter(Drafter):
     chains: Sequence[Sequence[int]] = ()
 
     @abstractmethod
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
-        """Feedback on a tree. path, out: without the forced tokens above it."""
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
+        """Feedback on a tree. path, out: without the forced tokens above it.
+
+        What it yields is read for all sequences in one copy.
+        """
 
     def end(self, row: int, root: int) -> int:
         """The token below which a sequence's tree is drafted."""
@@ -244,7 +248,9 @@ class ForcedDrafter(Drafter):
         ]
 
     def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        learning = []
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
             above = len(self.chains[row])
             below = replace(out, logits=out.logits[above:]) if above else out
-            self.learn(row, [node - above for node in path[above:]], below)
+            learning.append(self.learn(row, [node - above for node in path[above:]], below))
+        answered(learning)

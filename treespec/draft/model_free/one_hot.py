@@ -29,7 +29,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.trees.tree import TokenTree
-from treespec.verify.walk import Judging, answered
+from treespec.verify.walk import Judging
 
 # Pr(accepted) of the first, second, … child before any feedback; the last is for all further ones.
 RATES = (0.6, 0.12, 0.06, 0.03)
@@ -53,7 +53,7 @@ class TextDrafter(Renewed, ABC):
 
     def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         """Feedback after a cycle: the draft tokens that the target scored, the number of accepted
-        ones, and the target's output on their tree. What it yields is read for all sequences at once.
+        ones, and the target's output on their tree (`ForcedDrafter.learn`).
         """
         yield from ()
 
@@ -132,17 +132,12 @@ class OneHotDrafter(ForcedDrafter):
         models = self.rows[row].models
         return models and models.among(distribution.neighbours(len(self.rows)))
 
-    def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        self.updates = list[Judging]()
-        super().update(paths, outs)
-        answered(self.updates)
-
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
         own = self.rows[row]
         if own.models:
             own.models.present.update(path)
         if own.guess:
-            self.updates.append(own.drafter.update(own.guess, len(path), out))
+            yield from own.drafter.update(own.guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, new in zip(self.rows, tokens, strict=True):

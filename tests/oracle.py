@@ -71,15 +71,6 @@ def happens(probability, generator):
     return sample(torch.stack([1 - probability, probability], dim=-1).clamp(0, 1), generator) > 0
 
 
-class Coins:
-    def __init__(self, number, generator, device):
-        self.generator = generator
-
-    def happens(self, probability):
-        chance = min(max(probability, 0.0), 1.0)
-        return self.generator.choose([1 - chance, chance]) == 1
-
-
 def judge_all(verifier, trees, logits, laws, generators):
     verdicts = JUDGE(verifier, trees, logits, laws, generators)
     for tree, verdict, oracle in zip(trees, verdicts, generators, strict=True):
@@ -106,7 +97,7 @@ def behind_every_draw():
     """Inside, all draws of the package are the oracle's."""
     modules = [module for name, module in sys.modules.items() if name.startswith("treespec.")]
     with ExitStack() as stack:
-        for ours in (sample, sample_each, happens, Coins):
+        for ours in (sample, sample_each, happens):
             theirs = vars(sampling)[ours.__name__]
             for module in modules:
                 if vars(module).get(ours.__name__) is theirs:

@@ -189,7 +189,7 @@ def test_cheap_nodes_are_all_kept_and_dear_ones_none():
 def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
         whole, pace = given_tree(), CostModel(times(node))
-        kept = part(whole, pace).tree(torch.tensor([7]))
+        kept = part(whole, pace).tree(7, torch.device("cpu"))
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i

@@ -25,6 +25,7 @@ from treespec.draft.options import LookaheadOptions, LookupOptions
 from treespec.eval.certify.run import Examination
 from treespec.eval.config import CertifyConfig
 from treespec.model.target import TreeOutput
+from treespec.verify.walk import answered
 
 DRAFTERS = [
     "lookup",
@@ -35,7 +36,6 @@ DRAFTERS = [
     "lookahead:window=4,ngram=2",
     "lookahead:window=1,ngram=2",
 ]
-GENERATOR = torch.Generator()
 
 
 def spec_of(name, drafter, **options):
@@ -53,7 +53,7 @@ def paths_of(tree):
 
 
 def merged(root, continuations, nodes):
-    return tree_of(continuations, nodes - 1).tree(torch.tensor([root]))
+    return tree_of(continuations, nodes - 1).tree(root, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -89,7 +89,7 @@ def test_one_match_is_transformers_prompt_lookup(seed):
     text = random_text(seed, vocab=6)
     theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
     wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
-    guess = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
+    guess = Lookup(LookupOptions(tokens=5)).draft(text)
     assert guess.tokens == wanted
     assert guess.parents == list(range(len(wanted)))
 
@@ -168,11 +168,11 @@ def says(*tokens):
 
 def cycle(drafter, root, *new):
     """A cycle at whose end the target says `new` behind the window's last row."""
-    tree = drafter.draft(torch.tensor([root]).numpy(), torch.Generator())
+    tree = drafter.draft(torch.tensor([root]).numpy())
     alone = len(drafter.window) == 1  # the first column's token is the root, a node
     out = TreeOutput(says(new[0], *[0] * (len(tree.tokens))), torch.empty(0), says(*new[alone:]))
     assert len(out.rows) == tree.rows.asked
-    drafter.update(tree, 0, out)
+    answered([drafter.update(tree, 0, out)])
     return tree
 
 
@@ -208,9 +208,9 @@ def scored(*best):
 
 def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
     drafter = Recycling()
-    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy(), torch.Generator())
+    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy())
     assert (guess.tokens[:2], guess.parents[:2]) == ([C, B], [0, 0])
-    drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))
+    answered([drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))])
     assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]
     assert len(drafter.after[A]) == TOPK
 

@@ -132,7 +132,7 @@ MUTATIONS = [  # scheme, draws, the module that is changed, what stands there, a
     ("spechub", 2, spechub, "(q_a * scale(second_top, pair))", "q_a"),
     ("greedy", 2, single, "without(q, draws.tokens.scatter(1, last, -1))", "q"),
     ("is-lp", 2, is_lp, "(wins * pairs).sum(-1)", "pairs.triu().sum(-1)"),
-    ("is-lp", 3, is_lp, "selected = selected.index_copy(0, rows, new.selected)", "selected = selected.clone()"),
+    ("is-lp", 3, is_lp, "selected = new.selected.where(present, selected)", "selected = selected.clone()"),
     ("otm-lp", 2, otm_lp, "left = np.maximum(target - mass.sum(0), 0)", "left = target"),
     ("topk", 2, topk, "return p\n", "return p.roll(1, -1)\n"),
 ]

@@ -10,7 +10,7 @@ import torch
 from drafting import source_of
 from models import prompt, target, tokenizer
 from refusals import complains, says
-from test_given import GENERATOR, paths_of, spec_of
+from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine
 from treespec.draft.model_free.lookup import Suffix
@@ -56,7 +56,7 @@ def test_no_match_crosses_the_end_of_a_text():
 def test_the_drawn_example():
     a, b, c, d, e = range(1, 6)
     made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
-    tree = made.tree(torch.tensor([9]))
+    tree = made.tree(9, torch.device("cpu"))
     assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
     assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
         (9, a): 3 / 4,
@@ -70,11 +70,11 @@ def test_the_drawn_example():
 
 def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out():
     text = np.array([*range(20), 30, *range(8)])
-    drafted = [len(suffix(growth=growth, percent=1).draft(text, GENERATOR).tokens) for growth in (1, 2, 3)]
+    drafted = [len(suffix(growth=growth, percent=1).draft(text).tokens) for growth in (1, 2, 3)]
     assert drafted == [8, 16, 21]  # to the text's end
     thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
-    assert suffix(percent=1, growth=9).draft(thrice, GENERATOR).tokens[:2] == [3, 2]
-    assert suffix(percent=10, growth=9).draft(thrice, GENERATOR).tokens == [3]
+    assert suffix(percent=1, growth=9).draft(thrice).tokens[:2] == [3, 2]
+    assert suffix(percent=10, growth=9).draft(thrice).tokens == [3]
 
 
 def test_what_was_answered_before_is_drafted_whole():

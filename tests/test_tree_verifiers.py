@@ -19,7 +19,7 @@ from treespec.verify.layer import Layer
 from treespec.verify.registry import SCHEMES
 from treespec.verify.single import Greedy, Single
 from treespec.verify.traversal import BLOCK, TRAVERSAL
-from treespec.verify.walk import Walk, verdict_of
+from treespec.verify.walk import Walk, answered
 
 Path = tuple[int, ...]  # of draws, as in StaticTree; it has a node if the static tree has it
 Text = tuple[int, ...]  # what follows the root
@@ -160,12 +160,17 @@ TREES = [
 CHAIN_VERIFIERS, TREE_VERIFIERS = [BLOCK, Layer(Single())], [TRAVERSAL, Layer(Greedy())]
 VERIFIERS = CHAIN_VERIFIERS + TREE_VERIFIERS
 PAIRS = [*product(CHAIN_VERIFIERS, CHAINS), *product(TREE_VERIFIERS, TREES)]
+WALKS = [
+    (Walk(SCHEMES[name]), Shape(balanced(min(2, SCHEMES[name].max_draws or 2), 1)))
+    for name in STOCHASTIC
+    if name != "optimal"
+]
 SPARSE = random_tables(0)
 
 
 def at_once(verifier):
     """As on accelerators."""
-    return lambda *given: verdict_of(verifier.at_once(*given))
+    return lambda *given: answered([verifier.at_once(*given)])[0]
 
 
 def named(value):
@@ -176,6 +181,13 @@ def named(value):
 def test_texts_have_the_targets_law(verifier, shape):
     found, _ = text_law(verifier, shape, SPARSE)
     assert deviation(found, SPARSE.of_sequences(shape.length)) < 1e-9
+
+
+@pytest.mark.parametrize("verifier, shape", [*PAIRS, *WALKS], ids=named)
+def test_on_accelerators_verdicts_are_those_on_cpus(verifier, shape):
+    for drawn, _ in [*trees(verifier.scheme.name, shape, SPARSE)][::5]:
+        texts = [verdict_texts(way, *drawn.tensors()) for way in (verifier, at_once(verifier))]
+        assert deviation(*texts) < 1e-9
 
 
 def cold_tables(temperature):
@@ -231,15 +243,6 @@ def test_where_the_draft_is_the_target_all_of_a_large_chain_is_kept(verifier):
     for _ in range(50):
         verdict = verifier(tree, p, generator)
         assert (verdict.path, verdict.tokens[:-1]) == ([1, 2, 3, 4], [0, 1, 2, 3])
-
-
-@pytest.mark.parametrize("name", [name for name in STOCHASTIC if name != "optimal"])
-def test_a_walk_over_the_plans_of_all_nodes_at_once_has_the_verdicts_of_one_after_another(name):
-    """As on accelerators and on CPUs."""
-    walk = Walk(SCHEMES[name])
-    for drawn, _ in trees(name, Shape(balanced(min(2, walk.scheme.max_draws or 2), 1)), SPARSE):
-        texts = [verdict_texts(way, *drawn.tensors()) for way in (at_once(walk), walk.step_by_step)]
-        assert deviation(*texts) < 1e-9
 
 
 def test_a_refused_draw_without_a_residual_leaves_the_others():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree
+from treespec.trees.tree import sent
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
     number = {path: i for i, path in enumerate(tree.paths)}
 
     def tensor(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), device=device)
+        return sent(list(values), device)
 
     # 1. One frontier per depth: its inner nodes, and the draw of each child.
     levels = []

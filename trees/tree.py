@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 
 def sent(values: Any, device: torch.device) -> Tensor:
-    """Numbers of the host, or a tensor of it, on a device. The host does not wait for their copy."""
+    """Numbers or a tensor on a device. The host does not wait for the copy of what lies on it."""
     tensor = torch.as_tensor(values)
-    if device.type == "cpu":
-        return tensor
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
@@ -139,12 +139,12 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
         r ─── a ─── b ─┬─ c        nodes 0 1 2 3 4
                        └─ d
 
-    root: [1] int64. chain: n ≥ 1 tokens; the tree's root carries the last one.
+    root: [1] int64, on the host. chain: n ≥ 1 tokens; the tree's root carries the last one.
     """
     # 1. The chain's nodes come first.
     n, device = len(chain), tree.tokens.device
     nodes = torch.arange(n, device=device)
-    tokens = torch.cat([root.to(device), tree.tokens.new_tensor(chain[:-1]), tree.tokens])
+    tokens = torch.cat([sent([*root.tolist(), *chain[:-1]], device), tree.tokens])
     parents = torch.cat([nodes - 1, tree.parents + n])
     depth = torch.cat([nodes, tree.depth + n])
     chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))

@@ -38,7 +38,7 @@ from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.registry import SCHEMES, verifier_by_name
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import verdict_of
+from treespec.verify.walk import answered
 
 app = typer.Typer(help=__doc__, add_completion=False)
 CPU = torch.device("cpu")
@@ -194,9 +194,10 @@ def forwards(
             targets[form, "as loaded"] = load(target, load_in=form).target
 
     # 2. Trees of four branches.
-    root, trees = torch.zeros(1, dtype=torch.int64), {}
+    trees = {}
     for n in map(int, nodes.split(",")):
-        trees[n] = Guess(range(1, n), [max(0, i - 4) for i in range(1, n)]).tree(root)
+        guess = Guess(range(1, n), [max(0, i - 4) for i in range(1, n)])
+        trees[n] = guess.tree(0, torch.device("cpu"))
     sides = {
         (form, n): partial(forward_ms, targets[form], trees[n])
         for form, n in itertools.product(targets, trees)
@@ -235,8 +236,8 @@ def verify(
     for name in verifiers.split(","):
         verifier: Any = verifier_by_name(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
-        at_once = lambda *given, by=verifier: verdict_of(by.at_once(*given))  # noqa: E731
-        ways = [verifier, at_once] if name in SCHEMES else [verifier]
+        at_once = lambda *given, by=verifier: answered([by.at_once(*given)])  # noqa: E731
+        ways = [at_once] if name.startswith("layer:") else [verifier, at_once]
         sides = {way: partial(milliseconds, partial(way, tree, p, generator)) for way in ways}
         times = [f"{ms:.1f}" for ms in medians(sides, rounds).values()]
         rows.append([f"`{name}`", *times, *[""] * (2 - len(ways))])

@@ -205,7 +205,7 @@ class Batch:
             aux_layers = drafter.aux_layers if drafter else ()
             features = self.target.prefill(own.cache, tokens[None, :-1], aux_layers)
             if drafter:
-                drafter.observe([features[0]], [tokens.to(features.device)])
+                drafter.observe([features[0]], [tokens])
             text.committed = text.prompt[: start + count]
         if text.samples and not own.left:
             text.samples.begin(own.cache, drafter)

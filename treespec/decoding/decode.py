@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from threading import RLock
 from typing import final
 
@@ -127,8 +126,7 @@ class Decoder:
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
-                roots = sent([text.root for text in texts], device)
-                trees = [root_only(root) for root in roots.split(1)]
+                roots = torch.tensor([text.root for text in texts])
                 if drafter:
                     for text in texts:
                         text.distribution.reported = {} if text.listener else None
@@ -136,6 +134,8 @@ class Decoder:
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
                         each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
+                else:
+                    trees = [root_only(root) for root in sent(roots, device).split(1)]
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -168,13 +168,12 @@ class Decoder:
                     text.distribution.grow(tokens[1:])
                 if drafter:
                     drafter.update([verdict.path for verdict in verdicts], outs)
-                    numbers = [*kept_tokens, *nodes]  # they go to the device in one copy
-                    parts = sent(list(chain(*numbers)), device).split(list(map(len, numbers)))
                     features = []
-                    for out, kept, rows in zip(outs, nodes, parts[len(nodes) :], strict=True):
+                    for out, kept in zip(outs, nodes, strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy
-                        features.append(out.features[slice(len(kept)) if in_order else rows])
-                    drafter.observe(features, parts[: len(nodes)])
+                        rows = slice(len(kept)) if in_order else sent(kept, device)
+                        features.append(out.features[rows])
+                    drafter.observe(features, list(map(torch.tensor, kept_tokens)))
 
             # 5. Pieces of the answers.
             answers: list[list[Piece]] = [[] for _ in texts]

@@ -14,8 +14,9 @@ class Stats:
 
     accepted: accepted nodes by cycle, cut at the end of the text. drafted: nodes drafted at depth
     1, 2, … over all cycles. undrafted: cycles without a draft token. seconds: by stage:
-    prefill, draft (of it head: the draft model's forwards), target, verify, commit, total. Texts of
-    a batch share the seconds of their cycles evenly, so that the sum over texts is wall-clock time.
+    prefill, draft (of it head: the draft model's forwards), target, verify, commit, total. They are
+    the host's: on an accelerator the stage that waits has the time of those before it. Texts of a
+    batch share the seconds of their cycles evenly, so that the sum over texts is wall-clock time.
     truncated: whether max_new_tokens or the context ended the text, which may then be half a
     sentence, or half an object.
     """

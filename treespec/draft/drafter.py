@@ -79,7 +79,7 @@ class Observer(Renewed, PerText, ABC):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         """Each sequence grew by n positions: their features [n, H], and their tokens and one more,
-        [n + 1].
+        [n + 1], on the host.
         """
         return
 
@@ -162,7 +162,7 @@ class Proposer(Observer):
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         """For each sequence [1, N] draft logits for the children of its root.
 
-        None for a sequence of which nothing was observed. roots: [B] int64. cache: the target's keys
+        None for a sequence of which nothing was observed. roots: [B] int64, on the host. cache: the target's keys
         and values of the committed sequences, for drafts by the target itself. Keys and values
         written after them are dropped.
         """
@@ -218,7 +218,7 @@ class Drafter(Observer):
     ) -> list[TokenTree]:
         """The tree below the last committed token of each sequence.
 
-        roots: [B] int64. distributions: of each sequence. cache: the target's. A drafter may write after the
+        roots: [B] int64, on the host. distributions: of each. cache: the target's. A drafter may write after the
         committed sequences, and leaves the cache as it found it. now: the clock in seconds that
         times forwards.
         """

@@ -32,8 +32,9 @@ from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.shaping.options import SamplingParams
 from treespec.trees.shape import Policy
-from treespec.trees.tree import TokenTree, root_only
+from treespec.trees.tree import TokenTree, root_only, sent
 from treespec.verify.scheme import Scheme
+from treespec.verify.walk import Judging
 
 MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs a draft forward
 
@@ -89,8 +90,9 @@ class TreeDrafter(ForcedDrafter):
         self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
 
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
-        each = roots.split(1)
-        self.offers = [self._offer(row, root) for row, root in enumerate(each)]
+        each = roots.tolist()
+        device = generators[0].device
+        self.offers = [self._offer(row, root, device) for row, root in enumerate(each)]
         pauses = [
             offer is not None or builder.pauses(by.params, len(each)) or by.over
             for offer, builder, by in zip(self.offers, self.builders, distributions, strict=True)
@@ -104,9 +106,10 @@ class TreeDrafter(ForcedDrafter):
             self.forward_seconds += now() - started
 
         # 3. A tree for each sequence, in draft tokens but for the root.
+        ends = sent(list(map(self.end, range(len(each)), each)), device).split(1)
         growths = [
-            self._growth(row, self.end(row, root), None if pauses[row] else begun[row], generator)
-            for row, (root, generator) in enumerate(zip(each, generators, strict=True))
+            self._growth(row, end, None if pauses[row] else begun[row], generator)
+            for row, (end, generator) in enumerate(zip(ends, generators, strict=True))
         ]
         trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
@@ -116,16 +119,16 @@ class TreeDrafter(ForcedDrafter):
         chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
 
-    def _offer(self, row: int, root: Tensor) -> TokenTree | None:
-        """The cache's tree, if it is preferred to the draft model's. root: [1]."""
+    def _offer(self, row: int, root: int, device: torch.device) -> TokenTree | None:
+        """The cache's tree, if it is preferred to the draft model's. root: its token."""
         by = self.distributions[row]
         if not self.cache or by.over:
             return None
-        model, last = self.cache.cost_model(row), [*root.tolist(), *self.chains[row]]
-        guess = self.cache.guess(row, last, torch.Generator(), model)
+        model, last = self.cache.cost_model(row), [root, *self.chains[row]]
+        guess = self.cache.guess(row, last, model)
         nodes = 1 + len(guess.tokens)
         preferred = nodes > 1 and self.builders[row].choice.prefers_cache(guess.score, nodes, model)
-        return guess.tree(self.end(row, root)) if preferred else None
+        return guess.tree(self.end(row, root), device) if preferred else None
 
     def _growth(
         self, row: int, root: Tensor, logits: Tensor | None, generator: torch.Generator
@@ -208,12 +211,13 @@ class TreeDrafter(ForcedDrafter):
         if self.cache:
             self.cache.observe(features, tokens)
 
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
         if not self.offers[row]:
             builder = self.builders[row]
             if self.cache:
                 builder.choice.update(len(self.chains[row]) + len(path), builder.seconds)
             builder.update(path)
+        yield from ()
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)

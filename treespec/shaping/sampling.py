@@ -1,12 +1,11 @@
 """Logits to probabilities, one function for target, head and verifier, and all draws of a sequence.
 
-`sample`, `sample_each`, `happens`, `Coins` and `uniforms` are the only places where a sequence's
+`sample`, `sample_each`, `happens` and `uniforms` are the only places where a sequence's
 generator is used: a test replaces them by an oracle that tries every outcome.
 """
 
 import math
 from collections.abc import Sequence
-from typing import final
 
 import torch
 from torch import Tensor
@@ -103,18 +102,6 @@ def sample_each(masses: Tensor, number: int, generator: torch.Generator) -> Tens
 def happens(probability: Tensor, generator: torch.Generator) -> Tensor:
     """Bool of the same shape: independent events of these probabilities (float64)."""
     return uniforms(probability.shape, generator, probability.device) < probability
-
-
-@final
-class Coins:
-    """Coins tossed at once on the device, for events whose probabilities the host learns later."""
-
-    def __init__(self, number: int, generator: torch.Generator, device: torch.device) -> None:
-        self.tossed = iter(uniforms((number,), generator, device).tolist())
-
-    def happens(self, probability: float) -> bool:
-        """By the next coin: an event of this probability."""
-        return next(self.tossed) < probability
 
 
 def uniforms(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:

@@ -44,7 +44,7 @@ SCHEMES = {
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
-            options={"s": Range(least=1, most=256, whole=True)},
+            options={"s": Range(least=1, most=10, whole=True)},
         ),
         Facts(
             "optimal",

@@ -5,7 +5,6 @@ close to p as it can be. The selected token is verified as a single draft of tha
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import final
 
 import torch
@@ -81,49 +80,38 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
     """[B, s, s] each token's share of its pairs, so that the shares fill the room best.
 
     The program: maximise the sum of t_i, where t_i is at most room_i and at most the mass that
-    token i gets of its pairs. It is solved on the host.
+    token i gets of its pairs. By Hall's theorem t can be had if the pairs with a token of S, for every
+    set S, have the mass t(S) at least. What they have more is the slack of S.
     room: [B, s] the mass that p leaves to each token. pairs: [B, s, s] masses of the pairs.
     """
-    # 1. The lower rank wins each pair. That is optimal where all tokens fit or none does.
-    held, rooms = pairs.triu().tolist(), room.clamp(min=0).tolist()
+    # 1. The sets with each token [s, 2^s], and those with one token of each pair alone [P, 2^s].
+    ranks = torch.arange(room.shape[-1], device=room.device)
+    member = (torch.arange(1 << len(ranks), device=room.device) >> ranks[:, None]) % 2 == 1
+    low, high = torch.triu_indices(len(ranks), len(ranks), 1, device=room.device)
+    has_low, has_high = member[low], member[high]
+    low_alone, high_alone = has_low & ~has_high, has_high & ~has_low
 
-    # 2. Elsewhere, move mass to tokens with room.
-    best = [flow(mass, space) for mass, space in zip(held, rooms, strict=True)]
-    shares = torch.tensor(best, dtype=pairs.dtype, device=pairs.device) / pairs
-    return shares.where(pairs > 0, torch.ones_like(pairs).triu())
+    # 2. The slack of each set [B, 2^s] before any t.
+    masses = pairs[:, low, high]  # [B, P]
+    slack = masses @ (has_low | has_high).to(masses.dtype)
 
+    # 3. Each token in turn takes as much as its sets allow.
+    for inside, most in zip(member, room.clamp(min=0).split(1, dim=1), strict=True):
+        taken = slack.masked_fill(~inside, torch.inf).amin(-1, keepdim=True).minimum(most)
+        slack = slack - taken * inside
 
-def flow(held: list[list[float]], room: list[float]) -> list[list[float]]:
-    """The mass that each token i holds of its pair with each j, after a maximum flow.
+    # 4. Each pair in turn gives its lower rank as much as the sets with the other one alone allow.
+    shares = torch.zeros_like(masses)
+    for pair, mass in enumerate(masses.split(1, dim=1)):
+        won = slack.masked_fill(~high_alone[pair], torch.inf).amin(-1, keepdim=True).minimum(mass)
+        slack = slack - torch.where(high_alone[pair], won, (mass - won) * low_alone[pair])
+        shares[:, pair : pair + 1] = won.clamp(min=0) / mass
 
-    Edmonds and Karp's algorithm. Token i can pass held[i][j] to token j. Paths lead from tokens
-    that hold more than their room to tokens that hold less. Where no path is left, no other holding
-    fills more room. Overwrites held.
-    """
-    over = [sum(held[i]) - room[i] for i in range(len(room))]
-    while True:
-        # 1. Breadth first: the shortest path to a token with room.
-        source: dict[int, int] = {i: i for i in range(len(room)) if over[i] > 0}
-        for i in (queue := list(source)):
-            if over[i] < 0:
-                break
-            reached = [j for j, mass in enumerate(held[i]) if mass > 0 and j not in source]
-            source.update(dict.fromkeys(reached, i))
-            queue += reached
-        else:
-            return held
-        path = [i]
-        while source[path[-1]] != path[-1]:
-            path.append(source[path[-1]])
-
-        # 2. Pass the largest mass that every step of the path allows.
-        steps = [(giver, taker) for taker, giver in pairwise(path)]
-        mass = min(-over[i], over[path[-1]], *(held[giver][taker] for giver, taker in steps))
-        over[i] += mass
-        over[path[-1]] -= mass
-        for giver, taker in steps:
-            held[giver][taker] -= mass
-            held[taker][giver] += mass
+    # 5. As a matrix. Of a pair without mass the lower rank has all.
+    wins = torch.ones_like(pairs).triu()
+    wins[:, low, high] = shares.where(masses > 0, 1)
+    wins[:, high, low] = 1 - wins[:, low, high]
+    return wins
 
 
 def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
@@ -136,14 +124,11 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     chosen[:, 0] = 1
     selected = q
     for k in range(1, tokens.shape[1]):
-        rows = (tokens[:, k] >= 0).nonzero().squeeze(1)
-        if not len(rows):
-            continue
-        new = duel(p[rows], selected[rows], q[rows], s)
-        kept = chosen[rows, :k] * new.keeps(at[rows, :k], at[rows, k : k + 1])
-        chosen[rows, k] = (chosen[rows, :k] - kept).sum(-1)
-        chosen[rows, :k] = kept
-        selected = selected.index_copy(0, rows, new.selected)
+        new, present = duel(p, selected, q, s), tokens[:, k : k + 1] >= 0
+        kept = chosen[:, :k] * new.keeps(at[:, :k], at[:, k : k + 1]).where(present, 1)
+        chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
+        chosen[:, :k] = kept
+        selected = new.selected.where(present, selected)
     return chosen * (tokens >= 0), selected
 
 
@@ -169,11 +154,10 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
 class IsLp(Independent):
     """Independent draws; a linear program selects one, verified as a single draft of its distribution.
 
-    Of more than two draws, the token selected from the first ones meets the next draw. Programs are
-    solved on the host.
+    Of more than two draws, the token selected from the first ones meets the next draw.
 
     s: number of tokens whose pairs the program decides; all other pairs follow a fixed order. More
-    tokens accept more and take longer.
+    tokens accept more; the time grows with 2^s.
     Raises InputError for an option out of its range.
     """
 

@@ -14,7 +14,7 @@ from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, TokenTree, sent
 from treespec.verify.distributions import normalise, positive
 from treespec.verify.scheme import LayerScheme
-from treespec.verify.walk import Judging, Probabilities, Verdict, follow, verdict_of
+from treespec.verify.walk import Judging, Probabilities, Verdict, answered, follow
 
 
 @final
@@ -43,7 +43,7 @@ class Layer:
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
-        return verdict_of(self.at_once(tree, p, generator))
+        return answered([self.at_once(tree, p, generator)])[0]
 
     def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
         """p: [N, V] probabilities."""

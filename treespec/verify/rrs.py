@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,
@@ -18,6 +19,7 @@ from treespec.verify.distributions import (
     distinct,
     independent,
     keep_first,
+    most_likely,
     normalise,
     overlap,
     recursive_rejection,
@@ -52,6 +54,16 @@ class RRS(Independent):
         return 1 - all_refused
 
 
+def race(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    """[B, width] distinct draws, each from q [B, V] without the earlier ones; -1 where q has no more.
+
+    Each token arrives after an exponential time of rate q, so the next to arrive is drawn by q.
+    """
+    arrivals = uniforms(q.shape, generator, q.device).log() / q  # [B, V] times, negative
+    first = most_likely(arrivals, width)
+    return first.masked_fill(~(q.gather(1, first.clamp(min=0)) > 0), -1)
+
+
 def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
     """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
     for token in tokens.split(1, dim=1):
@@ -65,9 +77,9 @@ class RRSWithoutReplacement(SureScheme):
     """Distinct draws, each from q without the earlier ones, verified one after another.
 
     As in `rrs`, each refused draw replaces p by its residual; the distribution of a draw is q without the
-    earlier draws. Independent draws without their repeats are distributed as such draws. So `draw`
-    makes more independent draws than it needs, and samples one by one only where these hold too few
-    distinct tokens.
+    earlier draws. Independent draws without their repeats are distributed as such draws. So on a CPU
+    `draw` makes more independent draws than it needs, and a `race` only where these hold too few
+    distinct tokens. On other devices the host does not wait to see that: all draws are a race.
 
     Sure tokens stand behind the draws, and the draws come from q without them. The distribution of a sure
     token is one-hot, so recursive rejection accepts it with its share of the residual.
@@ -78,16 +90,14 @@ class RRSWithoutReplacement(SureScheme):
     random_draws = "without replacement"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        if q.device.type != "cpu":
+            return Draws(keep_first(race(q, width, generator), number))
         if width == 1:
             return Draws(keep_first(independent(q, 1, generator), number))
-        spare = independent(q, SPARE * width, generator)
-        tokens = keep_first(distinct(spare)[:, :width], number)
-        wanted = torch.arange(width, device=q.device) < number
-        for column, is_short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
-            if is_short:
-                more = independent(without(q, tokens[:, :column]), 1, generator).squeeze(1)
-                present = tokens[:, column] >= 0
-                tokens[:, column] = torch.where(present, tokens[:, column], more)
+        tokens = distinct(independent(q, SPARE * width, generator))[:, :width]
+        if ((tokens < 0) & (torch.arange(width) < number)).any():
+            more = race(without(q, tokens), width, generator)
+            tokens = distinct(torch.cat([tokens, more], dim=1))[:, :width]
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:

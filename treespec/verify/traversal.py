@@ -13,24 +13,29 @@ The verdict is the path to the first accepted node. A refused child gives its ma
 continues with the residual of p, from which its next child gets a new chance.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import Coins, sample
-from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.distributions import normalise, positive, scale
+from treespec.shaping.sampling import happens, sample
+from treespec.trees.tree import Drafts, Draws, TokenTree, sent
+from treespec.verify.distributions import normalise, positive, without
+from treespec.verify.layer import places_of_draws
 from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.topk import TopK
 from treespec.verify.walk import (
+    Judging,
     Probabilities,
     Verdict,
     Walk,
     children_by_token,
+    drawn_at,
 )
 
 
@@ -49,8 +54,8 @@ class Traversal:
                   q <- q without the child's token, normalised
 
     Trees of the most likely tokens are walked over `topk`.
-    A draw without a node is a leaf; no token follows it. The host waits at the start, at each
-    refused draw and at the end.
+    A draw without a node is a leaf; no token follows it. On a CPU the draws are judged one after
+    another. On other devices the host waits for the shape of the tree and for the verdict.
     """
 
     name: str
@@ -63,84 +68,144 @@ class Traversal:
             return Walk(TopK())(tree, p, generator)
         return judge(tree, tree.drafts, p, generator)
 
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+        """p: [N, V] probabilities."""
+        if tree.drafts is None:
+            return Walk(TopK()).at_once(tree, p, generator)
+        return judge_at_once(tree, tree.drafts, p[:], generator)
+
 
 TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
 BLOCK = Traversal("block", Single())
 
 
-def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator) -> Verdict:
-    """The verdict on a tree with draws. The host has the numbers that it needs, and a coin for each."""
-    # 1. On the device: each inner node's distributions. A sure token's is one-hot, so its q is 1.
-    tokens = drafts.draws.tokens
-    q_drawn, drawn = without_sure(drafts.q, drafts.draws)
-    q_drawn = q_drawn * scale(q_drawn, torch.ones_like(q_drawn[:, :1]))  # [I, V]
-    places, sure = tokens.clamp(min=0), drawn < 0  # [I, K]
-    inner_p = p[drafts.nodes]
-    at_q = q_drawn.gather(1, places).masked_fill(sure, 1)
+def refusals(
+    p: Tensor, q: Tensor, draws: Draws, weight: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Refuse the draws of n nodes in turn, a column at a time.
 
-    # 2. On the host: p/q at the draws, the draws, where they have nodes, a coin for each.
-    all_odds: list[list[float]] = (inner_p.gather(1, places).double() / at_q).tolist()
-    draws, is_sure = tokens.tolist(), sure.tolist()
+    Yields for each column, and once more after the last: w of its draws [n, 1], the residuals of p
+    [n, V] so far, not normalised, and w of the nodes [n, 1] so far.
+    p, q: [n, V] probabilities. draws: n rows. weight: [n, 1], w of the nodes at first.
+    """
+    # 1. q at each draw, and what normalises it: 1 over the mass that the earlier draws leave, as a
+    #    sum, since 1 less their mass has few digits. A sure token's q is one-hot.
+    q, drawn = without_sure(q, draws)
+    at, is_drawn = draws.tokens.clamp(min=0), drawn >= 0
+    at_q = q.gather(1, at) * is_drawn
+    left = without(q, drawn).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
+    factors = is_drawn / positive(left)  # [n, K]
+    at_q = positive((at_q * factors).masked_fill(~is_drawn, 1))
+    at_q = at_q.masked_fill(draws.tokens < 0, torch.inf)
+
+    # 2. rest * scale is w p. An absent draw has w 0 and leaves both as they are.
+    rest, scale = p, weight
+    columns = (part.split(1, dim=1) for part in (draws.tokens, at, at_q, factors))
+    for token, place, odds, factor in zip(*columns, strict=True):
+        yield (rest.gather(1, place) * scale / odds).clamp(max=1), rest, weight
+        rest = (rest * scale).addcmul_(q, factor, value=-1).clamp_(min=0)
+        if draws.sure is not None:
+            rest = without(rest, token)
+        mass = rest.sum(-1, keepdim=True)
+        scale = 1 / positive(mass + (1 - weight))
+        weight = mass * scale
+    yield weight, rest, weight
+
+
+def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator) -> Verdict:
+    """The verdict, by a coin for each draw until one is accepted."""
     row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
     child_of = children_by_token(tree)
-    coins = Coins(len(p) + tokens.numel(), generator, p.device)
 
-    def verdict(node: int | None, weight: float) -> Verdict | None:
+    def verdict(node: int | None, weight: Tensor) -> Verdict | None:
         """The verdict at or below a draw; None where the draw and all nodes below it are refused.
 
-        node: the draw's node, None if it has none. weight: w of the draw.
+        node: the draw's node, None if it has none. weight: [1, 1], w of the draw.
         """
         # 1. A draw without a node is a leaf.
         if node is None:
-            return Verdict([], []) if coins.happens(weight) else None
+            return Verdict([], []) if happens(weight, generator) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
-        row, rest = row_of.get(node), None
-        if row is not None:
-            below, rest, weight = judge_below(node, row, weight)
-            if below:
-                return below
+        own = slice(node, node + 1)
+        rest: Tensor | None = None
+        if (row := row_of.get(node)) is not None:
+            draws = drawn_at(row, drafts.draws)
+            tokens = [*draws.tokens[0].tolist(), -1]
+            steps = refusals(p[own], drafts.q[row : row + 1], draws, weight)
+            for token, step in zip(tokens, steps, strict=True):
+                of_draw, rest, weight = step
+                child = child_of.get((node, token))
+                below = verdict(child, of_draw) if token >= 0 else None
+                if below:
+                    path = [child, *below.path] if child else []
+                    return Verdict(path, [token, *below.tokens])
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node and not coins.happens(weight):
+        if node and not happens(weight, generator):
             return None
-        own = p[node : node + 1] if row is None else inner_p[row : row + 1]
-        residual = own if rest is None else normalise(rest[None].clone(), own)
+        residual = p[own] if rest is None else normalise(rest, p[own])
         return Verdict([], sample(residual, generator).tolist())
 
-    def judge_below(node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
-        """Judge a node's draws in turn: the first verdict, else the residual [V] and the weight.
-
-        The residual is not normalised. row: the node's row in the tree's drafts.
-        """
-        rest, q, odds, at = inner_p[row], q_drawn[row], all_odds[row], places[row]
-        factor = weight  # rest * factor is w p
-        for column, token in enumerate(draws[row]):
-            if token < 0:
-                continue
-            # 1. The child's weight, and the verdict below it.
-            child = child_of.get((node, token))
-            below = verdict(child, min(factor * odds[column], 1.0))
-            if below:
-                path = [child, *below.path] if child else []
-                return Verdict(path, [token, *below.tokens]), rest, weight
-
-            # 2. It is refused: w p less the distribution of the draw, and q without its token.
-            place, rest = at[column : column + 1], rest * factor
-            if is_sure[row][column]:
-                rest.index_fill_(0, place, 0)
-            else:
-                rest.sub_(q).clamp_(min=0)
-                q = q.index_fill(0, place, 0)
-                q = q / positive(q.sum())
-
-            # 3. The new weight, and p/q at the draws to come.
-            at_odds = rest[at].double() / q[at].masked_fill(sure[row], 1)
-            mass, *odds = torch.cat([rest.sum()[None], at_odds]).tolist()
-            factor = 1 / max(mass + (1 - weight), torch.finfo(rest.dtype).tiny)
-            weight = mass * factor
-        return None, rest, weight
-
-    found = verdict(0, 1.0)
+    found = verdict(0, torch.ones_like(drafts.q[:1, :1]))
     assert found
     return found
+
+
+def judge_at_once(
+    tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
+) -> Judging:
+    """The verdict, by w of all draws. A draw has a place among them as in `places_of_draws`.
+
+    p: [N, V] probabilities.
+    """
+    # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
+    place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
+    parts = drafts.nodes[:, None].expand_as(draws), draws, place
+    table = (yield torch.stack(parts, dim=-1)).tolist()
+    row_of = {draw[0][0]: row for row, draw in enumerate(table)}
+    above, order = dict[int, tuple[int, int]](), list[int]()
+    rows_at = defaultdict[int, list[int]](list)
+
+    def descend(node: int, depth: int) -> None:
+        if (row := row_of.get(node)) is not None:
+            rows_at[depth].append(row)
+            for _, token, child in table[row]:
+                if token >= 0:
+                    above[child] = node, token
+                    descend(child, depth + 1)
+        order.append(node)
+
+    descend(0, 0)
+
+    # 2. On the device: w of all places, from the root down, and the residuals [N, V].
+    weights, residuals = p.new_zeros(n + draws.numel()), p.clone()
+    weights[0] = 1
+    for inner in rows_at.values():
+        rows = sent(inner, p.device)
+        nodes, found = drafts.nodes[rows], list[Tensor]()
+        some = p[nodes], drafts.q[rows], drafts.draws.rows(rows), weights[nodes, None]
+        for step in refusals(*some):
+            found.append(step[0])
+        weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
+        weights[place[rows]] = torch.cat(found, dim=1)
+
+    # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
+    #    logits: fall back to the root, where decode reports them.
+    weights[0] = 1
+    places = sent(order, p.device)
+    reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
+    end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
+    at = places[end].clamp(max=n - 1)
+    after = sample(normalise(residuals[at], p[at]), generator)
+
+    # 4. The path down to it. No token follows a draw without a node.
+    last, *text = (yield torch.cat([end, after])).tolist()
+    node, path = order[last], list[int]()
+    if node >= n:
+        node, *text = above[node]
+    while node:
+        path.insert(0, node)
+        node, token = above[node]
+        text.insert(0, token)
+    return Verdict(path, text)

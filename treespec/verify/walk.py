@@ -42,8 +42,6 @@ class Verifier(Protocol):
     scheme: the scheme that makes the tree's draws.
     coupled: whether the output at a position is a function of the target and the seed alone (`gumbel`), so that
     each cycle's tree may be chosen by its cost.
-    It may have a method `at_once` with the same arguments, as `Walk` has: a `Judging` for devices
-    that the host must not wait for often. Those of all sequences are read together.
     """
 
     @property
@@ -54,7 +52,11 @@ class Verifier(Protocol):
     def coupled(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        """p: [N, V] probabilities."""
+        """On a CPU. p: [N, V] probabilities."""
+        ...
+
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+        """On other devices, where the host must not wait often; it reads those of all sequences together."""
         ...
 
 
@@ -81,7 +83,7 @@ class Walk:
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
             return self.step_by_step(tree, p, generator)
-        return verdict_of(self.at_once(tree, p, generator))
+        return answered([self.at_once(tree, p, generator)])[0]
 
     def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
         return follow(tree, sample(self.plans(tree, p), generator))
@@ -191,11 +193,12 @@ def together(judgings: Sequence[Judging]) -> list[Any]:
     return [found[row] for row in range(len(judgings))]
 
 
-def verdict_of(judging: Judging) -> Verdict:
-    """The verdict of one alone."""
-    (found,) = together([judging])
-    if isinstance(found, Exception):
-        raise found
+def answered(judgings: Sequence[Judging]) -> list[Any]:
+    """As `together`. Raises the first error."""
+    found = together(judgings)
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
     return found
 
 
@@ -243,13 +246,15 @@ def judged(
     verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
 ) -> Judging:
     """A sequence's verdict, by the verifier; at temperature 0 and with noise by the largest scores."""
-    at_once = None if p.device.type == "cpu" else getattr(verifier, "at_once", None)
+    on_cpu = p.device.type == "cpu"
     if p.by.greedy and not p.by.shapers:
         return (yield from follow(tree, greedy_choice(p.raw)))
     if p.by.greedy or p.by.noise:
         depth = (yield tree.depth).tolist()
-        if p.device.type == "cpu":
+        if on_cpu or p.by.shapers:
             return path_along(children_by_token(tree), lambda node: p.choice(node, depth[node]))
-        scores = [p.by.scores(p.logits(slice(n, n + 1)), at) for n, at in enumerate(depth)]
+        scores = [p.by.scores(p.raw[n : n + 1], at) for n, at in enumerate(depth)]
         return (yield from follow(tree, greedy_choice(torch.cat(scores))))
-    return (yield from at_once(tree, p, generator)) if at_once else verifier(tree, p, generator)
+    if on_cpu:
+        return verifier(tree, p, generator)
+    return (yield from verifier.at_once(tree, p, generator))

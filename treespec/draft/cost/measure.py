@@ -123,7 +123,7 @@ class Bench:
         self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
         if proposer:
             self.proposer = proposer.new()
-            self.proposer.observe([self.features[:-1]], [self.tokens])
+            self.proposer.observe([self.features[:-1]], [self.tokens.cpu()])
 
     def branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
@@ -137,8 +137,8 @@ class Bench:
         """Draft a tree after observing a few new tokens."""
         proposer, last = self.proposer, self.tokens[-1:]
         proposer.rewind([len(self.tokens) - 1 - WAITING])
-        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
-        begun = proposer.begin(last, self.cache)
+        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :].cpu()])
+        begun = proposer.begin(last.cpu(), self.cache)
         grow_together(
             proposer.extend, [grow(last, logits) for logits in begun if logits is not None]
         )

@@ -19,9 +19,10 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below
+from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
+from treespec.verify.walk import Judging, answered
 
 Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
 Grown = TypeVar("Grown")
@@ -74,8 +75,8 @@ class Nodes:
         """
         device = self.tokens[0].device
         self.first += len(self.tokens[-1])
-        self.tokens.append(tokens.to(device))
-        self.above.append(above.to(device))
+        self.tokens.append(sent(tokens, device))
+        self.above.append(sent(above, device))
 
     def frontier(self, places: Tensor, rows: Tensor) -> Frontier:
         """F nodes of the last level.
@@ -84,7 +85,7 @@ class Nodes:
         above.
         """
         last = self.tokens[-1]
-        return Frontier(last[places.to(last.device)], rows.to(last.device))
+        return Frontier(last[sent(places, last.device)], sent(rows, last.device))
 
     def tree(self, kept: Tensor | None = None, drafts: Drafts | None = None) -> TokenTree:
         """The nodes as a token tree.
@@ -96,7 +97,7 @@ class Nodes:
         depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
         parents = torch.cat(self.above).flatten() + first
         kept = torch.arange(len(tokens)) if kept is None else kept
-        kept = kept.to(tokens.device)
+        kept = sent(kept, tokens.device)
         links = connect(kept, pad(parents, (1, 0)))
         ancestors = ancestor_mask(links, len(self.tokens) - 1)
         return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
@@ -105,12 +106,12 @@ class Nodes:
 @lru_cache
 def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Of all nodes the depth [M], and of all but the root the number [M - 1] of the first node of the
-    level above. sizes: of each level. Kept, as the host waits for each list that goes up.
+    level above. sizes: of each level. Kept, as each list that goes up takes time.
     """
     counts = torch.tensor(sizes)
     first = counts.cumsum(0) - counts
     depth = torch.arange(len(sizes)).repeat_interleave(counts)
-    return depth.to(device), first[depth[1:] - 1].to(device)
+    return sent(depth, device), sent(first[depth[1:] - 1], device)
 
 
 def drafts_of(levels: list[Drawn]) -> Drafts | None:
@@ -182,7 +183,7 @@ def with_chain(
     """A tree with forced tokens above it (`treespec.trees.tree.hung_below`).
 
     A forced token is a draw from a one-hot q, so every verifier answers it as any other draw.
-    root: [1] int64. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
+    root: [1] int64, on the host. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
     """
     # 1. Without draft distributions, the children are a function of the text anyway.
     hung = hung_below(root, chain, tree)
@@ -191,7 +192,7 @@ def with_chain(
         return hung
 
     # 2. The draws at the chain's nodes.
-    q = one_hot(tree.tokens.new_tensor(chain), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
+    q = one_hot(sent(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
     drawn = scheme.draw(q, 1, generator)
     if drafts.draws.sure is not None and drawn.sure is None:
         drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))
@@ -206,7 +207,7 @@ def in_drafts(
     chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary [N]."""
-    tokens = torch.tensor(chain, dtype=torch.int64, device=device)
+    tokens = sent(chain, device)
     if vocabulary is None:
         return tokens
     places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
@@ -223,17 +224,23 @@ class ForcedDrafter(Drafter):
     chains: Sequence[Sequence[int]] = ()
 
     @abstractmethod
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
-        """Feedback on a tree. path, out: without the forced tokens above it."""
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
+        """Feedback on a tree. path, out: without the forced tokens above it.
 
-    def end(self, row: int, root: Tensor) -> Tensor:
-        """[1] the token below which a sequence's tree is drafted. root: [1]."""
-        return root.new_tensor(self.chains[row][-1:]) if self.chains[row] else root
+        What it yields is read for all sequences in one copy.
+        """
+
+    def end(self, row: int, root: int) -> int:
+        """The token below which a sequence's tree is drafted."""
+        return [root, *self.chains[row]][-1]
 
     def hung(
         self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
     ) -> list[TokenTree]:
-        """The trees below the forced tokens. Each tree's root is the last of them (`end`)."""
+        """The trees below the forced tokens. Each tree's root is the last of them (`end`).
+
+        roots: [B] int64, on the host.
+        """
         rows = zip(roots.split(1), self.chains, trees, generators, strict=True)
         return [
             with_chain(root, chain, tree, self.scheme, generator) if chain else tree
@@ -241,7 +248,9 @@ class ForcedDrafter(Drafter):
         ]
 
     def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        learning = []
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
             above = len(self.chains[row])
             below = replace(out, logits=out.logits[above:]) if above else out
-            self.learn(row, [node - above for node in path[above:]], below)
+            learning.append(self.learn(row, [node - above for node in path[above:]], below))
+        answered(learning)

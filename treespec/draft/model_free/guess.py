@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
     from treespec.trees.tree import Rows, TokenTree
 
@@ -58,18 +58,16 @@ class Guess:
         tokens = [self.tokens[node - 1] for node in kept[1:]]
         return Guess(tokens, parents, probabilities[kept], rows=self.rows)
 
-    def tree(self, root: "Tensor") -> "TokenTree":
-        """The tree on the root's device, without draft distributions. root: [1] int64."""
-        from torch import cat, from_numpy  # the checks before loading do without torch
+    def tree(self, root: int, device: "torch.device") -> "TokenTree":
+        """The tree on a device, without draft distributions. root: its token."""
+        from treespec.trees.tree import Rows, TokenTree, sent  # checks before loading need no torch
 
-        from treespec.trees.tree import Rows, TokenTree
-
-        ancestors, at = np.eye(1 + len(self.tokens), dtype=bool), root.device
+        ancestors = np.eye(1 + len(self.tokens), dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             ancestors[node] |= ancestors[parent]
-        seen, rows = from_numpy(ancestors).to(at), self.rows
+        seen, rows = sent(ancestors, device), self.rows
         if rows:
-            rows = Rows(rows.tokens.to(at), rows.depth.to(at), rows.mask.to(at), rows.asked)
-        tokens = cat([root, root.new_tensor(self.tokens)])
-        parents = root.new_tensor([-1, *self.parents])
+            parts = (sent(part, device) for part in (rows.tokens, rows.depth, rows.mask))
+            rows = Rows(*parts, rows.asked)
+        tokens, parents = sent([[root, *self.tokens], [-1, *self.parents]], device)
         return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)

@@ -36,8 +36,8 @@ from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
-from treespec.shaping.sampling import sample_each
 from treespec.trees.tree import Rows
+from treespec.verify.walk import Judging
 
 
 @final
@@ -48,16 +48,16 @@ class Jacobi(TextDrafter):
         self.options = options
         self.guesses: list[int] = []
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         missing = self.options.window - len(self.guesses)
-        return Guess.chain(self.guesses + picks(text, missing, generator))
+        return Guess.chain(self.guesses + picks(text, missing))
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         """The target's choice after node i is the guess for the position after it.
 
         The choice after the last accepted node is the new root, so guesses start one node later.
         """
-        self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
+        self.guesses = (yield out.logits[accepted + 1 :].argmax(-1)).tolist()
 
 
 @final
@@ -76,18 +76,18 @@ class Lookahead(TextDrafter):
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         self.widest = 1 + (options.window + options.guesses) * (options.ngram - 1)
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         root = int(text[-1])
         if not self.window:
-            self.window = [picks(text, self.options.window + self.options.ngram - 2, generator)]
+            self.window = [picks(text, self.options.window + self.options.ngram - 2)]
         self.window[0][0] = root
         known = [*reversed(self.pool.get(root, {}))]
         guess = tree_of(known, self.options.guesses * self.options.ngram)
         return replace(guess, rows=beside(1 + len(guess.tokens), self.window))
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         below = out.rows if len(self.window) > 1 else torch.cat([out.logits[:1], out.rows])
-        new = below.argmax(-1).tolist()
+        new = (yield below.argmax(-1)).tolist()
         if len(self.window) < self.options.ngram - 1:
             self.window = [row[1:] for row in (*self.window, new)]
         else:
@@ -103,10 +103,9 @@ class Lookahead(TextDrafter):
                 del known[next(iter(known))]
 
 
-def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
-    """`number` random tokens of the text."""
-    each = torch.ones(1, len(text), device=generator.device)
-    return text[sample_each(each, number, generator)[0].cpu().numpy()].tolist()
+def picks(text: np.ndarray, number: int) -> list[int]:
+    """`number` random tokens of the text, the same in every text of this length."""
+    return np.random.default_rng(len(text)).choice(text, number).tolist()
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:

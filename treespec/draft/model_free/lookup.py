@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-import torch
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import Datastore, fingerprint, open_datastore
@@ -35,7 +34,7 @@ class Lookup(TextDrafter):
 
     options: LookupOptions
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         by = self.options
         _, places = longest_match(text, text, by.ngram)
         starts = places[: by.matches].tolist()
@@ -49,7 +48,7 @@ class Rest(TextDrafter):
     store: Datastore
     options: RestOptions
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         by = self.options
         found = self.store.continuations(text, by.matches, by.tokens)
         return tree_of(found.tolist(), by.nodes - 1)
@@ -86,7 +85,7 @@ class Suffix(TextDrafter):
     def remember(self, cache: str, completion: Sequence[int]) -> None:
         self.caches.named(cache).add(completion)
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         """text: [T], which begins with the text of the call before.
 
         The guess of the sequence itself, or that of the cache: the more promising one.

@@ -29,6 +29,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.trees.tree import TokenTree
+from treespec.verify.walk import Judging
 
 # Pr(accepted) of the first, second, … child before any feedback; the last is for all further ones.
 RATES = (0.6, 0.12, 0.06, 0.03)
@@ -47,14 +48,14 @@ class TextDrafter(Renewed, ABC):
     predicts: bool = False
 
     @abstractmethod
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         """The draft tokens below the last token, the root. text: [T] int64."""
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
         """Feedback after a cycle: the draft tokens that the target scored, the number of accepted
-        ones, and the target's output on their tree.
+        ones, and the target's output on their tree (`ForcedDrafter.learn`).
         """
-        return
+        yield from ()
 
     def enter(self, cache: str | None) -> None:
         """A sequence begins. cache: the suffix cache that it may draft from, too; None: none."""
@@ -109,22 +110,21 @@ class OneHotDrafter(ForcedDrafter):
     ) -> list[TokenTree]:
         self.chains = [distribution.forced() for distribution in distributions]
         trees = []
-        for number, (root, by) in enumerate(zip(roots.split(1), distributions, strict=True)):
+        for number, (root, by) in enumerate(zip(roots.tolist(), distributions, strict=True)):
             model, row = self.cost_model(number), self.rows[number]
             waits = model and not row.drafter.predicts and pauses(model, row.drafter.widest)
             row.guess = None
             if not (waits or by.over):
-                last = [*root.tolist(), *self.chains[number]]
-                row.guess = self.guess(number, last, generators[number], model)
-            trees.append((row.guess or Guess()).tree(self.end(number, root)))
+                last = [root, *self.chains[number]]
+                row.guess = self.guess(number, last, model)
+            guess, device = row.guess or Guess(), generators[number].device
+            trees.append(guess.tree(self.end(number, root), device))
         return self.hung(roots, trees, generators)
 
-    def guess(
-        self, row: int, last: list[int], generator: torch.Generator, model: CostModel | None
-    ) -> Guess:
+    def guess(self, row: int, last: list[int], model: CostModel | None) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
         text = np.append(self.rows[row].text, last)
-        guess = self.rows[row].drafter.draft(text, generator)
+        guess = self.rows[row].drafter.draft(text)
         return part(guess, model) if model else guess
 
     def cost_model(self, row: int) -> CostModel | None:
@@ -132,16 +132,16 @@ class OneHotDrafter(ForcedDrafter):
         models = self.rows[row].models
         return models and models.among(len(self.rows))
 
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> None:
+    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
         own = self.rows[row]
         if own.models:
             own.models.present.update(path)
         if own.guess:
-            own.drafter.update(own.guess, len(path), out)
+            yield from own.drafter.update(own.guess, len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, new in zip(self.rows, tokens, strict=True):
-            row.text = np.append(row.text, new[:-1].cpu().numpy())
+            row.text = np.append(row.text, new[:-1].numpy())
 
     def enter(self, memory: str | None) -> None:
         self.rows[0].drafter.enter(memory)

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import final
 
 import numpy as np
-import torch
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.guess import Guess
@@ -23,6 +22,7 @@ from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.sampling import largest
 from treespec.trees.most_likely import most_likely
+from treespec.verify.walk import Judging
 
 TOPK, NODES = 8, 80  # as in the paper
 DEPTH = 6
@@ -38,7 +38,7 @@ class Recycling(TextDrafter):
         self.after: dict[int, list[int]] = {}
         self.root, self.read = -1, 1  # the tree's, and how many tokens of the sequence are read
 
-    def draft(self, text: np.ndarray, generator: torch.Generator) -> Guess:
+    def draft(self, text: np.ndarray) -> Guess:
         for token, following in pairwise(text[self.read - 1 :].tolist()):
             known = self.after.setdefault(token, [])
             if following not in known:
@@ -55,8 +55,8 @@ class Recycling(TextDrafter):
             parents.append(parent)
         return Guess(tokens[1:], parents)
 
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> None:
-        best = largest(out.logits, min(TOPK, out.logits.shape[1]))[1].tolist()
+    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
+        best = (yield largest(out.logits, min(TOPK, out.logits.shape[1]))[1]).tolist()
         self.after.update(zip((self.root, *guess.tokens), best, strict=True))
 
 

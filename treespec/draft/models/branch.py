@@ -12,6 +12,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
 from treespec.trees.mask import committed
+from treespec.trees.tree import sent
 
 
 @final
@@ -58,11 +59,12 @@ class BranchProposer(Proposer):
             held = committed(cache.lengths, device)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
         self.written, self.places, self.branch = cache, places, Levels(places[:, None] >= 0)
-        self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position
+        self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position
 
     def below(self, roots: Tensor) -> list[Tensor | None]:
-        """`extend` for the roots [B] int64, which have no level above."""
-        return [*self.extend([Frontier(root, torch.zeros_like(root)) for root in roots.split(1)])]
+        """`extend` for the roots [B] int64 on the host, which have no level above."""
+        each = sent(roots, self.places.device).split(1)
+        return [*self.extend([Frontier(root, torch.zeros_like(root)) for root in each])]
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.places.device)

@@ -37,14 +37,14 @@ class ModelProposer(BranchProposer):
     root stays in the cache, as it is the next token to be observed. Drafted levels are written
     after it and forgotten.
 
-    known: [n] the observed tokens, by sequence.
+    known: [n] the observed tokens on the host, by sequence.
     """
 
     per_text = ("known", "cache")
 
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.vocab_size, self.cache = model, target.vocab_size, model.new_cache()
-        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]
+        self.known = [torch.empty(0, dtype=torch.int64)]
 
     @property
     def models(self) -> list[nn.Module]:
@@ -79,7 +79,7 @@ class ModelProposer(BranchProposer):
     def continued(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """The observed tokens of each sequence and its next ones [n]."""
         pairs = zip(self.known, tokens, strict=True)
-        return [torch.cat([known, new.to(known.device)]) for known, new in pairs]
+        return [torch.cat(pair) for pair in pairs]
 
     def own(self, tokens: Tensor) -> Tensor:
         """The draft model's tokens for a sequence of the target's [n], from its first token on."""

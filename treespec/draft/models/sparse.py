@@ -36,6 +36,7 @@ from treespec.model.attention import NAME, tree_attention
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
 from treespec.model.target import Target
+from treespec.trees.tree import sent
 
 NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
 WATCHED = "treespec_watched"
@@ -69,7 +70,7 @@ class SparseProposer(BranchProposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, new in enumerate(tokens):
-            self.tokens[row] = torch.cat([self.tokens[row], new[:-1].cpu()])
+            self.tokens[row] = torch.cat([self.tokens[row], new[:-1]])
             if self.window and len(new) - 1 > self.window:
                 self.chosen[row] = None  # a prompt chooses again
 
@@ -86,7 +87,7 @@ class SparseProposer(BranchProposer):
             start = max(first, length - self.budget + len(kept))
             columns.append(torch.tensor([*kept, *range(start, length)][:length], dtype=torch.int64))
         positions = pad_sequence(columns, batch_first=True, padding_value=NOTHING)
-        places = positions.where(positions != CHOSEN, 0).to(self.model.output_device)
+        places = sent(positions.where(positions != CHOSEN, 0), self.model.output_device)
         self.follow(self._copied(cache, positions), cache.lengths, places)
         return self.below(roots)
 
@@ -114,7 +115,7 @@ class SparseProposer(BranchProposer):
             for row, known in enumerate(self.chosen):
                 if known:
                     index[row, :, : known[1].shape[1]] = known[1][i].T
-            index = index.to(source.storage[0].device)[..., None]
+            index = sent(index, source.storage[0].device)[..., None]
             layer.update(
                 *(
                     kept.gather(2, index.expand(*[-1] * 3, kept.shape[-1]))

@@ -18,6 +18,7 @@ from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
+from treespec.trees.tree import sent
 
 
 class PairProposer(Proposer):
@@ -62,6 +63,7 @@ class PairProposer(Proposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         if not any(len(tokens) for _, tokens in self.waiting):
             return [None] * len(self.waiting)
+        roots = sent(roots, self.target.output_device)
         logits = self.first(self.run(roots), roots)
         return [row if n else None for row, n in zip(logits, self.cache.lengths, strict=True)]
 
@@ -85,7 +87,7 @@ class PairProposer(Proposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            (states, following), after = self.waiting[row], known[1:].to(new.device)
+            (states, following), after = self.waiting[row], sent(known[1:], new.device)
             if len(following):
                 new, after = torch.cat([states, new]), torch.cat([following, after])
             self.waiting[row] = new, after

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
+from treespec.model.experts import blocked_activation, pack_router, packed_experts
 from treespec.model.quantised import is_plain
 
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
@@ -97,16 +98,44 @@ def packed_layer(layer: Any) -> nn.Module:
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    own = hooks or "forward" in vars(layer)
-    if own or not is_plain(layer) or not layer.weight.is_cpu or not kernels.library():
+    if hooks or "forward" in vars(layer) or not kernels.library():
+        return layer
+    if not any(True for _ in (*layer.parameters(), *layer.buffers())):
+        return blocked_activation(layer)
+    if "down_proj" in layer._parameters:
+        return packed_experts(layer)
+    if not is_plain(layer) or not layer.weight.is_cpu:
         return layer
     if "RMSNorm" in type(layer).__name__:
         return packed_norm(layer)
-    if type(layer) not in (nn.Linear, Conv1D):
-        return layer
+    if isinstance(layer, nn.Linear | Conv1D):
+        return packed_linear(layer)
+    if layer.weight.dim() == 2 and not isinstance(layer, nn.Embedding):
+        pack_router(layer)
+    return layer
+
+
+def packed_linear(layer: nn.Linear | Conv1D) -> nn.Module:
+    """A packed linear layer, or the layer itself where its class does more than to multiply.
+
+    A class of its own is tried on random rows: it may round the inputs, for example.
+    """
+    # 1. Parts of a class without a forward are multiplied by elsewhere, as in attention of torch.
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    form = kernels.form_of(weight)
-    return layer if form is None else PackedLinear(weight, layer.bias, form)
+    form, is_own = kernels.form_of(weight), type(layer) not in (nn.Linear, Conv1D)
+    if form is None or (is_own and "forward" not in vars(type(layer))):
+        return layer
+    packed = PackedLinear(weight, layer.bias, form)
+    if not is_own:
+        return packed
+
+    # 2. Errors: two roundings of the result, and those of the sum.
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    exact, found = packed(x.float()), layer(x)
+    sizes = x.float().abs() @ weight.float().abs().T
+    allowed = 2 * torch.finfo(weight.dtype).eps * exact.abs() + 1e-5 * sizes
+    alike = isinstance(found, Tensor) and found.shape == exact.shape
+    return packed if alike and bool(((found - exact).abs() <= allowed).all()) else layer
 
 
 def multiplies_bfloat16() -> bool:

@@ -4,6 +4,7 @@ torch's own products of experts depend on how many rows go to an expert, and its
 form for whole blocks of 64 numbers and another for the rest of a thread's part.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, final
 
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
 from treespec.model.quantised import is_plain_weight
@@ -26,7 +29,9 @@ class PackedExperts(nn.Module):
     def __init__(self, own: Any) -> None:
         super().__init__()
         self.own, self.first = own, "gate_up_proj" if own.has_gate else "up_proj"
-        self.forms: dict[str, tuple[tuple[int, int], int]] = {}  # (out, in) and form of each product
+        self.forms: dict[
+            str, tuple[tuple[int, int], int]
+        ] = {}  # (out, in) and form of each product
         for name in (self.first, "down_proj"):
             weights = getattr(own, name).mT if own.is_transposed else getattr(own, name)
             form = max(kernels.form_of(weight) or 0 for weight in weights)
@@ -57,7 +62,9 @@ class PackedExperts(nn.Module):
         """[S, out] from rows [S, in], of which the first counts[0] are of expert 0, and so on."""
         packed, biases = getattr(self.own, name), getattr(self.own, f"{name}_bias", None)
         parts = [
-            kernels.linear(part, packed[e], None if biases is None else biases[e], *self.forms[name])
+            kernels.linear(
+                part, packed[e], None if biases is None else biases[e], *self.forms[name]
+            )
             for e, part in enumerate(rows.split(counts))
             if len(part)
         ]
@@ -68,7 +75,9 @@ def packed_experts(experts: Any) -> nn.Module:
     """The experts with packed products, or themselves where they are of another kind."""
     weights = [vars(experts)["_parameters"].get(name) for name in ("gate_up_proj", "up_proj")]
     weights = [*filter(None.__ne__, weights), experts._parameters.get("down_proj")]
-    plain = all(is_plain_weight(weight) and weight.is_cpu and weight.dim() == 3 for weight in weights)
+    plain = all(
+        is_plain_weight(weight) and weight.is_cpu and weight.dim() == 3 for weight in weights
+    )
     if not plain or "has_post_expert_norm" not in vars(experts):
         return experts
     return PackedExperts(experts)
@@ -76,32 +85,46 @@ def packed_experts(experts: Any) -> nn.Module:
 
 @final
 class PackedProduct(TorchFunctionMode):
-    """Inside, products with a weight of this shape are those with the packed one."""
+    """A router's own forward, in which products with its weight [out, in] are those with a packed one."""
 
-    def __init__(self, weight: Tensor, form: int) -> None:
+    def __init__(self, router: Any, form: int) -> None:
         super().__init__()
-        self.shape, self.form = weight.shape, form
-        self.packed = kernels.packed(weight, form)
+        self.own, self.shape, self.form = router.forward, tuple(router.weight.shape), form
+        self.packed = kernels.packed(router.weight, form)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self.own(*args, **kwargs)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
         if function is F.linear and args[1].shape == self.shape:
-            bias = args[2] if len(args) > 2 else None
-            return kernels.linear(args[0], self.packed, bias, tuple(self.shape), self.form)
-        return function(*args, **(kwargs or {}))
+            bias = kwargs.get("bias") if len(args) < 3 else args[2]
+            return kernels.linear(args[0], self.packed, bias, self.shape, self.form)
+        return function(*args, **kwargs)
 
 
 def pack_router(router: Any) -> None:
-    """Let a module that multiplies by a matrix of its own use a packed one."""
-    form = kernels.form_of(router.weight)
+    """Let a module that multiplies by a matrix of its own use a packed one, if a trial agrees."""
+    weight, form = router.weight, kernels.form_of(router.weight)
     if form is None:
         return
-    product, own = PackedProduct(router.weight, form), router.forward
+    product = PackedProduct(router, form)
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    try:
+        expected, found = (tree_leaves(code(x))[0] for code in (product.own, product))
+    except Exception:  # a model's own code may raise anything
+        return
+    if torch.allclose(found.float(), expected.float(), rtol=0.05, atol=0.05):
+        router.forward = product
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with product:
-            return own(*args, **kwargs)
 
-    router.forward = forward
+def all_packed(modules: Iterable[nn.Module]) -> bool:
+    """Whether no module multiplies by torch's linear layers."""
+    linear = (module for module in modules if isinstance(module, nn.Linear | Conv1D))
+    return all(isinstance(vars(module).get("forward"), PackedProduct) for module in linear)
 
 
 @final

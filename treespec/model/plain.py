@@ -1,19 +1,25 @@
 """The check that treespec understands a model: a tree's logits must be the plain model's."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.model import kernels
+from treespec.model.attention import NAME
+from treespec.model.experts import all_packed
 from treespec.model.quantised import is_plain_weight
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree, root_only
 
+log = logging.getLogger(__name__)
+
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
+LONG = 96  # committed tokens of the check of bits
 
 
 def understand(target: Any) -> torch.device:
@@ -62,7 +68,9 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     # 2. The tree's logits.
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
-    out = target.forward_tree(cache, _tree(torch.tensor([b, c, d]), [0, 1, 1]))
+    parents = torch.tensor([-1, 0, 0])
+    nodes, depth = torch.tensor([b, c, d]), torch.tensor([0, 1, 1])
+    out = target.forward_tree(cache, TokenTree(nodes, parents, depth, ancestor_mask(parents, 1)))
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
@@ -79,30 +87,63 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
-    Node 3 of this tree, behind nine tokens, beside its path token by token:
+    Only on a CPU, where our kernels have all linear layers and the attention, and no recurrent layer
+    takes several tokens at once. The rest is found out by trial: a path of a binary tree of 31 nodes,
+    after `LONG` tokens and in a batch with a shorter sequence, is forwarded again token by token.
 
-      0 - 1 - 3        4 is a child of 2
-        \\ 2 - 4
+          0
+         / \
+        1   2           the path 0 2 6 14 30; then 14 after a commit of 0 2 6
+       / \ / \
+      3  4 5  6 …
     """
-    tokens = torch.tensor([[(3 + 4 * i) % target.vocab_size for i in range(FAR)]])
-    nodes = torch.tensor([5, 7, 11, 13, 17]) % target.vocab_size
-    whole, single = target.new_cache(), target.new_cache()
-    target.prefill(whole, tokens)
-    target.prefill(single, tokens)
-    rows = target.forward_tree(whole, _tree(nodes, [0, 1, 1, 2, 2])).logits
-    for node in (0, 1, 3):
-        if not torch.equal(
-            target.forward_tree(single, root_only(nodes[[node]])).logits[0], rows[node]
-        ):
-            return False
-        single.commit([[0]])
-    return True
+    # 1. What cannot have them.
+    recurrent, output = target.recurrent, target.model.get_output_embeddings()
+    in_kernels = target.device.type == "cpu" and kernels.library() is not None
+    if not in_kernels or not all_packed((*target.decoder.modules(), output)):
+        return False
+    if recurrent and any(mixer.continues for mixer in recurrent.mixers):
+        return False
+    has_attention = recurrent is None or recurrent.has_attention
+    if has_attention and target.config._attn_implementation != NAME:
+        return False
+
+    # 2. The tree.
+    tokens = torch.tensor([[(3 + 4 * i) % target.vocab_size for i in range(LONG)]])
+    cache, other = target.new_cache(), target.new_cache()
+    target.prefill(cache, tokens)
+    target.prefill(other, tokens[:, :FAR])
+    cache.join([other])
+    nodes = (5 + 2 * torch.arange(31)) % target.vocab_size
+    parents = (torch.arange(31) - 1).div(2, rounding_mode="floor")
+    ancestors = ancestor_mask(parents, 4)
+    tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
+    rows = target.forward_trees(cache, [tree, tree])[0].logits
+
+    # 3. One token at a time.
+    def alone(node: int) -> bool:
+        logits = target.forward_tree(cache, root_only(nodes[[node]])).logits
+        return torch.equal(logits[0], rows[node])
+
+    cache.commit([[0, 2, 6], [0]])
+    cache.select([0])
+    equal = alone(14)
+    cache.rewind([LONG])
+    for node in (0, 2, 6, 14, 30):
+        equal = equal and alone(node)
+        cache.commit([[0]])
+    return equal
 
 
-def _tree(tokens: Tensor, depth: list[int]) -> TokenTree:
-    """The first nodes of the tree 0 - 1 - 3, 0 - 2 - 4."""
-    parents = torch.tensor([-1, 0, 0, 1, 2][: len(depth)])
-    return TokenTree(tokens, parents, torch.tensor(depth), ancestor_mask(parents, max(depth)))
+def tell_of_bits(target: Any) -> None:
+    """Warn where drafting may change the target's logits by a rounding."""
+    if not has_equal_bits(target):
+        log.warning(
+            "%s in %s on %s: drafting may change the last bits of its logits",
+            type(target.model).__name__,
+            str(target.dtype).removeprefix("torch."),
+            target.device.type,
+        )
 
 
 def _plain(target: Any, tokens: list[int]) -> torch.Tensor:

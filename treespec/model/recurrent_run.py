@@ -94,7 +94,7 @@ class Mixer:
         # 1. All tokens at once.
         inputs = next(iter(steps.values()))
         rows, length = inputs.shape[:2]
-        if (self.continues and length > DEEPEST) or length == 1 or not state:
+        if self.continues or length == 1 or not state:
             returned, after = self._call(cache, constant | steps, state, inputs)
             return returned, {length - 1: after}
 

@@ -14,7 +14,15 @@ from treespec.model.masks import additive
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
 # torch's sdpa has neither; transformers computes them step by step.
-CAPS_OR_SINKS = ["flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"]
+CAPS_OR_SINKS = [
+    "flint",
+    "gemma2",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "vaultgemma",
+]
 
 
 def tree_attention(

@@ -9,16 +9,19 @@ any other                           its own           as it is
 
 import inspect
 from collections import defaultdict
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
-from treespec.model.experts import blocked_activation, pack_router, packed_experts
-from treespec.model.quantised import is_plain
+from treespec.model.experts import alike, in_blocks, pack_router, run_experts
+from treespec.model.quantised import is_plain_weight
 
+ACTIVATIONS = {own if isinstance(own, type) else own[0] for own in ACT2CLS.values()}
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
 
@@ -29,7 +32,7 @@ class PackedLinear(nn.Module):
     A row of the output has the same bits for any number of rows.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, form: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, form: int) -> None:
         """weight: [out, in]. form: of the packed weight (`kernels.form_of`)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -67,8 +70,8 @@ def packed_norm(norm: Any) -> nn.Module:
         return norm
     packed, random = PackedNorm(weight, own[0]), torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
-    x, rounding = x.to(weight.dtype), max(2 * torch.finfo(weight.dtype).eps, 1e-6)
-    return packed if torch.allclose(packed(x), norm(x), rtol=rounding, atol=0) else norm
+    rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
+    return packed if alike(packed, norm, x.to(weight.dtype), rounding) else norm
 
 
 @torch.no_grad()
@@ -97,50 +100,43 @@ def packed_layer(layer: Any) -> nn.Module:
     A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
+    # 1. What has no weight, and experts.
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    if hooks or "forward" in vars(layer) or not kernels.library():
+    plain = all(is_plain_weight(w) and w.is_cpu for w in layer.parameters(recurse=False))
+    if hooks or "forward" in vars(layer) or not plain or not kernels.library():
         return layer
-    if not any(True for _ in (*layer.parameters(), *layer.buffers())):
-        return blocked_activation(layer)
-    if "down_proj" in layer._parameters:
-        return packed_experts(layer)
-    if not is_plain(layer) or not layer.weight.is_cpu:
-        return layer
-    if "RMSNorm" in type(layer).__name__:
+    if type(layer) in ACTIVATIONS:
+        layer.forward = partial(in_blocks, layer.forward)
+    if vars(layer).get("has_post_expert_norm") is False:  # of transformers' experts interface
+        pack_experts(layer)
+
+    # 2. Norms and linear layers; another module with a matrix may be a router.
+    weight = layer._parameters.get("weight")
+    if weight is not None and "RMSNorm" in type(layer).__name__:
         return packed_norm(layer)
-    if isinstance(layer, nn.Linear | Conv1D):
-        return packed_linear(layer)
-    if layer.weight.dim() == 2 and not isinstance(layer, nn.Embedding):
-        pack_router(layer)
+    if weight is None or weight.dim() != 2 or isinstance(layer, nn.Embedding):
+        return layer
+    weight = weight.T if isinstance(layer, Conv1D) else weight
+    if (form := kernels.form_of(weight)) is not None:
+        packed = PackedLinear(weight, layer._parameters.get("bias"), form)
+        if type(layer) in (nn.Linear, Conv1D):
+            return packed
+        if not isinstance(layer, nn.Linear):
+            pack_router(layer, packed)
     return layer
 
 
-def packed_linear(layer: nn.Linear | Conv1D) -> nn.Module:
-    """A packed linear layer, or the layer itself where its class does more than to multiply.
-
-    A class of its own is tried on random rows: it may round the inputs, for example.
-    """
-    # 1. Parts of a class without a forward are multiplied by elsewhere, as in attention of torch.
-    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    form, is_own = kernels.form_of(weight), type(layer) not in (nn.Linear, Conv1D)
-    if form is None or (is_own and "forward" not in vars(type(layer))):
-        return layer
-    packed = PackedLinear(weight, layer.bias, form)
-    if not is_own:
-        return packed
-
-    # 2. Errors: two roundings of the result, and those of the sum.
-    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    try:
-        found = layer(x)
-    except Exception:  # a model's own code may raise anything
-        return layer
-    if not isinstance(found, Tensor):
-        pack_router(layer)
-        return layer
-    exact, sizes = packed(x.float()), x.float().abs() @ weight.float().abs().T
-    allowed = 2 * torch.finfo(weight.dtype).eps * exact.abs() + 1e-5 * sizes
-    return packed if bool(((found - exact).abs() <= allowed).all()) else layer
+def pack_experts(own: Any) -> None:
+    """Pack the products of experts, and free their plain weights."""
+    own.products = nn.ModuleList()
+    for name in ("gate_up_proj" if own.has_gate else "up_proj", "down_proj"):
+        weights = getattr(own, name)
+        biases = getattr(own, f"{name}_bias") if own.has_bias else [None] * len(weights)
+        weights = weights.mT if own.is_transposed else weights
+        forms = map(kernels.form_of, weights)
+        own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
+        delattr(own, name)
+    own.forward = partial(run_experts, own)
 
 
 def multiplies_bfloat16() -> bool:

@@ -68,22 +68,6 @@ def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype)
     assert (kernels.attention(q, k, v, mask, 0.3) - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_soft_caps_and_sinks_are_the_models_own_up_to_rounding(dtype):
-    """Of Gemma 2, and of gpt-oss."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 5), (2, 30), (2, 30)))
-    mask, sinks = torch.zeros(2, 1, 5, 30).masked_fill(torch.rand(2, 1, 5, 30) < 0.4, -1e4).to(dtype), torch.randn(4)
-    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT) * 2
-    for cap, own in ((3.0, None), (0.0, sinks.to(dtype))):
-        capped = (cap * torch.tanh(scores / cap) if cap else scores) + mask.double()
-        beside = torch.full((2, 4, 5, 1), -torch.inf) if own is None else own.view(1, 4, 1, 1).expand(2, 4, 5, 1)
-        shares = torch.cat([capped, beside.double()], -1).softmax(-1)[..., :-1]
-        exact = (shares @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
-        found = kernels.attention(q, k, v, mask, 2.0, (cap, own))
-        assert (found - exact).abs().max() <= 2 * DTYPES[dtype] * exact.abs().max()
-
-
 def test_hidden_columns_change_no_bit_of_attention():
     """Keys of a path, close together or among others: its sum takes them in the same order."""
     torch.manual_seed(0)
@@ -179,6 +163,18 @@ def test_packed_experts_routers_caps_and_sinks_are_the_models_own(name):
     found = Target(model).model(ids).logits
     close(found, plain, 1e-3, 1e-4)
     assert not [module for module in model.modules() if isinstance(module._parameters.get("down_proj"), nn.Parameter)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_of_a_real_width_give_a_row_its_bits_alone(dtype):
+    """torch's own products of 1,536 numbers differ by the number of rows."""
+    config = tiny(MODELS["mixtral"], {"hidden_size": 1536, "num_hidden_layers": 1, "head_dim": 384})
+    layer = random_model(config).to(dtype).model.layers[0].mlp
+    x = torch.randn(1, 20, 1536, generator=seeded(0)).to(dtype)
+    pack(layer)
+    rows = layer(x)
+    for row in range(20):
+        assert torch.equal(layer(x[:, row : row + 1])[0, 0], rows[0, row])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 14, 64])

@@ -14,14 +14,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
 from treespec.model.experts import alike, in_blocks, pack_router, run_experts
 from treespec.model.quantised import is_plain_weight
 
-ACTIVATIONS = {own if isinstance(own, type) else own[0] for own in ACT2CLS.values()}
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
 
@@ -105,7 +103,7 @@ def packed_layer(layer: Any) -> nn.Module:
     plain = all(is_plain_weight(w) and w.is_cpu for w in layer.parameters(recurse=False))
     if hooks or "forward" in vars(layer) or not plain or not kernels.library():
         return layer
-    if type(layer) in ACTIVATIONS:
+    if type(layer).__module__ == "transformers.activations":
         layer.forward = partial(in_blocks, layer.forward)
     if vars(layer).get("has_post_expert_norm") is False:  # of transformers' experts interface
         pack_experts(layer)
@@ -131,10 +129,10 @@ def pack_experts(own: Any) -> None:
     own.products = nn.ModuleList()
     for name in ("gate_up_proj" if own.has_gate else "up_proj", "down_proj"):
         weights = getattr(own, name)
-        biases = getattr(own, f"{name}_bias") if own.has_bias else [None] * len(weights)
+        biases = getattr(own, f"{name}_bias", [None] * len(weights))
         weights = weights.mT if own.is_transposed else weights
-        forms = map(kernels.form_of, weights)
-        own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
+        layers = map(PackedLinear, weights, biases, map(kernels.form_of, weights))
+        own.products.append(nn.ModuleList(layers))
         delattr(own, name)
     own.forward = partial(run_experts, own)
 

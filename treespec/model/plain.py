@@ -67,9 +67,9 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     # 2. The tree's logits.
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
-    parents = torch.tensor([-1, 0, 0])
-    nodes, depth = torch.tensor([b, c, d]), torch.tensor([0, 1, 1])
-    out = target.forward_tree(cache, TokenTree(nodes, parents, depth, ancestor_mask(parents, 1)))
+    parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
+    tree = TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents, 1))
+    out = target.forward_tree(cache, tree)
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
@@ -92,9 +92,9 @@ def has_equal_bits(target: Any) -> bool:
     and 30 below them are forwarded again one by one.
     """
     # 1. What cannot have them.
-    is_ours = target.device.type == "cpu" and target.config._attn_implementation == NAME
-    layers = (*target.decoder.modules(), target.model.get_output_embeddings())
-    if not is_ours or target.recurrent or any(isinstance(layer, nn.Linear) for layer in layers):
+    if target.device.type != "cpu" or target.config._attn_implementation != NAME:
+        return False
+    if target.recurrent or any(isinstance(m, nn.Linear) for m in target.decoder.modules()):
         return False
 
     # 2. The tree.
@@ -103,8 +103,7 @@ def has_equal_bits(target: Any) -> bool:
     target.prefill(cache, tokens)
     target.prefill(other, tokens[:, :FAR])
     cache.join([other])
-    nodes = torch.arange(31) % target.vocab_size
-    parents = torch.tensor([(node - 1) // 2 for node in range(31)])
+    nodes, parents = tokens[0, :31], (torch.arange(31) - 1) // 2
     ancestors = ancestor_mask(parents, 4)
     tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
     rows = target.forward_trees(cache, [tree, tree])[0].logits
@@ -123,8 +122,8 @@ def has_equal_bits(target: Any) -> bool:
 def tell_of_bits(target: Any) -> None:
     """Warn where drafting may change the target's logits by a rounding."""
     if not has_equal_bits(target):
-        name, where = type(target.model).__name__, f"{target.dtype} on {target.device.type}"
-        log.warning("%s in %s: drafting may change the last bits of its logits", name, where)
+        where = type(target.model).__name__, target.dtype, target.device
+        log.warning("%s in %s on %s: drafting may change the last bits of its logits", *where)
 
 
 def _plain(target: Any, tokens: list[int]) -> torch.Tensor:

@@ -5,6 +5,8 @@ with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
 any other                           its own           as it is
+
+Each expert of a mixture is a `PackedLinear` too, and a router's weight is packed beside the plain one.
 """
 
 import inspect
@@ -74,11 +76,14 @@ def packed_norm(norm: Any) -> nn.Module:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Replace the linear layers and norms of a model that can be packed; others stay as they are.
+    """Replace the linear layers, experts and norms of a model that can be packed; others stay.
 
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
-    embedding shares. A layer in two places is packed once.
+    embedding shares. A layer in two places is packed once. A model without a weight on the CPU stays
+    as it is.
     """
+    if not any(weight.is_cpu for weight in model.parameters()):
+        return
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if name and not name.endswith(OWN_USE):
@@ -119,7 +124,7 @@ def packed_layer(layer: Any) -> nn.Module:
         packed = PackedLinear(weight, layer._parameters.get("bias"), form)
         if type(layer) in (nn.Linear, Conv1D):
             return packed
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear):  # those may be used without their forward
             pack_router(layer, packed)
     return layer
 

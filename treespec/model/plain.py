@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
-LONG = 96  # committed tokens of the check of bits
 
 
 def understand(target: Any) -> torch.device:
@@ -68,8 +67,8 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
     parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
-    tree = TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents, 1))
-    out = target.forward_tree(cache, tree)
+    nodes = torch.tensor([b, c, d])
+    out = target.forward_tree(cache, TokenTree(nodes, parents, depth, ancestor_mask(parents, 1)))
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
@@ -82,12 +81,11 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     return out.features.device
 
 
-@torch.no_grad()
 def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
     Only on a CPU, where our kernels have the attention and all linear layers, and no layer is
-    recurrent. The rest is found out by trial: after `LONG` tokens, a binary tree of 31 nodes is
+    recurrent. The rest is found out by trial: after 96 tokens, a binary tree of 31 nodes is
     forwarded in a batch with a shorter sequence; its nodes 0 and 2 are committed, and the nodes 6, 14
     and 30 below them are forwarded again one by one.
     """
@@ -98,7 +96,7 @@ def has_equal_bits(target: Any) -> bool:
         return False
 
     # 2. The tree.
-    tokens = torch.arange(LONG)[None] % target.vocab_size
+    tokens = torch.arange(96)[None] % target.vocab_size
     cache, other = target.new_cache(), target.new_cache()
     target.prefill(cache, tokens)
     target.prefill(other, tokens[:, :FAR])
@@ -122,8 +120,12 @@ def has_equal_bits(target: Any) -> bool:
 def tell_of_bits(target: Any) -> None:
     """Warn where drafting may change the target's logits by a rounding."""
     if not has_equal_bits(target):
-        where = type(target.model).__name__, target.dtype, target.device
-        log.warning("%s in %s on %s: drafting may change the last bits of its logits", *where)
+        log.warning(
+            "%s in %s on %s: drafting may change the last bits of its logits",
+            type(target.model).__name__,
+            target.dtype,
+            target.device,
+        )
 
 
 def _plain(target: Any, tokens: list[int]) -> torch.Tensor:

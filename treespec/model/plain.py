@@ -67,8 +67,9 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
     parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
-    nodes = torch.tensor([b, c, d])
-    out = target.forward_tree(cache, TokenTree(nodes, parents, depth, ancestor_mask(parents, 1)))
+    out = target.forward_tree(
+        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents, 1))
+    )
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()

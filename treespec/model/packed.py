@@ -6,7 +6,7 @@ with a C compiler, values of
     single precision                `PackedLinear`    32 bits
 any other                           its own           as it is
 
-Each expert of a mixture is a `PackedLinear` too, and a router's weight is packed beside the plain one.
+Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain weight next to a packed one.
 """
 
 import inspect

@@ -24,6 +24,7 @@ from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.eval.certify.statistics import least_gap
 from treespec.eval.config import CertifyConfig
+from treespec.model import kernels
 from treespec.model.target import Target
 from treespec.shaping.processors import Penalties
 from treespec.shaping.sampling import SamplingParams
@@ -61,6 +62,7 @@ def headed():
 def test_exact_verifiers_are_certified(headed, tree, verifier):
     found = Examination(headed.configured(tree, verifier), PROMPTS, SHORT).verdict()
     assert found["passed"], found["tests"]
+    assert not found["equal_bits"]  # torch multiplies by the weights of a model object
     assert [test["samples"] > 0 for test in found["tests"][1:]] == [True] * (5 if verifier == "topk" else 9)
     assert sum(test["error"] for test in found["tests"][1:]) == pytest.approx(SHORT.error)
 
@@ -130,6 +132,8 @@ def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
     assert len(report["tests"]) == 10
     hidden = f"faults that shift less than {report['tests'][1]['finds']:.1%} of the probability may stay hidden"
     assert f"At {report['tests'][1]['samples']} tokens {hidden}" in done.output
+    assert report["equal_bits"] == ("a node of a tree has the same bits as one token at a time" in done.output)
+    assert report["equal_bits"] == bool(kernels.library())
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):

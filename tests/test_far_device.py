@@ -52,6 +52,7 @@ def measure():
     from treespec.draft.source import load_source
     from treespec.draft.trained.kinds import new_head
     from treespec.heads.registry import HEADS
+    from treespec.model.plain import has_equal_bits
     from treespec.model.target import Target
 
     # 1. A target on the device, and what drafts for it.
@@ -64,6 +65,7 @@ def measure():
     keep = far_device.install()
     target = Target(far_device.moved(random_model(CONFIGS["llama"]())))
     target.eos = frozenset()
+    assert not has_equal_bits(target)
 
     def source(name):
         if name == "model":

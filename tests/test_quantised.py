@@ -21,6 +21,7 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
+from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
 
 FORMS = ("int8", "fp8")
@@ -74,6 +75,7 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
     assert form.startswith("gguf") or type(weight) is not nn.Parameter or weight.dtype != torch.float32
     assert [record.name for record in caplog.records].count("treespec.model.load_in") == (form == "8bit")
     assert "MatMul8bitLt" not in caplog.text
+    assert ("change the last bits" in caplog.text) == ("gguf" not in form)
 
 
 def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
@@ -222,6 +224,7 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     close(ours, theirs, 1e-4)
     layer = spec.target.model.model.layers[0].mlp.up_proj
     assert ("forward" in vars(layer)) == bool(inputs)
+    assert has_equal_bits(spec.target) == (not inputs)
 
 
 def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):

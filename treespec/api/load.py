@@ -20,6 +20,7 @@ from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
 from treespec.model.packed import multiplies_bfloat16, pack
 from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.plain import tell_of_bits
 from treespec.model.target import Target
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def load_sources(
         pack(model.model)
     for module in (module for source in sources.values() for module in source.models):
         pack(module)
+    if sources:
+        tell_of_bits(model)
     return model, sources
 
 

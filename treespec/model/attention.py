@@ -13,10 +13,16 @@ from treespec.model import kernels
 from treespec.model.masks import additive
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
-CAPS_OR_SINKS = (
+# torch's sdpa has neither; transformers computes them step by step.
+CAPS_OR_SINKS = [
+    "flint",
     "gemma2",
     "gpt_oss",
-)  # torch's sdpa has neither; transformers computes them step by step
+    "granite_swa",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "vaultgemma",
+]
 
 
 def tree_attention(

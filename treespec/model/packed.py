@@ -5,10 +5,13 @@ with a C compiler, values of
     bfloat16 or half precision      `PackedLinear`    16 bits
     single precision                `PackedLinear`    32 bits
 any other                           its own           as it is
+
+Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain weight next to a packed one.
 """
 
 import inspect
 from collections import defaultdict
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,7 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
-from treespec.model.quantised import is_plain
+from treespec.model.experts import alike, in_blocks, pack_router, run_experts
+from treespec.model.quantised import is_plain_weight
 
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
@@ -28,7 +32,7 @@ class PackedLinear(nn.Module):
     A row of the output has the same bits for any number of rows.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, form: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, form: int) -> None:
         """weight: [out, in]. form: of the packed weight (`kernels.form_of`)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -66,17 +70,20 @@ def packed_norm(norm: Any) -> nn.Module:
         return norm
     packed, random = PackedNorm(weight, own[0]), torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
-    x, rounding = x.to(weight.dtype), max(2 * torch.finfo(weight.dtype).eps, 1e-6)
-    return packed if torch.allclose(packed(x), norm(x), rtol=rounding, atol=0) else norm
+    rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
+    return packed if alike(packed, norm, x.to(weight.dtype), rounding) else norm
 
 
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Replace the linear layers and norms of a model that can be packed; others stay as they are.
+    """Replace the linear layers, experts and norms of a model that can be packed; others stay.
 
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
-    embedding shares. A layer in two places is packed once.
+    embedding shares. A layer in two places is packed once. A model without a weight on the CPU stays
+    as it is.
     """
+    if not any(weight.is_cpu for weight in model.parameters()):
+        return
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if name and not name.endswith(OWN_USE):
@@ -96,17 +103,43 @@ def packed_layer(layer: Any) -> nn.Module:
     A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
+    # 1. What has no weight, and experts.
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    own = hooks or "forward" in vars(layer)
-    if own or not is_plain(layer) or not layer.weight.is_cpu or not kernels.library():
+    plain = all(is_plain_weight(w) and w.is_cpu for w in layer.parameters(recurse=False))
+    if hooks or "forward" in vars(layer) or not plain or not kernels.library():
         return layer
-    if "RMSNorm" in type(layer).__name__:
+    if type(layer).__module__ == "transformers.activations":
+        layer.forward = partial(in_blocks, layer.forward)
+    if vars(layer).get("has_post_expert_norm") is False:  # of transformers' experts interface
+        pack_experts(layer)
+
+    # 2. Norms and linear layers; another module with a matrix may be a router.
+    weight = layer._parameters.get("weight")
+    if weight is not None and "RMSNorm" in type(layer).__name__:
         return packed_norm(layer)
-    if type(layer) not in (nn.Linear, Conv1D):
+    if weight is None or weight.dim() != 2 or isinstance(layer, nn.Embedding):
         return layer
-    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    form = kernels.form_of(weight)
-    return layer if form is None else PackedLinear(weight, layer.bias, form)
+    weight = weight.T if isinstance(layer, Conv1D) else weight
+    if (form := kernels.form_of(weight)) is not None:
+        packed = PackedLinear(weight, layer._parameters.get("bias"), form)
+        if type(layer) in (nn.Linear, Conv1D):
+            return packed
+        if not isinstance(layer, nn.Linear):  # those may be used without their forward
+            pack_router(layer, packed)
+    return layer
+
+
+def pack_experts(own: Any) -> None:
+    """Pack the products of experts, and free their plain weights."""
+    own.products = nn.ModuleList()
+    for name in ("gate_up_proj" if own.has_gate else "up_proj", "down_proj"):
+        weights = getattr(own, name)
+        biases = getattr(own, f"{name}_bias", [None] * len(weights))
+        weights = weights.mT if own.is_transposed else weights
+        layers = map(PackedLinear, weights, biases, map(kernels.form_of, weights))
+        own.products.append(nn.ModuleList(layers))
+        delattr(own, name)
+    own.forward = partial(run_experts, own)
 
 
 def multiplies_bfloat16() -> bool:

@@ -1,16 +1,20 @@
 """The check that treespec understands a model: a tree's logits must be the plain model's."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from treespec.errors import InputError
+from treespec.model.attention import NAME
 from treespec.model.quantised import is_plain_weight
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree, root_only
+
+log = logging.getLogger(__name__)
 
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
@@ -62,7 +66,10 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     # 2. The tree's logits.
     cache = target.new_cache(8)
     target.prefill(cache, torch.tensor([tokens]))
-    out = target.forward_tree(cache, _tree(torch.tensor([b, c, d]), [0, 1, 1]))
+    parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
+    out = target.forward_tree(
+        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents, 1))
+    )
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
@@ -75,34 +82,51 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     return out.features.device
 
 
-@torch.no_grad()
 def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
-    Node 3 of this tree, behind nine tokens, beside its path token by token:
-
-      0 - 1 - 3        4 is a child of 2
-        \\ 2 - 4
+    Only on a CPU, where our kernels have the attention and all linear layers, and no layer is
+    recurrent. The rest is found out by trial: after 96 tokens, a binary tree of 31 nodes is
+    forwarded in a batch with a shorter sequence; its nodes 0 and 2 are committed, and the nodes 6, 14
+    and 30 below them are forwarded again one by one.
     """
-    tokens = torch.tensor([[(3 + 4 * i) % target.vocab_size for i in range(FAR)]])
-    nodes = torch.tensor([5, 7, 11, 13, 17]) % target.vocab_size
-    whole, single = target.new_cache(), target.new_cache()
-    target.prefill(whole, tokens)
-    target.prefill(single, tokens)
-    rows = target.forward_tree(whole, _tree(nodes, [0, 1, 1, 2, 2])).logits
-    for node in (0, 1, 3):
-        if not torch.equal(
-            target.forward_tree(single, root_only(nodes[[node]])).logits[0], rows[node]
-        ):
+    # 1. What cannot have them.
+    if target.device.type != "cpu" or target.config._attn_implementation != NAME:
+        return False
+    if target.recurrent or any(isinstance(m, nn.Linear) for m in target.decoder.modules()):
+        return False
+
+    # 2. The tree.
+    tokens = torch.arange(96)[None] % target.vocab_size
+    cache, other = target.new_cache(), target.new_cache()
+    target.prefill(cache, tokens)
+    target.prefill(other, tokens[:, :FAR])
+    cache.join([other])
+    nodes, parents = tokens[0, :31], (torch.arange(31) - 1) // 2
+    ancestors = ancestor_mask(parents, 4)
+    tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
+    rows = target.forward_trees(cache, [tree, tree])[0].logits
+
+    # 3. One token at a time.
+    cache.commit([[0, 2], [0]])
+    cache.select([0])
+    for node in (6, 14, 30):
+        alone = target.forward_tree(cache, root_only(nodes[[node]])).logits
+        if not torch.equal(alone[0], rows[node]):
             return False
-        single.commit([[0]])
+        cache.commit([[0]])
     return True
 
 
-def _tree(tokens: Tensor, depth: list[int]) -> TokenTree:
-    """The first nodes of the tree 0 - 1 - 3, 0 - 2 - 4."""
-    parents = torch.tensor([-1, 0, 0, 1, 2][: len(depth)])
-    return TokenTree(tokens, parents, torch.tensor(depth), ancestor_mask(parents, max(depth)))
+def tell_of_bits(target: Any) -> None:
+    """Warn where drafting may change the target's logits by a rounding."""
+    if not has_equal_bits(target):
+        log.warning(
+            "%s in %s on %s: drafting may change the last bits of its logits",
+            type(target.model).__name__,
+            target.dtype,
+            target.device,
+        )
 
 
 def _plain(target: Any, tokens: list[int]) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Loading a model from a directory or hub id: a weight that its files lack is an error."""
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +29,7 @@ from treespec.model.folder import (
     located,
 )
 from treespec.model.gguf_load import own_or_gguf, tell_of_rotary_factors
-from treespec.model.load_in import FOREIGN, foreign, own_fields, quantizer_options
+from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
@@ -133,16 +132,6 @@ def names(tensors: Iterable[str]) -> str:
     """The first three names in order, and the number of the others."""
     shown = sorted(tensors)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-
-
-def dtype_of_file(target: str, how: Placement = AS_IT_IS) -> str | None:
-    """What the config.json of a directory, a hub id or `demo` says.
-
-    None where it does not, or where the weights are quantised. Raises InputError.
-    """
-    config = load_config(os.path.expanduser(target), how)
-    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return str(named).removeprefix("torch.") if named and not own_fields(config) else None
 
 
 def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:

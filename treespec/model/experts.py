@@ -1,0 +1,99 @@
+"""Experts, routers and activations on a CPU: a row has the same bits in every forward.
+
+torch's products of experts depend on how many rows an expert has. Its activations have one form for
+whole blocks of 64 numbers and another for the rest of each thread's part.
+"""
+
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+BLOCK = 64  # numbers that torch's activations take at once, in any dtype
+GRAIN = 32768  # numbers from which torch uses a further thread
+
+
+def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """[N, H] the forward of experts, of transformers' interface, whose products are packed layers.
+
+    hidden: [N, H]. chosen: [N, K] experts of each token. shares: [N, K].
+    """
+    # 1. Rows in the order of their experts, [N K, H], and both products.
+    n, k = chosen.shape
+    chosen, order = chosen.flatten().sort(stable=True)
+    first, last = own.products
+    counts = chosen.bincount(minlength=len(last)).tolist()
+    gate = own._apply_gate if own.has_gate else own.act_fn
+    rows = by_expert(last, gate(by_expert(first, hidden[order // k], counts)), counts)
+
+    # 2. The sum of each token's experts, in the order of its choice.
+    rows = rows[order.argsort()].view(n, k, -1).float()
+    return (rows * shares[..., None]).sum(1).to(hidden.dtype)
+
+
+def by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) -> Tensor:
+    """[S, out] from rows [S, in], of which the first counts[0] are of expert 0, and so on."""
+    parts = zip(experts, rows.split(counts), strict=True)
+    return torch.cat([expert(part) for expert, part in parts if len(part)])
+
+
+@final
+class PackedProduct(TorchFunctionMode):
+    """Inside, products with a router's weight are those of a packed layer; sigmoids take blocks."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def __torch_function__(self, code: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if code is F.linear and args[1].shape == self.linear.weight.shape:
+            return self.linear(args[0])
+        if code in (torch.sigmoid, Tensor.sigmoid):
+            return in_blocks(code, args[0])
+        return code(*args, **kwargs or {})
+
+
+def pack_router(router: Any, linear: nn.Module) -> None:
+    """Let a module that multiplies by its own weight use a packed layer of it, if a trial agrees."""
+    product, own = PackedProduct(linear), router.forward
+
+    def packed(*args: Any) -> Any:
+        with product:
+            return own(*args)
+
+    x = torch.linspace(-1, 1, 4 * router.weight.shape[1]).view(4, -1)
+    if alike(packed, own, x.to(router.weight.dtype), 0.05):
+        router.forward = packed
+
+
+def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:
+    """Whether code computes what a model's own computes from x; False where either raises."""
+    try:
+        found, expected = (tree_leaves(each(x))[0] for each in (code, own))
+        return torch.allclose(found, expected, error, error)
+    except Exception:  # a model's own code may raise anything
+        return False
+
+
+def in_blocks(activation: Any, x: Tensor) -> Tensor:
+    """[...] an activation of x [...] that takes all numbers in whole blocks: each has the same form."""
+    numbers = x.numel()
+    size = blocked(numbers, torch.get_num_threads())
+    if size == numbers and not x.shape[-1] % BLOCK:
+        return activation(x)
+    return activation(F.pad(x.flatten(), (0, size - numbers)))[:numbers].view(x.shape)
+
+
+def blocked(numbers: int, threads: int) -> int:
+    """The next larger number of numbers that torch gives to its threads in whole blocks.
+
+    14 rows of 4,864 numbers, 68,096, go to three threads: 22,699 each, no whole number of blocks.
+    They are padded to 68,352, which is 356 blocks for each thread.
+    """
+    size = -(-numbers // BLOCK) * BLOCK
+    while size % (BLOCK * min(threads, -(-size // GRAIN))):
+        size += BLOCK
+    return size

@@ -59,7 +59,7 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step):
         close(p, plain[place - 1], 1e-5, 1e-5)
         proposer = EagleProposer(head, model)
         proposer.observe([features[: place - step]], [tokens[: place - step + 1]])
-        (logits,) = proposer.begin(None)
+        (logits,) = proposer.begin(torch.arange(1))
         for i in range(place - step + 1, place):
             (logits,) = proposer.extend([Frontier(tokens[i : i + 1], torch.tensor([0]))])
         assert logits is not None

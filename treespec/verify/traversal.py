@@ -140,8 +140,7 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
             for token, step in zip(tokens, steps, strict=True):
                 of_draw, rest, weight = step
                 child = child_of.get((node, token))
-                below = verdict(child, of_draw) if token >= 0 else None
-                if below:
+                if token >= 0 and (below := verdict(child, of_draw)):
                     path = [child, *below.path] if child else []
                     return Verdict(path, [token, *below.tokens])
 

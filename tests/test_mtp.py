@@ -82,10 +82,10 @@ def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_
     proposer = load_mtp(MTP, target)
     proposer.join([proposer.new(), proposer.new()])
     proposer.observe([features[0], features[1][:0], features[2][:3]], [texts[0], texts[1][:1], texts[2][:4]])
-    proposer.begin(None)
+    proposer.begin(torch.arange(3))
     proposer.rewind([4, 0, 3])
     proposer.observe([features[0][4:], features[1], features[2][3:]], [texts[0][4:], texts[1], texts[2][3:]])
-    for row, logits in enumerate(proposer.begin(None)):
+    for row, logits in enumerate(proposer.begin(torch.arange(3))):
         close(logits[0], plain.logits(texts[row], texts[row][:0]), 2e-4, 1e-4)
     branches = torch.tensor([[[4, 6], [11, 50], [2, 17], [30, 31]], [[9, 1], [9, 3], [20, 5], [8, 8]]])[[0, 1, 0]]
     for level in range(4):

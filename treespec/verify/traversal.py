@@ -88,27 +88,28 @@ def refusals(
     [n, V] so far, not normalised, and w of the nodes [n, 1] so far.
     p, q: [n, V] probabilities. draws: n rows. weight: [n, 1], w of the nodes at first.
     """
-    # 1. q at each draw, and what normalises it: 1 over the mass that the earlier draws leave, as a
+    # 1. The mass that the earlier draws leave of q, which normalises it, and q at each draw. It is a
     #    sum, since 1 less their mass has few digits. A sure token's q is one-hot.
     q, drawn = without_sure(q, draws)
     at, is_drawn = draws.tokens.clamp(min=0), drawn >= 0
     at_q = q.gather(1, at) * is_drawn
     left = without(q, drawn).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
-    factors = is_drawn / positive(left)  # [n, K]
-    at_q = positive((at_q * factors).masked_fill(~is_drawn, 1))
-    at_q = at_q.masked_fill(draws.tokens < 0, torch.inf)
+    left = positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
+    at_q = positive(at_q / left).masked_fill(~is_drawn, 1)
+    at_q.masked_fill_(draws.tokens < 0, torch.inf)
 
-    # 2. rest * scale is w p. An absent draw has w 0 and leaves both as they are.
-    rest, scale = p, weight
-    columns = (part.split(1, dim=1) for part in (draws.tokens, at, at_q, factors))
-    for token, place, odds, factor in zip(*columns, strict=True):
-        yield (rest.gather(1, place) * scale / odds).clamp(max=1), rest, weight
-        rest = (rest * scale).addcmul_(q, factor, value=-1).clamp_(min=0)
+    # 2. rest is w p. An absent draw has w 0 and leaves it as it is. Quotients, for rounding leaves
+    #    nothing of p where it has one token and q the same.
+    rest = p * weight
+    columns = (part.split(1, dim=1) for part in (draws.tokens, at, at_q, left))
+    for token, place, odds, mass in zip(*columns, strict=True):
+        yield (rest.gather(1, place) / odds).clamp(max=1), rest, weight
+        rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
         if draws.sure is not None:
             rest = without(rest, token)
-        mass = rest.sum(-1, keepdim=True)
-        scale = 1 / positive(mass + (1 - weight))
-        weight = mass * scale
+        kept = rest.sum(-1, keepdim=True)
+        whole = positive(kept + (1 - weight))
+        rest, weight = rest.div_(whole), kept / whole
     yield weight, rest, weight
 
 
@@ -136,8 +137,7 @@ def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Ge
             for token, step in zip(tokens, steps, strict=True):
                 of_draw, rest, weight = step
                 child = child_of.get((node, token))
-                below = verdict(child, of_draw) if token >= 0 else None
-                if below:
+                if token >= 0 and (below := verdict(child, of_draw)):
                     path = [child, *below.path] if child else []
                     return Verdict(path, [token, *below.tokens])
 
@@ -161,8 +161,8 @@ def judge_at_once(
     """
     # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
     place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
-    parts = drafts.nodes[:, None].expand_as(draws), draws, place
-    table = (yield torch.stack(parts, dim=-1)).tolist()
+    of_nodes = drafts.nodes[:, None].expand_as(draws)
+    table = (yield torch.stack([of_nodes, draws, place], dim=-1)).tolist()
     row_of = {draw[0][0]: row for row, draw in enumerate(table)}
     above, order = dict[int, tuple[int, int]](), list[int]()
     rows_at = defaultdict[int, list[int]](list)
@@ -184,8 +184,8 @@ def judge_at_once(
     for inner in rows_at.values():
         rows = sent(inner, p.device)
         nodes, found = drafts.nodes[rows], list[Tensor]()
-        some = p[nodes], drafts.q[rows], drafts.draws.rows(rows), weights[nodes, None]
-        for step in refusals(*some):
+        own = weights[nodes, None]
+        for step in refusals(p[nodes], drafts.q[rows], drafts.draws.rows(rows), own):
             found.append(step[0])
         weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
         weights[place[rows]] = torch.cat(found, dim=1)

@@ -119,11 +119,11 @@ class Bench:
         # The context may exceed the target's context length.
         ids = torch.arange(context + MANY, device=target.output_device)
         self.ids = ids % target.vocab_size
-        self.tokens, self.cache = self.ids[:context], target.new_cache(len(ids))
+        self.tokens, self.cache = self.ids[:context].cpu(), target.new_cache(len(ids))
         self.features = target.prefill(self.cache, self.tokens[None], aux_layers)[0]
         if proposer:
             self.proposer = proposer.new()
-            self.proposer.observe([self.features[:-1]], [self.tokens.cpu()])
+            self.proposer.observe([self.features[:-1]], [self.tokens])
 
     def branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
@@ -135,12 +135,12 @@ class Bench:
 
     def draft(self, grow: Trees) -> None:
         """Draft a tree after observing a few new tokens."""
-        proposer, last = self.proposer, self.tokens[-1:]
+        proposer, root = self.proposer, self.ids[:1]
         proposer.rewind([len(self.tokens) - 1 - WAITING])
-        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :].cpu()])
-        begun = proposer.begin(last.cpu(), self.cache)
+        proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
+        begun = proposer.begin(self.tokens[-1:], self.cache)
         grow_together(
-            proposer.extend, [grow(last, logits) for logits in begun if logits is not None]
+            proposer.extend, [grow(root, logits) for logits in begun if logits is not None]
         )
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:

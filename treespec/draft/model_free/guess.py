@@ -67,7 +67,7 @@ class Guess:
             ancestors[node] |= ancestors[parent]
         seen, rows = sent(ancestors, device), self.rows
         if rows:
-            parts = (sent(part, device) for part in (rows.tokens, rows.depth, rows.mask))
-            rows = Rows(*parts, rows.asked)
+            parts = rows.tokens, rows.depth, rows.mask
+            rows = Rows(*map(sent, parts, [device] * 3), asked=rows.asked)
         tokens, parents = sent([[root, *self.tokens], [-1, *self.parents]], device)
         return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)

@@ -104,8 +104,8 @@ class Lookahead(TextDrafter):
 
 
 def picks(text: np.ndarray, number: int) -> list[int]:
-    """`number` random tokens of the text, the same in every text of this length."""
-    return np.random.default_rng(len(text)).choice(text, number).tolist()
+    """`number` random tokens of the text, which its last ones decide."""
+    return np.random.default_rng(text[-8:]).choice(text, number).tolist()
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:

@@ -113,12 +113,11 @@ class OneHotDrafter(ForcedDrafter):
         for number, (root, by) in enumerate(zip(roots.tolist(), distributions, strict=True)):
             model, row = self.cost_model(number), self.rows[number]
             waits = model and not row.drafter.predicts and pauses(model, row.drafter.widest)
-            row.guess = None
+            row.guess, last = None, [root, *self.chains[number]]
             if not (waits or by.over):
-                last = [root, *self.chains[number]]
                 row.guess = self.guess(number, last, model)
-            guess, device = row.guess or Guess(), generators[number].device
-            trees.append(guess.tree(self.end(number, root), device))
+            guess = row.guess or Guess()
+            trees.append(guess.tree(last[-1], generators[number].device))
         return self.hung(roots, trees, generators)
 
     def guess(self, row: int, last: list[int], model: CostModel | None) -> Guess:

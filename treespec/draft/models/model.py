@@ -102,7 +102,7 @@ class ModelProposer(BranchProposer):
         waiting = [tokens[held:] for tokens, held in zip(own, self.cache.lengths, strict=True)]
         counts = [*map(len, waiting)]
         hidden = self.model.prefill(self.cache, together(waiting), counts=counts)
-        return hidden[torch.arange(len(counts)), torch.tensor(counts) - 1]
+        return torch.stack([row[n - 1] for row, n in zip(hidden, counts, strict=True)])
 
 
 @final

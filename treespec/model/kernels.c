@@ -31,6 +31,7 @@ typedef uint16_t H __attribute__((vector_size(2 * L), aligned(2), may_alias));
 typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) < (b) ? (b) : (a))
 
 INLINE F add(F a, F b, F c) {  // a * b + c, rounded once; a compiler that chooses itself would choose by loop
 #if defined(__AVX512F__)
@@ -315,10 +316,10 @@ INLINE F exponential(F x) {  // x <= 0; error below 2 units in the last place (C
 }
 
 typedef struct {
-  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T]
+  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
   void *out;                     // [B, N, heads, DV]
   const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
-  long texts, heads, kv, n, columns, d, dv;
+  long texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
   long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
   float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
   int half, threads;
@@ -436,12 +437,12 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
 
   // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
   for (long t = 0; t < tiles; t++) {
-    int many = MIN(L, a->columns - t * L);
-    F extra[GROUP], most = all(-INFINITY);
-    for (int r = 0; r < rows; r++) {
-      long at = b * a->mb + (first + r) % a->n * a->mn + t * L;
-      if (many == L) extra[r] = load(a->mask, at, a->half);
-      else for (int c = 0; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
+    int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
+    F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
+    for (int r = 0; r < rows && open < L; r++) {
+      long at = b * a->mb + (first + r) % a->n * a->mn + t * L - a->free;
+      if (!open && many == L) extra[r] = load(a->mask, at, a->half);
+      else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
     }
     seen[t] = 0;

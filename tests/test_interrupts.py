@@ -15,7 +15,7 @@ from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
 from treespec.model import tree_layer
-from treespec.model.cache import TreeCache
+from treespec.model.cache import TreeCache, first_seen
 from treespec.model.target import Target
 from treespec.model.tree_layer import TreeLayer
 
@@ -61,16 +61,16 @@ def texts(lengths, first=0):
 
 
 def held(cache):
-    """Of each layer its length, and what it holds of each text."""
+    """Of each layer whether forwards write behind the longest text, and what they may see of each."""
     found: list[Any] = []
     for layer in cache.tree_layers:
         keys, values = layer.storage
         assert keys.shape == values.shape
         assert keys.shape[2] == layer.capacity
         for states in (keys, -values):
-            ends = map(sub, cache.lengths, cache.starts(layer.window))
-            rows = [row[0, :n, 0].int().tolist() for row, n in zip(states, ends, strict=True)]
-            found.append((layer.length, rows))
+            ends = [*map(sub, cache.lengths, cache.starts(layer.window))]
+            rows = [row[0, first_seen(n, layer.window) : n, 0].tolist() for row, n in zip(states, ends, strict=True)]
+            found.append((layer.length == max(ends), rows))
     return found
 
 

@@ -15,7 +15,8 @@ from treespec.model import kernels
 from treespec.model.packed import PackedNorm, pack, packed_layer
 from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
-from treespec.trees.tree import TokenTree
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.tree import TokenTree, root_only
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # rounding, of the largest number
@@ -114,26 +115,21 @@ def test_a_norm_is_the_models_own_up_to_a_rounding_and_others_stay(dtype):
 def tree():
     """Three levels below a root."""
     parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
-    ancestors = torch.eye(9, dtype=torch.bool)
-    for node, parent in enumerate(parents.tolist()[1:], 1):
-        ancestors[node] |= ancestors[parent]
+    ancestors = ancestor_mask(parents, 3)
     return TokenTree(torch.arange(20, 29), parents, ancestors.sum(1) - 1, ancestors)
-
-
-def one(token):
-    return TokenTree(torch.tensor([token]), torch.tensor([-1]), torch.zeros(1, dtype=torch.int64), torch.ones(1, 1) > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss", "falcon"}))
 def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
-    """Also in a batch beside a longer text, and where the prompt came in other parts."""
+    """Also in a batch beside a longer text, where the prompt came in other parts, and columns were dropped."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config.intermediate_size = config.n_inner = 64  # torch's activations have one form for 32 numbers, one for fewer
     model = type(target(name).model)(config).to(dtype)
     pack(model)
     decoded, prompt = Target(model), torch.arange(3, 40)[None] % 30
+    decoded.slack = 9
 
     # 1. The tree, beside a text of 60 tokens.
     cache, other = decoded.new_cache(), decoded.new_cache()
@@ -143,12 +139,13 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     cache.join([other])
     rows = decoded.forward_trees(cache, [tree(), tree()])[0].logits
 
-    # 2. Each path token by token.
+    # 2. Each path token by token, over all columns.
+    decoded.slack = 100
     for node in (0, 4, 7, 8):
         alone = decoded.new_cache()
         decoded.prefill(alone, prompt)
         for step in tree().ancestors[node].nonzero().flatten():
-            logits = decoded.forward_tree(alone, one(int(tree().tokens[step]))).logits
+            logits = decoded.forward_tree(alone, root_only(tree().tokens[[step]])).logits
             alone.commit([[0]])
         assert torch.equal(logits[0], rows[node]), node
 

@@ -93,7 +93,9 @@ class TreeCache(Cache):
         self.tree_layers = recurrent.layers(capacity) if recurrent else plain
         self.recurrent, self.windows, self.slack = recurrent, windows, slack
         for layer, window in zip(self.tree_layers, windows, strict=False):
-            layer.window, layer.most = window, window and window + slack + FORWARD
+            if window:
+                layer.window, layer.most = window, window + slack + FORWARD
+                layer.capacity = min(capacity, layer.most)
         self.rows: list[list[Mark]] = [[Mark(0, [])]]
         self.forwarded: dict[int, Any] = {}
         super().__init__(layers=list(self.tree_layers))

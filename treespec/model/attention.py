@@ -53,8 +53,9 @@ def tree_attention(
 
 def whole(mask: Tensor | None, columns: int) -> Tensor | None:
     """[B, 1, N, T] a mask of all columns from an additive one of the last."""
-    missing = 0 if mask is None else columns - mask.shape[-1]
-    return pad(mask, (missing, 0)) if missing else mask
+    if mask is None or mask.shape[-1] == columns:
+        return mask
+    return pad(mask, (columns - mask.shape[-1], 0))
 
 
 def take_trees(model: PreTrainedModel) -> None:

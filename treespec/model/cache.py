@@ -138,7 +138,8 @@ class TreeCache(Cache):
         """
         if window is None:
             return places[:, known:]
-        columns = torch.arange(*self.columns(window), device=places.device)
+        first, end = self.columns(window)
+        columns = torch.arange(first, end, device=places.device)
         index = sent(self.starts(window), places.device)[:, None] + columns
         # The root's column stands for those beyond the longest sequence: no node sees either.
         known = places.gather(1, index.clamp_max(self.end))
@@ -181,14 +182,14 @@ class TreeCache(Cache):
         after, rows = self.states, []
         if self.recurrent and any(nodes):
             after = self.recurrent.committed(self, nodes)
-        for (*marks, now), states, kept in zip(self.rows, after, nodes, strict=True):
-            rows.append([*marks, Mark(now.length + len(kept), states, now.base)])
+        for (*marks, now), own, kept in zip(self.rows, after, nodes, strict=True):
+            rows.append([*marks, Mark(now.length + len(kept), own, now.base)])
         self._hold(rows)
 
         # 4. Drop columns that no window reaches.
-        smallest = min(filter(None, self.windows), default=None)
-        for row, (*_, now) in enumerate(rows if smallest else ()):
-            if now.length - max(now.base, smallest or 0) > self.slack:
+        smallest = min(filter(None, self.windows), default=0)
+        for row, (*_, now) in enumerate(rows):
+            if smallest and now.length - max(now.base, smallest) > self.slack:
                 self._drop(row, now.length - 2 * self.slack // 3)
 
     def _drop(self, row: int, base: int) -> None:

@@ -130,14 +130,14 @@ class TreeCache(Cache):
         held = [length - start for length, start in pairs] or [0]
         return first_seen(min(held), window), max(held)
 
-    def shown(self, places: Tensor, known: int, window: int | None) -> Tensor:
+    def shown(self, places: Tensor, free: int, window: int | None) -> Tensor:
         """[B, X] the positions of those columns that a mask of layers of a window is for.
 
         places: [B, T] positions of the committed columns of a layer without a window, and of others.
-        known: the first columns of a layer without a window that need no mask.
+        free: the first columns of a layer without a window that need no mask.
         """
         if window is None:
-            return places[:, known:]
+            return places[:, free:]
         first, end = self.columns(window)
         columns = torch.arange(first, end, device=places.device)
         index = sent(self.starts(window), places.device)[:, None] + columns

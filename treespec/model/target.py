@@ -262,8 +262,8 @@ class Target:
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
-        known = min(cache.lengths) if self.masks_last else 0
-        shown = partial(cache.shown, places, known)
+        free = min(cache.lengths) if self.masks_last else 0
+        shown = partial(cache.shown, places, free)
         masks = additive_masks(self.windows, shown, seen, self.dtype, self.device)
 
         # 2. Those arguments that the decoder takes.

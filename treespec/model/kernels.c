@@ -391,13 +391,13 @@ INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows)
 }
 
 // out [LOW, dv] and total [LOW] take `many` keys, one after the other.
-INLINE void sums(const float *s, long stride, const float *values, float *out, F *total, long dv, int many) {
+INLINE void sums(const float *s, const float *values, float *out, F *total, long dv, int many) {
   enum { WIDTH = L == 16 ? 4 : 2 };
   F both[LOW];
   memcpy(both, total, sizeof both);
   for (int c = 0; c < many; c++)
 #pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++) both[r] += all(s[r * stride + c]);
+    for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
   memcpy(total, both, sizeof both);
   for (long i = 0; i < dv; i += WIDTH * L) {
     F sum[LOW][WIDTH];
@@ -410,7 +410,7 @@ INLINE void sums(const float *s, long stride, const float *values, float *out, F
       for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < WIDTH; j++)
-          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * stride + c]), sum[r][j]);
+          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * L + c]), sum[r][j]);
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
@@ -420,8 +420,9 @@ INLINE void sums(const float *s, long stride, const float *values, float *out, F
 
 static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
   long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
-  long wide = (dv + 63) / 64 * 64, stride = tiles * L;
-  float *q = room, *keys = q + GROUP * d, *s = keys + L * d, *values = s + GROUP * stride;
+  long wide = (dv + 63) / 64 * 64;
+  float *q = room, *keys = q + GROUP * d, *s = keys + L * d;  // s [tiles, GROUP, L]: a tile's scores lie together
+  float *values = s + tiles * GROUP * L;
   float *out = values + L * wide;
   F largest[GROUP], total[GROUP] = {};
   char seen[tiles];
@@ -455,7 +456,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       for (int i = 0; i < MIN(HIGH, rows - r); i++) {
         F score = add(sum[i], all(a->scale), extra[r + i]);
         if (a->cap) score = capped(sum[i] * a->scale, a->cap) + extra[r + i];
-        *(F *)(s + (r + i) * stride + t * L) = score;
+        *(F *)(s + (t * GROUP + r + i) * L) = score;
         largest[r + i] = larger(score, largest[r + i]);
       }
     }
@@ -483,11 +484,11 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
     }
     for (int r = 0; r < rows; r++) {
-      F *score = (F *)(s + r * stride + t * L);
+      F *score = (F *)(s + (t * GROUP + r) * L);
       *score = exponential(*score - largest[r]);
     }
     for (int r = 0; r < rows; r += LOW)
-      sums(s + r * stride + t * L, stride, values, out + r * wide, total + r, wide, many);
+      sums(s + (t * GROUP + r) * L, values, out + r * wide, total + r, wide, many);
   }
 
   // 4. Divide and round once.

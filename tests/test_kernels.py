@@ -145,7 +145,7 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
         alone = decoded.new_cache()
         decoded.prefill(alone, prompt)
         for step in tree().ancestors[node].nonzero().flatten():
-            logits = decoded.forward_tree(alone, root_only(tree().tokens[[step]])).logits
+            logits = decoded.forward_tree(alone, root_only(tree().tokens[step][None])).logits
             alone.commit([[0]])
         assert torch.equal(logits[0], rows[node]), node
 

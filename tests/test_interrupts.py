@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from operator import sub
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from serving import interrupted
 from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
-from treespec.model.cache import TreeCache, TreeLayer
+from treespec.model import tree_layer
+from treespec.model.cache import TreeCache, first_seen
 from treespec.model.target import Target
+from treespec.model.tree_layer import TreeLayer
 
 PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]
 
@@ -26,7 +29,7 @@ def interrupted_at(line):
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in (module.__file__, tree_layer.__file__):
             return None
         if event == "line":
             left -= 1
@@ -43,10 +46,10 @@ def interrupted_at(line):
 
 
 def texts(lengths, first=0):
-    """Two layers that hold text t as 100 t + number; room for two nodes more."""
+    """Two layers that hold text t as 100 t + number, room for two nodes more; one has a window."""
     caches = []
     for text, length in enumerate(lengths, start=first):
-        one = TreeCache(layers=2, capacity=4)
+        one = TreeCache(2, 4, None, [None, 2], slack=2)
         for layer in range(2):
             states = (100 * text + torch.arange(1.0, length + 1))[None, None, :, None]
             one.update(states, -states, layer)
@@ -58,15 +61,16 @@ def texts(lengths, first=0):
 
 
 def held(cache):
-    """Of each layer its length, and what it holds of each text."""
+    """Of each layer whether forwards write behind the longest text, and what they may see of each."""
     found: list[Any] = []
     for layer in cache.tree_layers:
         keys, values = layer.storage
         assert keys.shape == values.shape
         assert keys.shape[2] == layer.capacity
         for states in (keys, -values):
-            rows = [row[0, :n, 0].int().tolist() for row, n in zip(states, cache.lengths, strict=True)]
-            found.append((layer.length, rows))
+            ends = [*map(sub, cache.lengths, cache.starts(layer.window))]
+            rows = [row[0, first_seen(n, layer.window) : n, 0].tolist() for row, n in zip(states, ends, strict=True)]
+            found.append((layer.length == max(ends), rows))
     return found
 
 

@@ -20,8 +20,7 @@ from treespec.draft.models.sparse import SparseProposer, most_seen, refuse_what_
 from treespec.model.target import Target
 
 
-@pytest.mark.parametrize("budget, window", [(8, 0), (16, 4)])
-@pytest.mark.parametrize("name", ["llama", "mistral-window-6"])
+@pytest.mark.parametrize("name, budget, window", [("llama", 8, 0), ("llama", 16, 4), ("mistral-window-6", 8, 0)])
 def test_a_copy_that_grows_equals_one_that_is_made_at_once(name, budget, window):
     """As a text grows, shrinks and goes on otherwise, and with other texts beside it; SnapKV's choice is kept."""
     whole, text = target(name), [(11 * i) % 59 + 3 for i in range(60)]

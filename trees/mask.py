@@ -41,15 +41,17 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     return above > 0
 
 
-def attention_mask(ancestors: Tensor, places: Tensor) -> Tensor:
-    """[B, N, end + N] bool: the columns of its own text and of its own tree that each node sees.
+def attention_mask(seen: Tensor, places: Tensor) -> Tensor:
+    """[B, N, T] bool: the columns of its own text and of its own tree that each node sees.
 
-    ancestors: [B, N, N] bool. places: [B, end + N] int64 (`positions`). A text ends where its root
-    stands.
+    seen: [B, N, U] bool, which of the last U columns each of the last N sees: `ancestor_mask`, or
+    that and the nodes of earlier forwards. places: [B, T] int64 positions of all columns
+    (`positions`). A text ends where its root stands, in the first of the U columns; a column before
+    them is empty if its position is the root's or a later one.
     """
-    n = ancestors.shape[1]
-    text_columns = (places[:, :-n] < places[:, -n, None])[:, None]
-    return torch.cat([text_columns.expand(-1, n, -1), ancestors], dim=2)
+    n, u = seen.shape[1:]
+    text_columns = (places[:, :-u] < places[:, -u, None])[:, None]
+    return torch.cat([text_columns.expand(-1, n, -1), seen], dim=2)
 
 
 def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:

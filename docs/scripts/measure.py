@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -27,6 +27,7 @@ from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.intervals import resample
 from treespec.eval.texts import Passage
 from treespec.model.allocator import keep_freed_memory
+from treespec.model.cache import TreeCache
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
@@ -168,18 +169,29 @@ def paired(one: Path, other: Path) -> None:
     print(f"{gain:+.0%} ({low:+.0%} to {high:+.0%})")
 
 
-def forward_ms(target: Target, tree: TokenTree) -> float:
+@cache
+def prefilled(target: Target, context: int) -> TreeCache:
+    """A cache of so many columns; those beyond 512 repeat the keys and values of the first."""
+    committed, most = target.new_cache(), min(context, 512)
+    target.prefill(committed, torch.arange(most)[None] % target.vocab_size)
+    while left := min(context - committed.end, most):
+        for i, layer in enumerate(committed.tree_layers):
+            committed.update(*(states[:, :, :left] for states in layer.storage), i)
+        committed.commit([range(left)])
+    return committed
+
+
+def forward_ms(target: Target, context: int, tree: TokenTree) -> float:
     """Of a forward over the tree."""
-    cache = target.new_cache(2 * CONTEXT)
-    target.prefill(cache, torch.arange(CONTEXT)[None] % target.vocab_size)
-    return milliseconds(partial(target.forward_tree, cache, tree))
+    return milliseconds(partial(target.forward_tree, prefilled(target, context), tree))
 
 
 @app.command()
 def forwards(
-    target: str, forms: str = "float32,bfloat16", nodes: str = "1,4,8,16", rounds: int = 7
+    target: str, forms: str = "float32,bfloat16", nodes: str = "1,4,8,16", rounds: int = 7,
+    contexts: str = str(CONTEXT),
 ) -> None:  # fmt: skip
-    """The target's forward over a tree in each form, in ms, and the form's bytes.
+    """The target's forward over a tree in each form, in ms, after each number of tokens, and the form's bytes.
 
     forms: dtypes, each measured with plain and with packed weights, and values of `--load-in`.
     """
@@ -199,14 +211,15 @@ def forwards(
         guess = Guess(range(1, n), [max(0, i - 4) for i in range(1, n)])
         trees[n] = guess.tree(0, torch.device("cpu"))
     sides = {
-        (form, n): partial(forward_ms, targets[form], trees[n])
-        for form, n in itertools.product(targets, trees)
+        (form, context, n): partial(forward_ms, targets[form], context, trees[n])
+        for form, context, n in itertools.product(targets, map(int, contexts.split(",")), trees)
     }
     times, rows = medians(sides, rounds), []
-    for form, model in targets.items():
-        size = f"{weight_bytes(model.model) / 1e6:.0f}"
-        rows.append([*form, size, *(f"{times[form, n]:.1f}" for n in trees)])
-    show(["form", "weights", "MB", *trees], rows)
+    for form, context in dict.fromkeys(side[:2] for side in sides):
+        size = f"{weight_bytes(targets[form].model) / 1e6:.0f}"
+        milli = (f"{times[form, context, n]:.1f}" for n in trees)
+        rows.append([*form, size, context, *milli])
+    show(["form", "weights", "MB", "context", *trees], rows)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -35,8 +36,9 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention over N nodes. Returns [B, N, heads, D].
 
-    query: [B, heads, N, D]. key, value: [B, KV heads, T, D]. attention_mask: [B or 1, 1, N, T],
-    additive. transformers' own function runs where the kernels do not.
+    query: [B, heads, N, D]. key, value: [B, KV heads, T, D]. attention_mask: [B or 1, 1, N, T or
+    fewer], additive, of the last columns; all nodes see those before. transformers' own function
+    runs where the kernels do not.
     """
     n, t = query.shape[2], key.shape[2]
     cap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
@@ -51,8 +53,15 @@ def tree_attention(
                 return own, None
         if cap or sinks is not None:
             own = sys.modules[type(module).__module__].eager_attention_forward
-            return own(module, query, key, value, mask, **options)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+            return own(module, query, key, value, whole(mask, t), **options)
+    return sdpa_attention_forward(module, query, key, value, whole(attention_mask, t), **options)
+
+
+def whole(mask: Tensor | None, columns: int) -> Tensor | None:
+    """[B, 1, N, T] a mask of all columns from an additive one of the last."""
+    if mask is None or mask.shape[-1] == columns:
+        return mask
+    return pad(mask, (columns - mask.shape[-1], 0))
 
 
 def take_trees(model: PreTrainedModel) -> None:

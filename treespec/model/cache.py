@@ -9,123 +9,51 @@ sequence's accepted nodes to its end and forgets all others:
     | p q          | p q . . 0 1 2 3 4          | p q 0 1 4
 
 Gaps are masked but stay finite: 0 · NaN is NaN.
+
+A layer with a window keeps the latest columns of each sequence alone. `commit` drops older ones, a
+few hundred at a time, and moves the rest to the front. Five tokens under a window of 2, of which
+`rewind` may take back one:
+
+    a b c d e      after commit    d e
+    p q                            p q
+
+The first sequence can be cut to a b c d, as the next position sees d and itself, or to nothing.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from treespec.model.tree_layer import TreeLayer
 from treespec.trees.tree import sent
-
-
-class TreeLayer(CacheLayerMixin):
-    """Preallocated storage of one attention layer. The next forward writes at column `length`.
-
-    storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward.
-    """
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-        self.storage: tuple[Tensor, ...] = ()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
-        states = key_states, value_states
-        shapes = [(*x.shape[:2], self.capacity, x.shape[3]) for x in states]
-        self.storage = tuple(x.new_zeros(shape) for x, shape in zip(states, shapes, strict=True))
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, KV heads, N, D] at `length`, as transformers' models ask for.
-
-        Returns those of all columns, [B, KV heads, length + N, D].
-        """
-        end = self.length + key_states.shape[-2]
-        self.reserve(end)
-        if not self.storage:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = self.storage
-        keys[:, :, self.length : end] = key_states
-        values[:, :, self.length : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
-
-    def reserve(self, columns: int) -> None:
-        """Double the capacity until `columns` columns fit; the storage is copied once."""
-        capacity = self.capacity
-        while capacity < columns:
-            capacity *= 2
-        if capacity > self.capacity:
-            self.gather([(self, range(len(self.storage[0]) if self.storage else 0))], capacity)
-
-    def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
-        """Become rows of layers, in this order, all at the end: an interrupt leaves the layer as it was.
-
-        parts: (layer, its batch rows). Rows of a layer without storage are zeros.
-        """
-        like = next((layer.storage for layer, _ in parts if layer.storage), ())
-        total, first = sum(len(rows) for _, rows in parts), 0
-        storage = tuple(x.new_zeros(total, x.shape[1], capacity, x.shape[3]) for x in like)
-        for layer, rows in parts:
-            if layer.storage:
-                index = sent(list(rows), like[0].device)
-                end = min(layer.length, capacity)
-                for states, old in zip(storage, layer.storage, strict=True):
-                    copied = old[:, :, :end].index_select(0, index)
-                    states[first : first + len(rows), :, :end] = copied
-            first += len(rows)
-        # One statement without a call, which CPython does not interrupt.
-        self.storage, self.capacity = storage, capacity
-
-    def put(self, row: int, other: "TreeLayer") -> None:
-        """Replace a batch row by the only row of another layer."""
-        self.reserve(other.length)
-        for states, new in zip(self.storage, other.storage, strict=False):
-            states[row, :, : other.length] = new[0, :, : other.length]
-
-    def update_indexer(self, keys: Tensor) -> Tensor:
-        """[B, length + N, D] the keys [B, N, D] by which indexed attention chooses columns.
-
-        Zeros stand for earlier ones: within the context length it chooses all columns.
-        """
-        return pad(keys, (0, 0, self.length, 0))
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """[3, B, length] zeros, the positions of earlier columns, which only the index reads."""
-        if not self.length:
-            return None
-        keys = self.storage[0]
-        return torch.zeros(3, len(keys), self.length, dtype=torch.int64, device=keys.device)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, _: Tensor) -> None:
-        """The model's own positions are not kept."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
 
 State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
 States = list[State]  # of each recurrent layer; empty before the first token
-Mark = tuple[int, States]  # a length of a sequence, and the states after it
 MARKS = 2  # earlier states of a sequence that are kept
+SLACK = 1536  # committed tokens of which layers keep more than their windows; a third goes at once
+FORWARD = 512  # nodes of a forward that layers with a window have room for
+
+
+class Mark(NamedTuple):
+    """A length of a sequence, and the states after it.
+
+    base: the shortest length that `rewind` can go back to, but for 0. A layer of window w holds the
+    positions from base + 1 - w on.
+    """
+
+    length: int
+    states: States
+    base: int = 0
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The first of the last `window` positions up to this one; 0 without a window."""
+    return max(0, position + 1 - window) if window else 0
 
 
 class Recurrent(Protocol):
@@ -142,31 +70,45 @@ class TreeCache(Cache):
     rows: of each sequence what `rewind` can go back to, and last its committed length and the states of
     recurrent layers after it. forwarded: kept from the last forward by each recurrent layer.
 
-    `select`, `put` and `join` empty the rows while they move batch rows. So a cache without rows is
-    one whose change was interrupted, and `Decoder` makes a new one. All other changes leave committed
-    columns alone; after an interrupt, `rewind` makes the cache whole again.
+    `select`, `put`, `join` and a `commit` that drops columns empty the rows while they move batch
+    rows. So a cache without rows is one whose change was interrupted, and `Decoder` makes a new one.
+    All other changes leave committed columns alone; after an interrupt, `rewind` makes the cache
+    whole again.
     """
 
     def __init__(
-        self, layers: int, capacity: int = 512, recurrent: Recurrent | None = None
+        self,
+        layers: int,
+        capacity: int = 512,
+        recurrent: Recurrent | None = None,
+        windows: Sequence[int | None] = (),
+        slack: int = SLACK,
     ) -> None:
-        """recurrent: of the model, if any of its layers carry a state from token to token."""
+        """recurrent: of the model, if any of its layers carry a state from token to token.
+
+        windows: of each layer, in positions; None for all. slack: committed tokens behind the one
+        that layers with a window hold whole.
+        """
         plain = [TreeLayer(capacity) for _ in range(layers)]
         self.tree_layers = recurrent.layers(capacity) if recurrent else plain
-        self.recurrent = recurrent
-        self.rows: list[list[Mark]] = [[(0, [])]]
+        self.recurrent, self.windows, self.slack = recurrent, windows, slack
+        for layer, window in zip(self.tree_layers, windows, strict=False):
+            if window:
+                layer.window, layer.most = window, window + slack + FORWARD
+                layer.capacity = min(capacity, layer.most)
+        self.rows: list[list[Mark]] = [[Mark(0, [])]]
         self.forwarded: dict[int, Any] = {}
         super().__init__(layers=list(self.tree_layers))
 
     @property
     def lengths(self) -> list[int]:
         """Committed positions of each sequence."""
-        return [row[-1][0] for row in self.rows]
+        return [row[-1].length for row in self.rows]
 
     @property
     def states(self) -> list[States]:
         """States of recurrent layers after each sequence's committed tokens."""
-        return [row[-1][1] for row in self.rows]
+        return [row[-1].states for row in self.rows]
 
     @property
     def state_bytes(self) -> int:
@@ -175,81 +117,135 @@ class TreeCache(Cache):
 
     @property
     def end(self) -> int:
-        """The column that the next forward writes at."""
+        """The column that the next forward writes at, in layers without a window."""
         return max(self.lengths, default=0)
+
+    def starts(self, window: int | None) -> list[int]:
+        """The position of each sequence that lies in the first column of layers of that window."""
+        return [first_seen(row[-1].base, window) for row in self.rows]
+
+    def columns(self, window: int | None) -> tuple[int, int]:
+        """The first column that a forward attends to, and the one that it writes at."""
+        pairs = zip(self.lengths, self.starts(window), strict=True)
+        held = [length - start for length, start in pairs] or [0]
+        return first_seen(min(held), window), max(held)
+
+    def shown(self, places: Tensor, free: int, window: int | None) -> Tensor:
+        """[B, X] the positions of those columns that a mask of layers of a window is for.
+
+        places: [B, T] positions of the committed columns of a layer without a window, and of others.
+        free: the first columns of a layer without a window that need no mask.
+        """
+        if window is None:
+            return places[:, free:]
+        first, end = self.columns(window)
+        columns = torch.arange(first, end, device=places.device)
+        index = sent(self.starts(window), places.device)[:, None] + columns
+        # The root's column stands for those beyond the longest sequence: no node sees either.
+        known = places.gather(1, index.clamp_max(self.end))
+        return torch.cat([known, places[:, self.end :]], dim=1)
 
     def reserve(self, columns: int) -> None:
         """Allocate columns in every layer, where the length is known beforehand."""
         for layer in self.tree_layers:
-            layer.reserve(columns)
+            layer.reserve(min(columns, layer.most or columns))
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
         """Keep each sequence's accepted nodes of the last forward, ascending, and forget all others."""
-        # 1. List the columns to move: (batch row, from, to). Nodes already in place are not copied.
-        end, moves = self.end, []
-        for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):
-            columns = [(end + node, length + i) for i, node in enumerate(kept)]
-            moves += [(row, source, place) for source, place in columns if source != place]
 
-        # 2. Copy them in every layer. Layers of equal shape and device share one index.
+        # 1. The columns to move: (batch row, from, to). Nodes already in place are not copied.
         @functools.cache
-        def flat(device: torch.device, heads: int, capacity: int) -> Tensor:
-            row, source, place = torch.tensor(moves).T
+        def moves(window: int | None) -> list[tuple[int, int, int]]:
+            end, found = self.columns(window)[1], []
+            rows = zip(self.lengths, self.starts(window), nodes, strict=True)
+            for row, (length, start, kept) in enumerate(rows):
+                columns = [(end + node, length - start + i) for i, node in enumerate(kept)]
+                found += [(row, source, place) for source, place in columns if source != place]
+            return found
+
+        # 2. Copy them in every layer. Layers of equal shape, window and device share one index.
+        @functools.cache
+        def flat(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
+            row, source, place = torch.tensor(moves(window)).T
             head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
             index = head * capacity + torch.stack([source, place])[:, None]
             return sent(index.flatten(1), device)
 
-        for layer in self.tree_layers if moves else ():
-            for states in layer.storage:
-                sources, places = flat(states.device, *states.shape[1:3])
+        for layer in self.tree_layers:
+            for states in layer.storage if moves(layer.window) else ():
+                sources, places = flat(layer.window, states.device, *states.shape[1:3])
                 entries = states.flatten(0, 2)
                 entries.index_copy_(0, places, entries.index_select(0, sources))
 
         # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
-        after = self.states
+        after, rows = self.states, []
         if self.recurrent and any(nodes):
             after = self.recurrent.committed(self, nodes)
-        ends = [length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)]
-        now = zip(ends, after, strict=True)
-        self._hold([[*row[:-1], mark] for row, mark in zip(self.rows, now, strict=True)])
+        for (*marks, now), own, kept in zip(self.rows, after, nodes, strict=True):
+            rows.append([*marks, Mark(now.length + len(kept), own, now.base)])
+        self._hold(rows)
+
+        # 4. Drop columns that no window reaches.
+        smallest = min(filter(None, self.windows), default=0)
+        for row, (*_, now) in enumerate(rows):
+            if smallest and now.length - max(now.base, smallest) > self.slack:
+                self._drop(row, now.length - 2 * self.slack // 3)
+
+    def _drop(self, row: int, base: int) -> None:
+        """Keep of a sequence what lengths from `base` on need; an interrupt leaves no sequence."""
+        rows, self.rows = self.rows, []
+        *marks, now = rows[row]
+        for layer in self.tree_layers:
+            for states in layer.storage if layer.window else ():
+                before, start = (first_seen(n, layer.window) for n in (now.base, base))
+                kept = states[row, :, start - before : now.length - before].clone()
+                states[row, :, : now.length - start] = kept
+        after = [*marks, now._replace(base=base)]
+        self._hold([*rows[:row], after, *rows[row + 1 :]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Truncate each sequence to `lengths`.
+        """Truncate each sequence to `lengths`: read `self.lengths` afterwards.
 
         A recurrent layer keeps its states after a few lengths only. A sequence with such layers is cut
-        to the nearest of those lengths, at most the one asked for: read `self.lengths` afterwards.
+        to the nearest of those lengths, at most the one asked for. A layer with a window has dropped
+        columns: a sequence is cut to nothing where it does not have those of the length asked for.
         """
-        rows: list[list[Mark]] = [[(length, [])] for length in lengths]
-        for number, length in enumerate(lengths if self.recurrent else ()):
-            rows[number] = self.rows[number]
-            if length < self.lengths[number]:
-                marks = [mark for mark in self.rows[number][:-1] if mark[0] <= length]
-                rows[number] = [*marks, marks[-1] if marks else (0, [])]
+        rows, nothing = [], Mark(0, [])
+        held = self.rows + [[nothing]] * (len(lengths) - len(self.rows))
+        for (*marks, now), length in zip(held, lengths, strict=True):
+            if not self.recurrent:
+                marks, now = [], now._replace(length=length)
+            elif length < now.length:
+                marks = [mark for mark in marks if mark.length <= length]
+                now = (marks or [nothing])[-1]._replace(base=now.base)
+            rows.append([*marks, now] if now.length >= now.base else [nothing])
         self._hold(rows)
 
     def mark(self) -> None:
         """Keep the recurrent states of the present lengths, for `rewind`."""
         for number, (*marks, now) in enumerate(self.rows):
-            if all(now[0] != length for length, _ in marks):
+            if all(now.length != mark.length for mark in marks):
                 self.rows[number] = [*[*marks, now][-MARKS:], now]
 
     def _hold(self, rows: list[list[Mark]]) -> None:
         self.rows = rows
-        self._write_at(self.end)
+        self._write_after(0)
 
-    def _write_at(self, column: int) -> None:
+    def _write_after(self, nodes: int) -> None:
+        columns = {window: self.columns(window) for window in {None, *self.windows}}
         for layer in self.tree_layers:
-            layer.length = column
+            layer.first, end = columns[layer.window]
+            layer.length = end + nodes
 
     @contextmanager
-    def writing_at(self, column: int) -> Iterator[None]:
-        """Inside, forwards write at `column`, after uncommitted nodes of earlier forwards."""
+    def writing_after(self, nodes: int) -> Iterator[None]:
+        """Inside, forwards write after that many uncommitted nodes of earlier forwards."""
         try:
-            self._write_at(column)
+            self._write_after(nodes)
             yield
         finally:
-            self._write_at(self.end)
+            self._write_after(0)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""
@@ -275,9 +271,11 @@ class TreeCache(Cache):
 
     def alone(self, row: int) -> "TreeCache":
         """A copy of one sequence, in a cache of its own."""
-        copy = TreeCache(len(self.tree_layers), recurrent=self.recurrent)
+        layers = len(self.tree_layers)
+        copy = TreeCache(layers, 512, self.recurrent, self.windows, self.slack)
         for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
             if layer.storage:
-                own.gather([(layer, [row])], max(1, self.lengths[row]))
+                held = self.lengths[row] - self.starts(layer.window)[row]
+                own.gather([(layer, [row])], max(1, held))
         copy._hold([self.rows[row]])
         return copy

@@ -171,8 +171,8 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
     return length, why or None
 
 
-def layer_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """{layer type: its window or chunk in positions, None for full attention}.
+def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | None]]:
+    """The type of each layer, and {type: its window or chunk in positions, None for full attention}.
 
     Layers without attention have none.
     """
@@ -180,13 +180,14 @@ def layer_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     if not getattr(config, "use_sliding_window", True):
         window = None
     only_kind = "sliding_attention" if window else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [only_kind]) - NO_ATTENTION
+    types = getattr(config, "layer_types", None) or [only_kind] * config.num_hidden_layers
+    kinds = set(types) - NO_ATTENTION
     sizes = {
         "sliding_attention": window,
         "hybrid_sliding": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
-    return {kind: sizes.get(kind) for kind in sorted(kinds)}
+    return list(types), {kind: sizes.get(kind) for kind in sorted(kinds)}
 
 
 def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:

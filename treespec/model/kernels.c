@@ -31,6 +31,7 @@ typedef uint16_t H __attribute__((vector_size(2 * L), aligned(2), may_alias));
 typedef uint32_t U __attribute__((vector_size(4 * L), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) < (b) ? (b) : (a))
 
 INLINE F add(F a, F b, F c) {  // a * b + c, rounded once; a compiler that chooses itself would choose by loop
 #if defined(__AVX512F__)
@@ -315,10 +316,10 @@ INLINE F exponential(F x) {  // x <= 0; error below 2 units in the last place (C
 }
 
 typedef struct {
-  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T]
+  const void *q, *k, *v, *mask;  // [B, heads, N, D], [B, KV, T, D], [B, KV, T, DV], [B or 1, N, T - free]
   void *out;                     // [B, N, heads, DV]
   const void *sinks;             // [heads] scores that take part in the sum and have no value, or NULL
-  long texts, heads, kv, n, columns, d, dv;
+  long texts, heads, kv, n, columns, free, d, dv;  // free: columns before the mask's, which all nodes see
   long qb, qh, qn, kb, kh, kt, vb, vh, vt, mb, mn;  // strides in numbers; the last index lies dense
   float scale, cap;  // a score is cap * tanh(score / cap), if the cap is not 0
   int half, threads;
@@ -390,13 +391,13 @@ INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows)
 }
 
 // out [LOW, dv] and total [LOW] take `many` keys, one after the other.
-INLINE void sums(const float *s, long stride, const float *values, float *out, F *total, long dv, int many) {
+INLINE void sums(const float *s, const float *values, float *out, F *total, long dv, int many) {
   enum { WIDTH = L == 16 ? 4 : 2 };
   F both[LOW];
   memcpy(both, total, sizeof both);
   for (int c = 0; c < many; c++)
 #pragma GCC unroll 4
-    for (int r = 0; r < LOW; r++) both[r] += all(s[r * stride + c]);
+    for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
   memcpy(total, both, sizeof both);
   for (long i = 0; i < dv; i += WIDTH * L) {
     F sum[LOW][WIDTH];
@@ -409,7 +410,7 @@ INLINE void sums(const float *s, long stride, const float *values, float *out, F
       for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < WIDTH; j++)
-          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * stride + c]), sum[r][j]);
+          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * L + c]), sum[r][j]);
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
@@ -419,8 +420,9 @@ INLINE void sums(const float *s, long stride, const float *values, float *out, F
 
 static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
   long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
-  long wide = (dv + 63) / 64 * 64, stride = tiles * L;
-  float *q = room, *keys = q + GROUP * d, *s = keys + L * d, *values = s + GROUP * stride;
+  long wide = (dv + 63) / 64 * 64;
+  float *q = room, *keys = q + GROUP * d, *s = keys + L * d;  // s [tiles, GROUP, L]: a tile's scores lie together
+  float *values = s + tiles * GROUP * L;
   float *out = values + L * wide;
   F largest[GROUP], total[GROUP] = {};
   char seen[tiles];
@@ -436,12 +438,12 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
 
   // 2. Scores [rows, columns], tile by tile; a tile that no row sees is left out.
   for (long t = 0; t < tiles; t++) {
-    int many = MIN(L, a->columns - t * L);
-    F extra[GROUP], most = all(-INFINITY);
-    for (int r = 0; r < rows; r++) {
-      long at = b * a->mb + (first + r) % a->n * a->mn + t * L;
-      if (many == L) extra[r] = load(a->mask, at, a->half);
-      else for (int c = 0; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
+    int many = MIN(L, a->columns - t * L), open = MIN(MAX(a->free - t * L, 0), L);
+    F extra[GROUP] = {}, most = all(open == L ? 0 : -INFINITY);
+    for (int r = 0; r < rows && open < L; r++) {
+      long at = b * a->mb + (first + r) % a->n * a->mn + t * L - a->free;
+      if (!open && many == L) extra[r] = load(a->mask, at, a->half);
+      else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
     }
     seen[t] = 0;
@@ -454,7 +456,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       for (int i = 0; i < MIN(HIGH, rows - r); i++) {
         F score = add(sum[i], all(a->scale), extra[r + i]);
         if (a->cap) score = capped(sum[i] * a->scale, a->cap) + extra[r + i];
-        *(F *)(s + (r + i) * stride + t * L) = score;
+        *(F *)(s + (t * GROUP + r + i) * L) = score;
         largest[r + i] = larger(score, largest[r + i]);
       }
     }
@@ -482,11 +484,11 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
     }
     for (int r = 0; r < rows; r++) {
-      F *score = (F *)(s + r * stride + t * L);
+      F *score = (F *)(s + (t * GROUP + r) * L);
       *score = exponential(*score - largest[r]);
     }
     for (int r = 0; r < rows; r += LOW)
-      sums(s + r * stride + t * L, stride, values, out + r * wide, total + r, wide, many);
+      sums(s + (t * GROUP + r) * L, values, out + r * wide, total + r, wide, many);
   }
 
   // 4. Divide and round once.

@@ -36,7 +36,7 @@ POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 LINEAR = Struct("2P2l3i")  # `Linear` of kernels.c
 ATTENTION = Struct(
-    "6P18l2f2i"
+    "6P19l2f2i"
 )  # `Attention` of kernels.c: pointers, sizes, strides, scale, cap, half, threads
 
 
@@ -146,7 +146,8 @@ def attention(
     """[B, N, heads, DV] attention of N nodes, or None where the kernels do not take these tensors.
 
     query: [B, heads, N, D]. key, value: [B, KV heads, T, D], [B, KV heads, T, DV].
-    mask: [B or 1, 1, N, T] additive. Every node sees a column or more.
+    mask: [B or 1, 1, N, T or fewer] additive, of the last columns; all nodes see those before. Every
+    node sees a column or more.
     cap_and_sinks: the soft cap of the scores (Gemma 2), 0 for none; and scores [heads] that enter the
     sum alone (gpt-oss).
     """
@@ -157,7 +158,8 @@ def attention(
         found = attention(q, k, v, hidden, scale, cap_and_sinks)
         return None if found is None else found.half()
     (b, heads, n, d), (_, kv, columns, dv) = query.shape, value.shape
-    whole = mask.shape in ((b, 1, n, columns), (1, 1, n, columns))  # nothing to broadcast
+    free = columns - mask.shape[-1]
+    whole = mask.shape[:3] in ((b, 1, n), (1, 1, n)) and free >= 0  # nothing to broadcast
     fit = whole and query.dtype in HALF and all(fits(x, query.dtype) for x in tensors)
     if not fit or library() is None:
         return None
@@ -168,7 +170,7 @@ def attention(
     strides += [mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)]
     options = scale, cap, HALF[query.dtype], torch.get_num_threads()
     library().attention(
-        ATTENTION.pack(*pointers, b, heads, kv, n, columns, d, dv, *strides, *options)
+        ATTENTION.pack(*pointers, b, heads, kv, n, columns, free, d, dv, *strides, *options)
     )
     return out
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ SLIDING = ("sliding_attention", "hybrid_sliding")
 
 def additive_masks(
     windows: Mapping[str, int | None],
-    places: Tensor,
+    columns: Callable[[int | None], Tensor],
     seen: Tensor,
     dtype: torch.dtype,
     device: torch.device,
@@ -35,15 +36,15 @@ def additive_masks(
         node 2   0 0 | 0 - 0        - - | 0 - 0
 
     windows: window or chunk of each layer type (`layer_windows`).
-    places: [B, T] positions of all columns.
-    seen: [B, N, T] bool, the columns that each node sees without windows.
+    columns: (window) -> [B, T] positions of the columns that layers of that window attend to.
+    seen: [B, N, U] bool, the uncommitted columns that each node sees without windows.
     """
     masks = {}
     for kind, window in windows.items():
-        visible = seen
-        if window and kind in (*SLIDING, "chunked_attention"):
+        visible = attention_mask(seen, places := columns(window))
+        if window:
             near = window_mask if kind in SLIDING else chunk_mask
-            visible = seen & near(places, seen.shape[1], window)
+            visible &= near(places, seen.shape[1], window)
         masks[kind] = additive(visible.to(device), dtype)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
@@ -111,7 +112,12 @@ class Chunk:
     taken: list[int]
     depth: Tensor  # [B, n] int64: 0, 1, 2, …
     places: Tensor  # [B, T] int64: the position in its text of each column of cache and chunk
-    seen: Tensor  # [B, n, T] bool: the columns of cache and chunk that each new position sees
+    causal: Tensor  # [B, n, n] bool: the columns of the chunk that each new position sees
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[B, n, T] bool: the columns of cache and chunk that each new position sees."""
+        return attention_mask(self.causal, self.places)
 
     @property
     def positions(self) -> Tensor:
@@ -137,7 +143,6 @@ def causal_chunks(
         depth = torch.arange(n, device=device).expand(texts, n)
         causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(texts, n, n)
         places = positions(depth, cache.lengths)
-        seen = attention_mask(causal, places)
-        yield Chunk(slice(start, start + n), taken, depth, places, seen)
+        yield Chunk(slice(start, start + n), taken, depth, places, causal)
         cache.commit([range(kept) for kept in taken])
         start += n

@@ -158,7 +158,7 @@ def narrowed(target: Any) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
     # 1. Find the attributes of modules, configs and the configs that modules hold: whole numbers with
     #    a window's size and "window" or "chunk" in their name.
-    windows, modules = target.windows, list(target.model.modules())
+    windows, slack, modules = target.windows, target.slack, list(target.model.modules())
     sizes = {window for window in windows.values() if window and window > NARROW}
     configs = [target.config, target.model.config, *(vars(m).get("config") for m in modules)]
     owners = {id(owner): owner for owner in (*modules, *configs) if hasattr(owner, "__dict__")}
@@ -173,8 +173,9 @@ def narrowed(target: Any) -> Iterator[None]:
         for owner, name, _ in before:
             setattr(owner, name, NARROW)
         target.windows = {kind: window and min(window, NARROW) for kind, window in windows.items()}
+        target.slack = NARROW
         yield
     finally:
-        target.windows = windows
+        target.windows, target.slack = windows, slack
         for owner, name, value in before:
             setattr(owner, name, value)

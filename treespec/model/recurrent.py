@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 
 from treespec.errors import InputError, first_line
-from treespec.model.cache import State, States, TreeCache, TreeLayer
+from treespec.model.cache import State, States, TreeCache
 from treespec.model.masks import Masks
 from treespec.model.recurrent_rows import (
     Outputs,
@@ -47,6 +47,7 @@ from treespec.model.recurrent_run import (
     split,
     tried,
 )
+from treespec.model.tree_layer import TreeLayer
 
 HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
@@ -127,9 +128,9 @@ class Recurrent:
     def running(self, cache: TreeCache, places: Tensor, seen: Tensor) -> Iterator[None]:
         """Inside, a forward of the decoder takes trees after the cache.
 
-        places: [B, T] int64, positions of all columns. seen: [B, N, T] bool.
+        places: [B, T] int64, positions of all columns. seen: [B, N, U] bool, of the uncommitted ones.
         """
-        rows = path_rows(seen[:, :, cache.end :], places[:, cache.end :])
+        rows = path_rows(seen, places[:, cache.end :])
         numbered = enumerate(self.mixers)
         with replaced({m.module: partial(self._mixed, i, cache, rows) for i, m in numbered}):
             yield

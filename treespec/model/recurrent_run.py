@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import LinearAttentionLayer
 
-from treespec.model.cache import State, TreeCache, TreeLayer
+from treespec.model.cache import State, TreeCache
 from treespec.model.recurrent_rows import input_once
+from treespec.model.tree_layer import TreeLayer
 
 TRIAL = 6  # tokens of the forward in which mixers are found
 LENGTH = 3  # tokens of a trial

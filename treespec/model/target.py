@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treespec.model.adapters import unwrapped
-from treespec.model.attention import take_trees
-from treespec.model.cache import TreeCache
+from treespec.model.attention import NAME, take_trees
+from treespec.model.cache import SLACK, TreeCache
 from treespec.model.inspect import (
     arguments_taken,
     context_length,
@@ -39,7 +40,7 @@ from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
-from treespec.trees.mask import attention_mask, positions
+from treespec.trees.mask import positions
 from treespec.trees.tree import TokenTree
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Target:
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
+    slack = SLACK  # of its caches
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
@@ -77,7 +79,7 @@ class Target:
         self.dtype, self.eos, self.stack = model.dtype, end_tokens(model), nn.ModuleList()
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = sizes_of(model.get_output_embeddings())
-        self.windows = layer_windows(self.config)
+        self.layer_types, self.windows = layer_windows(self.config)
         self.context_length, why = context_length(self.config)
         if why:
             name = type(model).__name__
@@ -111,7 +113,13 @@ class Target:
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         """An empty cache of one text. capacity: columns to allocate; it grows by itself."""
-        return TreeCache(self.layers, capacity, self.recurrent)
+        windows = [self.windows.get(kind) for kind in self.layer_types]
+        return TreeCache(self.layers, capacity, self.recurrent, windows, self.slack)
+
+    @property
+    def masks_last(self) -> bool:
+        """Whether the attention takes masks of the last columns alone: our kernels do."""
+        return self.device.type == "cpu" and self.config._attn_implementation == NAME
 
     @property
     def embed_scale(self) -> float:
@@ -158,11 +166,15 @@ class Target:
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
-        for part in causal_chunks(cache, counts or [length] * b, self.rows_beside):
+        for part in causal_chunks(cache, counts or [length] * b, self.rows_at_once):
             new = tokens[:, part.columns]
-            features.append(self._forward(cache, new, part.places, part.seen, aux_layers)[1])
+            features.append(self._forward(cache, new, part.places, part.causal, aux_layers)[1])
         cache.mark()
         return torch.cat(features, 1)
+
+    def rows_at_once(self, columns: int) -> int:
+        """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""
+        return self.rows_beside(min(columns, 1) if self.masks_last else columns)
 
     def rows_beside(self, columns: int) -> int:
         """New positions per forward: a power of two (16 to 512) with a small mask beside the weights.
@@ -209,8 +221,7 @@ class Target:
         """
         tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
         places = positions(depth, cache.lengths)
-        seen = attention_mask(ancestors, places)
-        hidden, features = self._forward(cache, tokens, places, seen, aux_layers)
+        hidden, features = self._forward(cache, tokens, places, ancestors, aux_layers)
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         outputs = []
@@ -226,18 +237,18 @@ class Target:
         """[B, N, H] hidden states after the final norm, of nodes below nodes of earlier calls.
 
         tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns.
-        seen: [B, N, T] bool, the columns that each node sees: T - N earlier columns, and the N
-        columns that this call writes.
+        seen: [B, N, U] bool, the uncommitted columns that each node sees: those of earlier calls,
+        and the N columns that this call writes.
 
         Two texts, each with a root r from an earlier call. The first has two nodes x and y below
-        it, the second x and a padding node:
+        it, the second x and a padding node. U is 3:
 
             columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
                       | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
 
         Nothing is committed: only columns behind the cache's end change.
         """
-        with cache.writing_at(seen.shape[2] - tokens.shape[1]):
+        with cache.writing_after(seen.shape[2] - tokens.shape[1]):
             return self._forward(cache, tokens, places, seen, ())[0]
 
     def _forward(
@@ -245,13 +256,15 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states after the final norm, and features, of B trees of N nodes.
 
-        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns. seen: [B, N, T]
-        bool, the columns that each node sees.
+        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns. seen: [B, N, U]
+        bool, the uncommitted columns that each node sees.
         """
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
-        masks = additive_masks(self.windows, places, seen, self.dtype, self.device)
+        free = min(cache.lengths) if self.masks_last else 0
+        shown = partial(cache.shown, places, free)
+        masks = additive_masks(self.windows, shown, seen, self.dtype, self.device)
 
         # 2. Those arguments that the decoder takes.
         options = {

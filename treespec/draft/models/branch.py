@@ -11,7 +11,6 @@ from treespec.draft.drafter import Frontier, Frontiers, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
-from treespec.trees.mask import committed
 from treespec.trees.tree import sent
 
 
@@ -22,7 +21,8 @@ class Levels:
         | sequences | level 1 | level 2 | ...
 
     A node sees what its parent saw, and itself. Sequences with fewer frontier nodes are padded with
-    nodes that no other node sees. seen: [B, F, T] bool, the columns that each frontier node sees.
+    nodes that no other node sees. seen: [B, F, U] bool, the columns that each frontier node sees: of
+    the levels, or of the sequences too.
     """
 
     def __init__(self, seen: Tensor) -> None:
@@ -51,14 +51,14 @@ class BranchProposer(Proposer):
     ) -> None:
         """Draft behind the B sequences of a cache.
 
-        lengths: of the sequences. places: [B, T] the position of each column's token; -1 marks an
-        empty column. Default: committed column i holds position i.
+        lengths: of the sequences. places: [B, T] the position of each column's token, `lengths` or
+        more for an empty column. Default: committed column i holds position i.
         """
         device = self.model.output_device
         if places is None:
-            held = committed(cache.lengths, device)[:, 0]
-            places = torch.where(held, torch.arange(cache.end, device=device), -1)
-        self.written, self.places, self.branch = cache, places, Levels(places[:, None] >= 0)
+            places = torch.arange(cache.end, device=device).expand(len(lengths), -1)
+        nothing = torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device)
+        self.written, self.places, self.branch = cache, places, Levels(nothing)
         self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position
 
     def below(self, roots: Tensor) -> list[Tensor | None]:

@@ -38,7 +38,7 @@ from treespec.model.masks import together
 from treespec.model.target import Target
 from treespec.trees.tree import sent
 
-NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
+NOTHING, CHOSEN = 1 << 40, -1  # a column without a token; one whose token differs by layer and head
 WATCHED = "treespec_watched"
 POOL = 5  # neighbouring positions whose scores are averaged, as in MagicDec
 
@@ -106,12 +106,13 @@ class SparseProposer(BranchProposer):
     @torch.no_grad()
     def _copied(self, cache: TreeCache, positions: Tensor) -> TreeCache:
         """A cache with these positions [B, C] in its columns."""
-        small, (b, c) = self.model.new_cache(), positions.shape
+        small = self.model.new_cache()
         for i, (layer, source) in enumerate(zip(small.tree_layers, cache.tree_layers, strict=True)):
             if not source.storage:
                 continue
-            heads = source.storage[0].shape[1]
-            index = positions.clamp_min(0)[:, None].repeat(1, heads, 1)  # [B, heads, C]
+            heads, starts = source.storage[0].shape[1], torch.tensor(cache.starts(source.window))
+            columns = (positions - starts[:, None]).clamp(0, source.capacity - 1)
+            index = columns[:, None].repeat(1, heads, 1)  # [B, heads, C]
             for row, known in enumerate(self.chosen):
                 if known:
                     index[row, :, : known[1].shape[1]] = known[1][i].T
@@ -122,7 +123,7 @@ class SparseProposer(BranchProposer):
                     for kept in source.storage
                 )
             )
-        small.rewind([c] * b)
+        small.rewind((positions != NOTHING).sum(1).tolist())
         return small
 
 
@@ -163,7 +164,6 @@ def most_seen(target: Target, cache: TreeCache, windows: Tensor, keep: int) -> T
     starts = torch.tensor(cache.lengths, device=device)[:, None].sub(w).clamp_min(0)
     earlier = column < starts  # [B, end]
     causal = (row <= row[:, None]).expand(b, w, w)
-    seen = torch.cat([earlier[:, None].expand(b, w, -1), causal], dim=2)
     places = torch.cat([column.expand(b, -1), starts + row], dim=1)
 
     # 2. In each layer the positions with the most attention.
@@ -177,7 +177,7 @@ def most_seen(target: Target, cache: TreeCache, windows: Tensor, keep: int) -> T
         best.append(score.topk(min(keep, cache.end)).indices.mT.cpu())  # [B, keep, heads]
 
     with watched(target.model, choose):
-        target.forward_nodes(cache, windows.to(device), places, seen)
+        target.forward_nodes(cache, windows.to(device), places, causal)
     return torch.stack(best, dim=1)
 
 

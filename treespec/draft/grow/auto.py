@@ -151,12 +151,14 @@ def expansion(
 @final
 class AutoBuilder(TreeBuilder):
     """models: the cost models of the sequence; None before the first cycle. shape: the best of the trees
-    of fixed shape in the cycle that runs.
+    of fixed shape in the cycle that runs. by_level: whether trees may also be chosen level by level. On an
+    accelerator the host would wait for each level.
     """
 
     policy: AutoTree
     models: CostModels | None = None
     shape: Shape
+    by_level: bool = True
 
     @property
     def seconds(self) -> float:
@@ -174,13 +176,15 @@ class AutoBuilder(TreeBuilder):
         model = self.models.among(batch)
         self.shape = shape_for(model, self.policy)
         model.start(self.shape.speed)
-        return model.pauses(max(self.shape.speed, model.speed))
+        speeds = self.shape.speed, model.speed if self.by_level else 0.0
+        return model.pauses(max(speeds))
 
     def shaped(self) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
-        if model.speed <= self.shape.speed:
+        self.by_level = self.logits.device.type == "cpu"
+        if not self.by_level or model.speed <= self.shape.speed:
             model.predict(self.shape.prediction, model.by_rates)
             return (yield from self.fixed(self.shape.tree))
         by = Profitable(self.policy, model, self.params, self.calibration)

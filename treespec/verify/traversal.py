@@ -162,7 +162,7 @@ def judge_at_once(
     # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
     place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
     of_nodes = drafts.nodes[:, None].expand_as(draws)
-    table = (yield torch.stack([of_nodes, draws, place], dim=-1)).tolist()
+    table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
     row_of = {draw[0][0]: row for row, draw in enumerate(table)}
     above, order = dict[int, tuple[int, int]](), list[int]()
     rows_at = defaultdict[int, list[int]](list)

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
+from treespec.trees.tree import sent
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -45,7 +46,7 @@ def additive_masks(
         if window:
             near = window_mask if kind in SLIDING else chunk_mask
             visible &= near(places, seen.shape[1], window)
-        masks[kind] = additive(visible.to(device), dtype)[:, None]
+        masks[kind] = additive(sent(visible, device), dtype)[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
 

@@ -41,7 +41,7 @@ from treespec.model.quantised import rows_of_output, sizes_of
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
 from treespec.trees.mask import positions
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, sent
 
 log = logging.getLogger(__name__)
 
@@ -268,12 +268,12 @@ class Target:
 
         # 2. Those arguments that the decoder takes.
         options = {
-            "position_ids": node_places.to(self.device),
+            "position_ids": sent(node_places, self.device),
             "attention_mask": self.recurrent.all_masks(masks) if self.recurrent else masks,
             "past_key_values": cache,
             "cache_params": cache,
         }
-        inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": sent(tokens, self.device), "use_cache": True}
         inputs |= {name: value for name, value in options.items() if name in self.takes}
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
             return forward_with_features(self.decoder, self.stack, inputs, aux_layers)

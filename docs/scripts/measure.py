@@ -171,13 +171,8 @@ def paired(one: Path, other: Path) -> None:
 
 @cache
 def prefilled(target: Target, context: int) -> TreeCache:
-    """A cache of so many columns; those beyond 512 repeat the keys and values of the first."""
-    committed, most = target.new_cache(), min(context, 512)
-    target.prefill(committed, torch.arange(most)[None] % target.vocab_size)
-    while left := min(context - committed.end, most):
-        for i, layer in enumerate(committed.tree_layers):
-            committed.update(*(states[:, :, :left] for states in layer.storage), i)
-        committed.commit([range(left)])
+    committed = target.new_cache()
+    target.prefill(committed, torch.arange(context)[None] % target.vocab_size)
     return committed
 
 

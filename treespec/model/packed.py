@@ -138,8 +138,8 @@ def pack_experts(own: Any) -> None:
         weights = getattr(own, name)
         biases = getattr(own, f"{name}_bias", [None] * len(weights))
         weights = weights.mT if own.is_transposed else weights
-        layers = map(PackedLinear, weights, biases, map(kernels.form_of, weights))
-        own.products.append(nn.ModuleList(layers))
+        forms: Any = map(kernels.form_of, weights)
+        own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
         delattr(own, name)
     own.forward = partial(run_experts, own)
 

@@ -21,7 +21,6 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
-from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
 
 FORMS = ("int8", "fp8")
@@ -224,7 +223,6 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
     close(ours, theirs, 1e-4)
     layer = spec.target.model.model.layers[0].mlp.up_proj
     assert ("forward" in vars(layer)) == bool(inputs)
-    assert has_equal_bits(spec.target) == (not inputs)
 
 
 def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):

@@ -105,19 +105,21 @@ def packed_layer(layer: Any) -> nn.Module:
     """
     # 1. What has no weight, and experts.
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    plain = all(is_plain_weight(w) and w.is_cpu for w in layer.parameters(recurse=False))
-    if hooks or "forward" in vars(layer) or not plain or not kernels.library():
+    if hooks or "forward" in vars(layer) or not kernels.library():
         return layer
     if type(layer).__module__ == "transformers.activations":
         layer.forward = partial(in_blocks, layer.forward)
-    if vars(layer).get("has_post_expert_norm") is False:  # of transformers' experts interface
+    is_experts = vars(layer).get("has_post_expert_norm") is False  # of transformers' interface
+    if is_experts and is_plain_weight(layer.down_proj) and layer.down_proj.is_cpu:
         pack_experts(layer)
 
     # 2. Norms and linear layers; another module with a matrix may be a router.
     weight = layer._parameters.get("weight")
-    if weight is not None and "RMSNorm" in type(layer).__name__:
+    if not is_plain_weight(weight) or not weight.is_cpu or isinstance(layer, nn.Embedding):
+        return layer
+    if "RMSNorm" in type(layer).__name__:
         return packed_norm(layer)
-    if weight is None or weight.dim() != 2 or isinstance(layer, nn.Embedding):
+    if weight.dim() != 2:
         return layer
     weight = weight.T if isinstance(layer, Conv1D) else weight
     if (form := kernels.form_of(weight)) is not None:
@@ -136,8 +138,8 @@ def pack_experts(own: Any) -> None:
         weights = getattr(own, name)
         biases = getattr(own, f"{name}_bias", [None] * len(weights))
         weights = weights.mT if own.is_transposed else weights
-        layers = map(PackedLinear, weights, biases, map(kernels.form_of, weights))
-        own.products.append(nn.ModuleList(layers))
+        forms: Any = map(kernels.form_of, weights)
+        own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
         delattr(own, name)
     own.forward = partial(run_experts, own)
 

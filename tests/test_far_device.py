@@ -24,7 +24,6 @@ SETUPS = {
     ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
     ("jacobi:window=4", None, "topk", 0): 2,
     ("sparse:64", "2x3", "rrs", 1): 1,
-    ("model", "2x3", "rrs", 1): 9,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,
@@ -48,7 +47,6 @@ def measure():
     from treespec.api.spec import Spec
     from treespec.draft.cost.model import Cost
     from treespec.draft.drafters import DrafterSpec
-    from treespec.draft.models.model import ModelProposer
     from treespec.draft.source import load_source
     from treespec.draft.trained.kinds import new_head
     from treespec.heads.registry import HEADS
@@ -68,8 +66,6 @@ def measure():
     assert not has_equal_bits(target)
 
     def source(name):
-        if name == "model":
-            return ModelProposer(Target(far_device.moved(random_model(CONFIGS["llama"]()))), target)
         if name in HEADS:
             return far_device.moved(heads[name])
         return None if name == "none" else load_source(DrafterSpec.parse(name), target)

@@ -19,26 +19,32 @@ A forward writes both trees at column 3, behind the longer text:
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from treespec.trees.tree import sent
+from treespec.trees.tree import columns, filled, sent
 
 
-def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """[N, N] bool: row i marks node i and its ancestors.
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """[..., N, N] bool: row i marks node i and its ancestors.
 
-    parents: [N] int64, parents[0] = -1.
-    max_depth: a bound on the depth of all nodes. Squaring the mask log2(max_depth) times replaces a
-    loop over nodes.
+    parents: [..., N] int64, parents[0] = -1 and parents[i] < i.
+    With P the matrix that has 1 at each node's parent, (1 + P)^-1 = 1 - P + P² - …: node i has ±1 at
+    its ancestors, as one path leads to each, and 0 elsewhere.
     """
-    n = len(parents)
-    above = torch.eye(n, device=parents.device)
-    above[torch.arange(1, n, device=parents.device), parents[1:]] = 1
-    for _ in range(max(max_depth - 1, 0).bit_length()):
-        above = (above @ above).clamp_max(1)  # path counts would overflow
-    return above > 0
+    n, device = parents.shape[-1], parents.device
+    above = torch.empty(*parents.shape, n, device=device)
+    torch.eq(parents[..., None], columns(n, device), out=above)
+    itself = identity(n, device).expand_as(above)
+    return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0
+
+
+@lru_cache
+def identity(nodes: int, device: torch.device) -> Tensor:
+    """[N, N]: of a level's or a tree's nodes each is with itself alone. Made once for each size."""
+    return torch.eye(nodes, device=device)
 
 
 def attention_mask(ancestors: Tensor, places: Tensor) -> Tensor:
@@ -79,8 +85,10 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
 
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[B, 1, end] bool: the columns that hold each text. end: the length of the longest."""
-    columns = torch.arange(max(lengths), device=device)
-    return columns < sent(lengths, device)[:, None, None]
+    if len(lengths) == 1:
+        size = 1 << lengths[0].bit_length()
+        return filled((1, 1, size), True, torch.bool, device)[..., : lengths[0]]
+    return columns(max(lengths), device) < sent(lengths, device)[:, None, None]
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -90,6 +98,6 @@ def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     lengths: committed positions of each of the B texts. The trees start at column `end`, the
     longest of them.
     """
-    columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
+    earlier = columns(max(lengths), depth.device).expand(len(depth), -1)
     roots = lengths[0] if len(lengths) == 1 else sent(lengths, depth.device)[:, None]
-    return torch.cat([columns, roots + depth], dim=1)
+    return torch.cat([earlier, roots + depth], dim=1)

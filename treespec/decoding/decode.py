@@ -121,8 +121,9 @@ class Decoder:
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
                 roots = sent([text.root for text in texts], device)
-                trees = [root_only(root) for root in roots.split(1)]
-                if drafter:
+                if not drafter:
+                    trees = [root_only(root) for root in roots.split(1)]
+                else:
                     for text in texts:
                         text.distribution.reported = {} if text.listener else None
                     before, now = drafter.forward_seconds, stats[0].now

@@ -101,18 +101,34 @@ class TreeDrafter(ForcedDrafter):
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
 
-        # 3. A tree for each sequence, in draft tokens but for the root.
+        # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         growths = [
             self._growth(row, self.end(row, root), None if pauses[row] else begun[row], generator)
             for row, (root, generator) in enumerate(zip(each, generators, strict=True))
         ]
+        logits = [row for row in begun if row is not None]
+        alike = len(logits) == len(each) > 1 and not any(pauses) and self._alike()
+        if alike:
+            builder, ends = self._new_builder(), roots[:, None].to(logits[0].device)
+            params = distributions[0].params
+            growths = [builder.grow(ends, torch.stack(logits), params, generators[0])]
         trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
         if vocabulary is not None:
             trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        if alike:
+            (tree,) = trees
+            parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)
+            trees = [TokenTree(*part) for part in parts]
         chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
+
+    def _alike(self) -> bool:
+        """Whether the trees depend on nothing but the draft logits, level by level."""
+        ranked = self.policy.reranks and not self.policy.at_once and not self.proposer.at_once
+        changed = any(by.shapers or by.reported is not None for by in self.distributions)
+        return ranked and not changed and not any(self.chains)
 
     def _offer(self, row: int, root: Tensor) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: [1]."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
+from treespec.trees.tree import columns
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -65,8 +65,8 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
     """
     all_tokens, depths, seen = zip(*trees, strict=True)
     tokens, depth = together(all_tokens).clamp_min(0), together(depths)
-    if len(trees) == 1:
-        return tokens, depth, seen[0][None]
+    if len({*map(len, seen)}) == 1:
+        return tokens, depth, together(seen)
     itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
     ancestors = itself.repeat(len(trees), 1, 1)
     for row, mask in enumerate(seen):
@@ -76,12 +76,18 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
 
 def together(rows: Sequence[Tensor]) -> Tensor:
     """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
-    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
+    if len(rows) == 1:
+        return rows[0][None]
+    size, parts = max(map(len, rows)), list(rows)
+    if min(map(len, rows)) < size:
+        zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
+        parts = [part for row in rows for part in (row, zeros[len(row) :])]
+    return torch.cat(parts).unflatten(0, (len(rows), size))
 
 
 def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """[sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
-    if min(sizes) == rows.shape[1]:
+    if sum(sizes) == rows.shape[0] * rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
@@ -90,7 +96,7 @@ def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """[B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
     b, n = x.shape[:2]
     if b > 1:
-        rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]
+        rows = rows + columns(b * n, rows.device)[::n, None]
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))
 
 
@@ -130,14 +136,18 @@ def causal_chunks(
     counts: new positions of each text.
     size: (columns of the cache) -> the largest number of positions in the next chunk.
     """
-    start, texts = 0, len(counts)
+    start, device = 0, device or torch.device("cpu")
     while start < max(counts):
-        n = min(size(cache.end), max(counts) - start)
+        end = cache.end
+        n = min(size(end), max(counts) - start)
         taken = [max(0, min(count - start, n)) for count in counts]
-        depth = torch.arange(n, device=device).expand(texts, n)
-        causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(texts, n, n)
-        places = positions(depth, cache.lengths)
-        seen = attention_mask(causal, places)
+        depth = columns(n, device).expand(len(counts), n)
+        if min(cache.lengths) == end:  # no gap: a text's positions are the columns
+            places = columns(end + n, device).expand(len(counts), -1)
+            seen = places[:, None] <= places[:, end:, None]
+        else:
+            places = positions(depth, cache.lengths)
+            seen = attention_mask(depth[:, None] <= depth[..., None], places)
         yield Chunk(slice(start, start + n), taken, depth, places, seen)
         cache.commit([range(kept) for kept in taken])
         start += n

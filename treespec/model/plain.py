@@ -102,7 +102,7 @@ def has_equal_bits(target: Any) -> bool:
 def _tree(tokens: Tensor, depth: list[int]) -> TokenTree:
     """The first nodes of the tree 0 - 1 - 3, 0 - 2 - 4."""
     parents = torch.tensor([-1, 0, 0, 1, 2][: len(depth)])
-    return TokenTree(tokens, parents, torch.tensor(depth), ancestor_mask(parents, max(depth)))
+    return TokenTree(tokens, parents, torch.tensor(depth), ancestor_mask(parents))
 
 
 def _plain(target: Any, tokens: list[int]) -> torch.Tensor:

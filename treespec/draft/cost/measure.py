@@ -156,7 +156,7 @@ class Bench:
     def branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
         number = torch.arange(nodes, device=self.ids.device)
-        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1))
 
     def uniform(self, shape: StaticTree) -> TokenTree:
         """A tree of draws from a uniform distribution."""

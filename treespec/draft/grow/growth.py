@@ -19,7 +19,7 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below
+from treespec.trees.tree import Drafts, Draws, TokenTree, best_first, filled, hung_below, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -69,9 +69,7 @@ class Nodes:
         self.first = 0  # number of the first node of the last level
 
     def add(self, tokens: Tensor, above: Tensor) -> None:
-        """Add a level. tokens: [M] int64. above: [M] or [F, K], M in all: the places of their parents
-        in the level above.
-        """
+        """Add a level. tokens: [M] int64. above: [M] the places of their parents in the level above."""
         device = self.tokens[0].device
         self.first += len(self.tokens[-1])
         self.tokens.append(tokens.to(device))
@@ -86,20 +84,12 @@ class Nodes:
         last = self.tokens[-1]
         return Frontier(last[places.to(last.device)], rows.to(last.device))
 
-    def tree(self, kept: Tensor | None = None, drafts: Drafts | None = None) -> TokenTree:
-        """The nodes as a token tree.
-
-        kept: [N] numbers of the nodes to keep, parents before children, first the root's 0.
-        Default: all nodes.
-        """
+    def tree(self, drafts: Drafts | None) -> TokenTree:
+        """The nodes as a token tree."""
         tokens = torch.cat(self.tokens)
         depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
-        parents = torch.cat(self.above).flatten() + first
-        kept = torch.arange(len(tokens)) if kept is None else kept
-        kept = kept.to(tokens.device)
-        links = connect(kept, pad(parents, (1, 0)))
-        ancestors = ancestor_mask(links, len(self.tokens) - 1)
-        return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
+        parents = pad(torch.cat(self.above) + first, (1, 0), value=-1)
+        return TokenTree(tokens, parents, depth, ancestor_mask(parents), drafts)
 
 
 @lru_cache
@@ -111,6 +101,58 @@ def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     first = counts.cumsum(0) - counts
     depth = torch.arange(len(sizes)).repeat_interleave(counts)
     return depth.to(device), first[depth[1:] - 1].to(device)
+
+
+def best_tree(
+    tokens: Sequence[Tensor], orders: Sequence[Tensor], scores: Sequence[Tensor], nodes: int
+) -> tuple[TokenTree, Tensor]:
+    """The tree of the best candidates, or [...] trees of a batch, and their columns [..., N].
+
+    Candidates are numbered level by level, after a column of nothing and the root's. Two levels; both
+    nodes of the first are expanded, b before a:
+
+        column    0 1  2 3  4 5 6 7  8 9          kept      1 3 4 2    the best first: r b c a
+        row       0 r  a b  c d e f  1 0          tokens    r b c a
+        link      0 0  0 0  8 8 9 9               place     0 0 1 0    the row at `link`: the parent's
+        first     0 1  1 1  2 2 2 2               parent    0 1 3 1    place after column `first`
+                                                  node     -1 0 1 0    its number among the kept
+
+    A likely path lies where `commit` leaves it. Of equals the parent comes first, so with a node its
+    parent is kept.
+
+    tokens: of the root and of each level, [..., M]. orders: the places in each level but the last of
+    its expanded nodes [..., F]. scores: of each level, [..., M]. nodes: N, the root included.
+    """
+    # 1. Rank all columns. What is no number is the largest: nothing is first, the root second.
+    (*batch, children), device = scores[0].shape, tokens[0].device
+    unbeaten = filled((*batch, 2), torch.nan, scores[0].dtype, scores[0].device)
+    ranked = best_first(torch.cat([unbeaten, *scores], -1)).to(device)
+    kept = ranked[..., 1 : nodes + 1]
+
+    # 2. Tokens and parents of those to keep.
+    widths = tuple(order.shape[-1] for order in orders)
+    facts = column_facts(widths, children, device)
+    known = facts[:4, kept]
+    row = torch.cat([filled((*batch, 1), 0, torch.int64, device), *tokens, *orders], -1)
+    drafted, place = row.expand(2, *row.shape).gather(-1, known[1:3])
+    number = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
+    parents = number.gather(-1, known[3] + place)
+    return TokenTree(drafted, parents, known[0], ancestor_mask(parents)), kept
+
+
+@lru_cache
+def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
+    """[5, 2 + M] of each column of `best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
+
+    widths: expanded nodes of each level but the last.
+    """
+    counts = torch.tensor([2, *(children * width for width in (1, *widths))])
+    column = torch.arange(int(counts.sum()))
+    depth = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).clamp_min(1)[depth - 1]
+    link = len(column) - 1 + (column - 2) // children
+    first[0] = link[: 2 + children] = 0
+    return sent(torch.stack([depth, column, link, first, column - 1]), device)
 
 
 def drafts_of(levels: list[Drawn]) -> Drafts | None:

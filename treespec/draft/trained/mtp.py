@@ -31,6 +31,7 @@ from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer
 from treespec.model.masks import Chunk, additive
 from treespec.model.target import Target
+from treespec.trees.tree import columns, sent
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
@@ -89,8 +90,9 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def placed(self, positions: Tensor) -> Places:
-        return [positions[..., None]]
+    def placed(self, first: int, count: int) -> Places:
+        starts = sent([length + first for length in self.cache.lengths], self.target.output_device)
+        return [(starts[:, None] + columns(count, starts.device))[..., None]]
 
     def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
         target, positions = self.target, places[0][..., 0].expand(tokens.shape)
@@ -107,7 +109,7 @@ class MtpProposer(EagleProposer):
         return hidden
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return self.forward(tokens, features, self.placed(chunk.positions), chunk.seen)
+        return self.forward(tokens, features, self.placed(0, tokens.shape[1]), chunk.seen)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.target.output_logits(states)

@@ -21,6 +21,7 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
+from treespec.trees.tree import columns, sent
 
 AHEAD = 16  # levels whose angles are computed together
 Places = Sequence[Tensor]
@@ -39,7 +40,6 @@ class EagleProposer(DeepeningProposer):
 
     head: FeatureHead
     level = 0
-    ends: Tensor  # [B, 1] positions of the first level's features
     places: Places  # of the next `AHEAD` levels
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
@@ -52,26 +52,34 @@ class EagleProposer(DeepeningProposer):
         layers = self.cache.tree_layers
         return self.head.step(tokens, features, places, seen[:, None], layers)
 
-    def placed(self, positions: Tensor) -> Places:
-        """What `forward` takes of positions [B, T], in tensors [..., T, R]: rotary angles."""
-        return self.head.rotary(positions, self.target.dtype)
+    def placed(self, first: int, count: int) -> Places:
+        """What `forward` takes of `count` positions, in tensors [..., count, R]: rotary angles.
+
+        first: of these positions, counted from the end of each sequence.
+        """
+        starts, device = [n + first for n in self.cache.lengths], self.target.output_device
+        end = max(starts) + count
+        table = self.head.rotary.table(end, self.target.dtype, device)
+        if len(starts) == 1:
+            return [part[None, None, -count:] for part in table]
+        rows = sent(starts, device)[:, None] + columns(count, device)
+        return [*table[:, rows].unsqueeze(2)]
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         fused = self.head.fuse(features)
-        return self.forward(tokens, fused, self.placed(chunk.positions), chunk.seen)
+        return self.forward(tokens, fused, self.placed(0, tokens.shape[1]), chunk.seen)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
         self.drafted = Levels(committed(self.cache.lengths, last.device))
-        self.level, self.ends = 0, self.drafted.seen.sum(-1)
+        self.level = 0
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
         step = self.level % AHEAD
         if not step:
-            ahead = torch.arange(self.level, self.level + AHEAD, device=tokens.device)
-            self.places = self.placed(self.ends + ahead)
+            self.places = self.placed(self.level, AHEAD)
         self.level += 1
         place = [part[..., step : step + 1, :] for part in self.places]
         features = rows_of(self.frontier, above)

@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treespec.trees.tree import columns, filled, sent
+from treespec.trees.tree import columns, lengths_on
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -83,12 +83,19 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
-def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text. end: the length of the longest."""
-    if len(lengths) == 1:
-        size = 1 << lengths[0].bit_length()
-        return filled((1, 1, size), True, torch.bool, device)[..., : lengths[0]]
-    return columns(max(lengths), device) < sent(lengths, device)[:, None, None]
+def committed(lengths: Sequence[int], device: torch.device, end: int | None = None) -> Tensor:
+    """[B, 1, end] bool: the columns that hold each text. end: by default the length of the longest."""
+    end = end or max(lengths)
+    if len(lengths) > 1:
+        return columns(end, device) < lengths_on(device, (*lengths,))[..., None]
+    size = 1 << end.bit_length()
+    return _first(size, device)[..., size - lengths[0] :][..., :end]
+
+
+@lru_cache
+def _first(size: int, device: torch.device) -> Tensor:
+    """[1, 1, 2 size] bool: true in the first half."""
+    return (columns(2 * size, device) < size)[None, None]
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -99,5 +106,5 @@ def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     longest of them.
     """
     earlier = columns(max(lengths), depth.device).expand(len(depth), -1)
-    roots = lengths[0] if len(lengths) == 1 else sent(lengths, depth.device)[:, None]
+    roots = lengths[0] if len(lengths) == 1 else lengths_on(depth.device, (*lengths,))
     return torch.cat([earlier, roots + depth], dim=1)

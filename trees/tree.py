@@ -18,6 +18,12 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
+@lru_cache(8)
+def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
+    """[B, 1] int64. Several parts of a cycle ask for the same lengths."""
+    return sent(lengths, device)[:, None]
+
+
 @lru_cache
 def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of one value, made once."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.tree import columns
+from treespec.trees.tree import columns, filled
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -80,7 +80,8 @@ def together(rows: Sequence[Tensor]) -> Tensor:
         return rows[0][None]
     size, parts = max(map(len, rows)), list(rows)
     if min(map(len, rows)) < size:
-        zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
+        zero = filled((1,), 0, rows[0].dtype, rows[0].device)
+        zeros = zero.view(*[1] * rows[0].dim()).expand(size, *rows[0].shape[1:])
         parts = [part for row in rows for part in (row, zeros[len(row) :])]
     return torch.cat(parts).unflatten(0, (len(rows), size))
 

@@ -31,7 +31,7 @@ from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer
 from treespec.model.masks import Chunk, additive
 from treespec.model.target import Target
-from treespec.trees.tree import columns, sent
+from treespec.trees.tree import columns, lengths_on
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
@@ -90,9 +90,10 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def placed(self, first: int, count: int) -> Places:
-        starts = sent([length + first for length in self.cache.lengths], self.target.output_device)
-        return [(starts[:, None] + columns(count, starts.device))[..., None]]
+    def placed(self, count: int) -> Places:
+        device = self.target.output_device
+        starts = lengths_on(device, (*self.cache.lengths,))
+        return [(starts + columns(count, device))[..., None]]
 
     def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
         target, positions = self.target, places[0][..., 0].expand(tokens.shape)
@@ -109,7 +110,7 @@ class MtpProposer(EagleProposer):
         return hidden
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return self.forward(tokens, features, self.placed(0, tokens.shape[1]), chunk.seen)
+        return self.forward(tokens, features, self.placed(tokens.shape[1]), chunk.seen)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.target.output_logits(states)

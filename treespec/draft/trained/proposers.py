@@ -21,9 +21,9 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
-from treespec.trees.tree import columns, sent
+from treespec.trees.tree import columns, lengths_on
 
-AHEAD = 16  # levels whose angles are computed together
+AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
 Places = Sequence[Tensor]
 
 
@@ -35,12 +35,14 @@ class EagleProposer(DeepeningProposer):
 
         | observed pairs | level 1 | level 2 | ...
 
-    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees.
+    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees. On an
+    accelerator level 1 starts at a power of two, behind columns that no node sees. So the steps of
+    most cycles are the same operations on the same shapes, which a graph can repeat.
     """
 
     head: FeatureHead
     level = 0
-    places: Places  # of the next `AHEAD` levels
+    places: Places  # of `AHEAD` levels
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
 
@@ -52,36 +54,35 @@ class EagleProposer(DeepeningProposer):
         layers = self.cache.tree_layers
         return self.head.step(tokens, features, places, seen[:, None], layers)
 
-    def placed(self, first: int, count: int) -> Places:
-        """What `forward` takes of `count` positions, in tensors [..., count, R]: rotary angles.
+    def placed(self, count: int) -> Places:
+        """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
 
-        first: of these positions, counted from the end of each sequence.
+        In tensors [..., count, R].
         """
-        starts, device = [n + first for n in self.cache.lengths], self.target.output_device
-        end = max(starts) + count
-        table = self.head.rotary.table(end, self.target.dtype, device)
+        starts, device = self.cache.lengths, self.target.output_device
+        table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
             return [part[None, None, -count:] for part in table]
-        rows = sent(starts, device)[:, None] + columns(count, device)
+        rows = lengths_on(device, (*starts,)) + columns(count, device)
         return [*table[:, rows].unsqueeze(2)]
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         fused = self.head.fuse(features)
-        return self.forward(tokens, fused, self.placed(0, tokens.shape[1]), chunk.seen)
+        return self.forward(tokens, fused, self.placed(tokens.shape[1]), chunk.seen)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
-        self.drafted = Levels(committed(self.cache.lengths, last.device))
-        self.level = 0
+        start = self.cache.end if last.device.type == "cpu" else 1 << self.cache.end.bit_length()
+        self.drafted = Levels(committed(self.cache.lengths, last.device, start))
+        self.level, self.places = 0, self.placed(AHEAD)
+        for layer in self.cache.tree_layers:
+            layer.length = start
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
-        step = self.level % AHEAD
-        if not step:
-            self.places = self.placed(self.level, AHEAD)
+        place = [part[..., self.level : self.level + 1, :] for part in self.places]
         self.level += 1
-        place = [part[..., step : step + 1, :] for part in self.places]
         features = rows_of(self.frontier, above)
         self.frontier = self.forward(tokens, features, place, self.drafted.seen)
         for layer in self.cache.tree_layers:

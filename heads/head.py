@@ -77,8 +77,6 @@ class Head(nn.Module, ABC):
     d2t: Tensor | None
     t2d: Tensor | None
 
-    known: tuple[Tensor, Tensor] = torch.empty(0), torch.empty(0)  # d2t, and the vocabulary of it
-
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
@@ -90,9 +88,7 @@ class Head(nn.Module, ABC):
         """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
         if self.d2t is None:
             return None
-        if self.known[0] is not self.d2t:
-            self.known = self.d2t, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        return self.known[1]
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def dtype(self) -> torch.dtype:

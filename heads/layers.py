@@ -52,11 +52,11 @@ class Rotary(nn.Module):
 
     def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[2, size, R]: cos and sin of the first positions. Kept, and made again as texts grow."""
-        kept = self.known
-        if kept.dtype != dtype or kept.device != device or kept.shape[1] < size:
+        known = self.known
+        if (known.dtype, known.device) != (dtype, device) or known.shape[1] < size:
             positions = torch.arange(1 << size.bit_length(), device=device)
-            self.known = kept = torch.cat([*self(positions, dtype)])
-        return kept[:, :size]
+            self.known = torch.cat([*self(positions, dtype)])
+        return self.known[:, :size]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

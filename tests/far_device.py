@@ -27,6 +27,8 @@ Generator = torch.Generator
 
 waits: "Counter[str]" = Counter()  # by operation and line
 launches: "Counter[str]" = Counter()
+apart: "Counter[str]" = Counter()  # launches within functions, by name
+noted: "list[list]" = []  # operations of each call of these, with shapes and numbers
 
 
 class Far(torch.Tensor):
@@ -138,6 +140,8 @@ def is_view(operation):
 def run(operation, args, options):
     """An operation on the CPU, as the device would do it."""
     name = operation._schema.name.removeprefix("aten::")
+    if noted:
+        noted[-1].append((name, str(mapped(lambda x: x.shape, args))))
 
     # 1. What is made of other operations counts as these.
     if is_composite(operation):
@@ -177,6 +181,20 @@ def run(operation, args, options):
         return args[0] if name == "copy_" else out
     same = {id(x.near): x for x in far}
     return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
+
+
+def counted(name, function):
+    """A function whose launches are counted, and whose operations are noted."""
+
+    def run_counted(*args):
+        before = launches.total()
+        noted.append([name])
+        out = function(*args)
+        apart[name] += launches.total() - before
+        noted.append([])
+        return out
+
+    return run_counted
 
 
 def drawn(function):

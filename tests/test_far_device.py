@@ -33,8 +33,13 @@ SETUPS = {
 }
 
 
+# Launches a cycle at most of drafting, without the head's steps.
+OUTSIDE = {("eagle", "dynamic", "topk", 0): (40, 53)}
+
+
 def measure():
-    """{a set-up's line: [waits and launches a cycle and the places of waits, or an error], by batch}."""
+    """{a set-up's line: [waits and launches a cycle, places of waits, launches by function, whether a cycle's
+    steps repeat], by batch}; an error for a set-up that fails."""
     import far_device
     import torch
     from models import CONFIGS, random_model
@@ -44,6 +49,8 @@ def measure():
     from treespec.draft.drafters import DrafterSpec
     from treespec.draft.source import load_source
     from treespec.draft.trained.kinds import new_head
+    from treespec.draft.trained.proposers import EagleProposer
+    from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEADS
     from treespec.model.target import Target
 
@@ -55,6 +62,8 @@ def measure():
         torch.manual_seed(0)
         heads[name] = new_head(name, plain_model).eval()
     keep = far_device.install()
+    for owner, name in ((TreeDrafter, "draft_trees"), (EagleProposer, "extend"), (EagleProposer, "pairs")):
+        setattr(owner, name, far_device.counted(name, getattr(owner, name)))
     target = Target(far_device.moved(random_model(CONFIGS["llama"]())))
     target.eos = frozenset()
 
@@ -75,8 +84,8 @@ def measure():
                 nonlocal cycles
                 cycles += 1
                 if cycles == 2:
-                    far_device.waits.clear()
-                    far_device.launches.clear()
+                    for counter in (far_device.waits, far_device.launches, far_device.apart, far_device.noted):
+                        counter.clear()
                 return plain()
 
             spec.decoder._cycle = counted
@@ -88,7 +97,11 @@ def measure():
                 continue
             counts = [round(sum(count.values()) / (cycles - 1), 1) for count in (far_device.waits, far_device.launches)]
             places = {line: round(n / (cycles - 1), 2) for line, n in far_device.waits.most_common()}
-            found.setdefault(str(setup), []).append([*counts, places])
+            apart = {name: round(n / (cycles - 1), 1) for name, n in far_device.apart.items()}
+            steps = [noted for noted in far_device.noted if noted[:1] == ["extend"]]
+            levels = len(steps) // (cycles - 1)
+            repeated = steps == steps[:levels] * (cycles - 1)
+            found.setdefault(str(setup), []).append([*counts, places, apart, repeated])
     del keep
     return found
 
@@ -106,6 +119,13 @@ def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
     for counted, most in zip(found[str(setup)], SETUPS[setup], strict=True):
         assert not isinstance(counted, str), counted
         assert counted[0] <= most, counted[2]
+
+
+@pytest.mark.parametrize("setup", OUTSIDE, ids=str)
+def test_drafting_launches_little_but_steps_that_are_the_same_in_each_cycle(found, setup):
+    assert found[str(setup)][0][-1]
+    for (*_, apart, _), most in zip(found[str(setup)], OUTSIDE[setup], strict=True):
+        assert apart["draft_trees"] - apart["extend"] - apart["pairs"] <= most, apart
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ A forward writes both trees at column 3, behind the longer text:
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from treespec.trees.tree import columns, lengths_on
+from treespec.trees.tree import columns, made, sent
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -37,14 +36,8 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     n, device = parents.shape[-1], parents.device
     above = torch.empty(*parents.shape, n, device=device)
     torch.eq(parents[..., None], columns(n, device), out=above)
-    itself = identity(n, device).expand_as(above)
+    itself = made(torch.eye, n, device=device).expand_as(above)
     return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0
-
-
-@lru_cache
-def identity(nodes: int, device: torch.device) -> Tensor:
-    """[N, N]: of a level's or a tree's nodes each is with itself alone. Made once for each size."""
-    return torch.eye(nodes, device=device)
 
 
 def attention_mask(ancestors: Tensor, places: Tensor) -> Tensor:
@@ -87,13 +80,12 @@ def committed(lengths: Sequence[int], device: torch.device, end: int | None = No
     """[B, 1, end] bool: the columns that hold each text. end: by default the length of the longest."""
     end = end or max(lengths)
     if len(lengths) > 1:
-        return columns(end, device) < lengths_on(device, (*lengths,))[..., None]
+        return columns(end, device) < made(sent, (*lengths,), device)[:, None, None]
     size = 1 << end.bit_length()
-    return _first(size, device)[..., size - lengths[0] :][..., :end]
+    return made(first_half, size, device)[..., size - lengths[0] :][..., :end]
 
 
-@lru_cache
-def _first(size: int, device: torch.device) -> Tensor:
+def first_half(size: int, device: torch.device) -> Tensor:
     """[1, 1, 2 size] bool: true in the first half."""
     return (columns(2 * size, device) < size)[None, None]
 
@@ -106,5 +98,5 @@ def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     longest of them.
     """
     earlier = columns(max(lengths), depth.device).expand(len(depth), -1)
-    roots = lengths[0] if len(lengths) == 1 else lengths_on(depth.device, (*lengths,))
+    roots = lengths[0] if len(lengths) == 1 else made(sent, (*lengths,), depth.device)[:, None]
     return torch.cat([earlier, roots + depth], dim=1)

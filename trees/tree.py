@@ -18,26 +18,15 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
-@lru_cache(8)
-def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
-    """[B, 1] int64. Several parts of a cycle ask for the same lengths."""
-    return sent(lengths, device)[:, None]
-
-
-@lru_cache
-def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one value, made once."""
-    return torch.full(shape, value, dtype=dtype, device=device)
+@lru_cache(1024)
+def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """What `make` gives of these arguments, made once for several cycles."""
+    return make(*args, **options)
 
 
 def columns(count: int, device: torch.device) -> Tensor:
     """[count] int64: 0, 1, 2, …"""
-    return _columns(1 << count.bit_length(), device)[:count]
-
-
-@lru_cache
-def _columns(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device)
+    return made(torch.arange, 1 << count.bit_length(), device=device)[:count]
 
 
 @dataclass(frozen=True)

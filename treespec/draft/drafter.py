@@ -123,8 +123,7 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
     tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
     parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
     sizes = [len(row) for row in tokens]
-    beside = torch.stack if len({*sizes}) == 1 < len(sizes) else together
-    return beside(tokens), beside(parents), sizes
+    return together(tokens), together(parents), sizes
 
 
 class Proposer(Observer):

@@ -107,11 +107,11 @@ class TreeDrafter(ForcedDrafter):
             for row, (root, generator) in enumerate(zip(each, generators, strict=True))
         ]
         logits = [row for row in begun if row is not None]
-        alike = len(logits) == len(each) > 1 and not any(pauses) and self._alike()
+        alike = 1 < len(logits) == len(each) and not any(pauses) and self._alike()
         if alike:
-            builder, ends = self._new_builder(), roots[:, None].to(logits[0].device)
-            params = distributions[0].params
-            growths = [builder.grow(ends, torch.stack(logits), params, generators[0])]
+            root, params = roots[:, None].to(logits[0].device), distributions[0].params
+            growth = self.builders[0].grow(root, torch.stack(logits), params, generators[0])
+            growths = [growth]
         trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
@@ -126,8 +126,8 @@ class TreeDrafter(ForcedDrafter):
 
     def _alike(self) -> bool:
         """Whether the trees depend on nothing but the draft logits, level by level."""
-        ranked = self.policy.reranks and not self.policy.at_once and not self.proposer.at_once
         changed = any(by.shapers or by.reported is not None for by in self.distributions)
+        ranked = self.policy.reranks and not self.proposer.at_once
         return ranked and not changed and not any(self.chains)
 
     def _offer(self, row: int, root: Tensor) -> TokenTree | None:
@@ -174,11 +174,12 @@ class TreeDrafter(ForcedDrafter):
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Draft one level of all trees, time it, and shape the logits by the path to each node."""
-        started, vocabulary = self.now(), self.proposer.vocabulary
+        started = self.now()
         logits = self.proposer.extend(frontiers)
         self.forward_seconds += self.now() - started
         for row, frontier in enumerate(frontiers):
             if frontier and (above := self.paths[row]):
+                vocabulary = self.proposer.vocabulary
                 tokens = frontier.tokens if vocabulary is None else vocabulary[frontier.tokens]
                 links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
                 self.paths[row] = [(*above[parent], token) for parent, token in links]

@@ -236,9 +236,10 @@ class TreeCache(Cache):
 
     def _hold(self, rows: list[list[Mark]]) -> None:
         self.rows = rows
-        self._write_at(self.end)
+        self.write_at(self.end)
 
-    def _write_at(self, column: int) -> None:
+    def write_at(self, column: int) -> None:
+        """Until the next commit or rewind, forwards write at `column` and behind it."""
         for layer in self.tree_layers:
             layer.length = column
 
@@ -246,10 +247,10 @@ class TreeCache(Cache):
     def writing_at(self, column: int) -> Iterator[None]:
         """Inside, forwards write at `column`, after uncommitted nodes of earlier forwards."""
         try:
-            self._write_at(column)
+            self.write_at(column)
             yield
         finally:
-            self._write_at(self.end)
+            self.write_at(self.end)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.tree import columns, filled
+from treespec.trees.tree import columns
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -80,8 +80,7 @@ def together(rows: Sequence[Tensor]) -> Tensor:
         return rows[0][None]
     size, parts = max(map(len, rows)), list(rows)
     if min(map(len, rows)) < size:
-        zero = filled((1,), 0, rows[0].dtype, rows[0].device)
-        zeros = zero.view(*[1] * rows[0].dim()).expand(size, *rows[0].shape[1:])
+        zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
         parts = [part for row in rows for part in (row, zeros[len(row) :])]
     return torch.cat(parts).unflatten(0, (len(rows), size))
 
@@ -116,14 +115,13 @@ class Chunk:
 
     columns: slice
     taken: list[int]
-    depth: Tensor  # [B, n] int64: 0, 1, 2, …
     places: Tensor  # [B, T] int64: the position in its text of each column of cache and chunk
     seen: Tensor  # [B, n, T] bool: the columns of cache and chunk that each new position sees
 
     @property
     def positions(self) -> Tensor:
         """[B, n] int64: the position in its text of each new token."""
-        return self.places[:, -self.depth.shape[1] :]
+        return self.places[:, -self.seen.shape[1] :]
 
 
 def causal_chunks(
@@ -142,13 +140,13 @@ def causal_chunks(
         end = cache.end
         n = min(size(end), max(counts) - start)
         taken = [max(0, min(count - start, n)) for count in counts]
-        depth = columns(n, device).expand(len(counts), n)
         if min(cache.lengths) == end:  # no gap: a text's positions are the columns
             places = columns(end + n, device).expand(len(counts), -1)
             seen = places[:, None] <= places[:, end:, None]
         else:
+            depth = columns(n, device).expand(len(counts), n)
             places = positions(depth, cache.lengths)
             seen = attention_mask(depth[:, None] <= depth[..., None], places)
-        yield Chunk(slice(start, start + n), taken, depth, places, seen)
+        yield Chunk(slice(start, start + n), taken, places, seen)
         cache.commit([range(kept) for kept in taken])
         start += n

@@ -15,17 +15,17 @@ from treespec.draft.grow.growth import (
     Drawn,
     Growing,
     Growth,
-    Nodes,
     best_tree,
     drafts_of,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees import static
 from treespec.trees.layout import layout
+from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, sent
 from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
@@ -139,11 +139,12 @@ class TreeBuilder:
         scheme, calibration = self.drawing, self.calibration
         assert calibration
         assert takes_sure_tokens(scheme)
-        nodes, levels, logits = Nodes(self.root), list[Drawn](), self.logits
-        frontier, reach = (
-            np.zeros(1, dtype=np.int64),
+        tokens, links, levels, logits = [self.root], [np.array([-1])], list[Drawn](), self.logits
+        first, frontier, reach = (
+            0,
+            np.array([0]),
             np.ones(1),
-        )  # places in the level, Pr(reached)
+        )  # node, places in the level, Pr(reached)
         for level in range(1, depth + 1):
             # 1. The numbers of draws and sure tokens, fixed before drawing.
             q = probs(logits, self.params)
@@ -162,18 +163,23 @@ class TreeBuilder:
             drawn = scheme.draw_with_sure(q, number, sure, self.generator)
             slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
             row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
-            numbers = torch.from_numpy(nodes.first + frontier).to(q.device)
-            levels.append((numbers, q, drawn))
+            levels.append((sent(first + frontier, q.device), q, drawn))
 
             # 4. The next frontier: the children that are likely enough.
-            nodes.add(*map(torch.from_numpy, (slots[row, column], frontier[row])))
+            links.append(first + frontier[row])
+            first += len(tokens[-1])
+            tokens.append(sent(slots[row, column], q.device))
             reach = child_reach[row, column]
             (likely,) = np.nonzero(reach > price)
             if level == depth or not len(likely):
                 break
             frontier, reach = likely, reach[likely]
-            logits = yield nodes.frontier(*map(torch.from_numpy, (likely, some[row[likely]])))
-        return nodes.tree(drafts=drafts_of(levels))
+            places, rows = (sent(part, q.device) for part in (likely, some[row[likely]]))
+            logits = yield Frontier(tokens[-1][places], rows)
+        parents = sent(np.concatenate(links), self.root.device)
+        depths = sent(np.arange(len(tokens)).repeat([*map(len, tokens)]), parents.device)
+        parts = parents, depths, ancestor_mask(parents), drafts_of(levels)
+        return TokenTree(torch.cat(tokens), *parts)
 
     def chain(self, depth: int, threshold: float) -> Growth:
         """A chain (`treespec.trees.dynamic`). The host waits once a level. threshold: the paper's γ."""

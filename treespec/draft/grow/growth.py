@@ -7,8 +7,7 @@ which they leave no choice about, are a chain above the drafted tree.
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, best_first, filled, hung_below, sent
+from treespec.trees.tree import Drafts, Draws, TokenTree, best_first, hung_below, made, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -52,57 +51,6 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
     return [grown[row] for row in range(len(growths))]
 
 
-@final
-class Nodes:
-    """A growing tree. Nodes are numbered in the order in which they are added; the root is 0.
-
-    Two levels added to a root, `add([a, b], [0, 0])` and `add([c, d], [1, 2])`:
-
-        0 ─┬─ 1 ─── 3      tokens     root  a b  c d
-           └─ 2 ─── 4      parents    -1    0 0  1 2
-                           depths     0     1 1  2 2
-    """
-
-    def __init__(self, root: Tensor) -> None:
-        """root: [1] int64, on the device that the tree is for."""
-        self.tokens, self.above = [root], [root.new_zeros(0)]
-        self.first = 0  # number of the first node of the last level
-
-    def add(self, tokens: Tensor, above: Tensor) -> None:
-        """Add a level. tokens: [M] int64. above: [M] the places of their parents in the level above."""
-        device = self.tokens[0].device
-        self.first += len(self.tokens[-1])
-        self.tokens.append(tokens.to(device))
-        self.above.append(above.to(device))
-
-    def frontier(self, places: Tensor, rows: Tensor) -> Frontier:
-        """F nodes of the last level.
-
-        places: [F] their places in the level. rows: [F] the rows of their parents in the frontier
-        above.
-        """
-        last = self.tokens[-1]
-        return Frontier(last[places.to(last.device)], rows.to(last.device))
-
-    def tree(self, drafts: Drafts | None) -> TokenTree:
-        """The nodes as a token tree."""
-        tokens = torch.cat(self.tokens)
-        depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
-        parents = pad(torch.cat(self.above) + first, (1, 0), value=-1)
-        return TokenTree(tokens, parents, depth, ancestor_mask(parents), drafts)
-
-
-@lru_cache
-def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of all nodes the depth [M], and of all but the root the number [M - 1] of the first node of the
-    level above. sizes: of each level. Kept, as the host waits for each list that goes up.
-    """
-    counts = torch.tensor(sizes)
-    first = counts.cumsum(0) - counts
-    depth = torch.arange(len(sizes)).repeat_interleave(counts)
-    return depth.to(device), first[depth[1:] - 1].to(device)
-
-
 def best_tree(
     tokens: Sequence[Tensor], orders: Sequence[Tensor], scores: Sequence[Tensor], nodes: int
 ) -> tuple[TokenTree, Tensor]:
@@ -124,23 +72,24 @@ def best_tree(
     its expanded nodes [..., F]. scores: of each level, [..., M]. nodes: N, the root included.
     """
     # 1. Rank all columns. What is no number is the largest: nothing is first, the root second.
-    (*batch, children), device = scores[0].shape, tokens[0].device
-    unbeaten = filled((*batch, 2), torch.nan, scores[0].dtype, scores[0].device)
+    first, device = scores[0], tokens[0].device
+    *batch, children = first.shape
+    unbeaten = made(torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device)
     ranked = best_first(torch.cat([unbeaten, *scores], -1)).to(device)
     kept = ranked[..., 1 : nodes + 1]
 
     # 2. Tokens and parents of those to keep.
     widths = tuple(order.shape[-1] for order in orders)
-    facts = column_facts(widths, children, device)
+    facts = made(column_facts, widths, children, device)
     known = facts[:4, kept]
-    row = torch.cat([filled((*batch, 1), 0, torch.int64, device), *tokens, *orders], -1)
+    zero = made(torch.zeros, (*batch, 1), dtype=torch.int64, device=device)
+    row = torch.cat([zero, *tokens, *orders], -1)
     drafted, place = row.expand(2, *row.shape).gather(-1, known[1:3])
     number = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
     parents = number.gather(-1, known[3] + place)
     return TokenTree(drafted, parents, known[0], ancestor_mask(parents)), kept
 
 
-@lru_cache
 def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
     """[5, 2 + M] of each column of `best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
 

@@ -21,7 +21,7 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
-from treespec.trees.tree import columns, lengths_on
+from treespec.trees.tree import columns, made, sent
 
 AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
 Places = Sequence[Tensor]
@@ -63,20 +63,24 @@ class EagleProposer(DeepeningProposer):
         table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
             return [part[None, None, -count:] for part in table]
-        rows = lengths_on(device, (*starts,)) + columns(count, device)
+        rows = made(sent, (*starts,), device)[:, None] + columns(count, device)
         return [*table[:, rows].unsqueeze(2)]
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        fused = self.head.fuse(features)
-        return self.forward(tokens, fused, self.placed(tokens.shape[1]), chunk.seen)
+        places = self.placed(tokens.shape[1])
+        return self.forward(tokens, self.fused(features), places, chunk.seen)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """[..., F] the target's features -> [..., H] the features that `forward` takes."""
+        return self.head.fuse(features)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
-        start = self.cache.end if last.device.type == "cpu" else 1 << self.cache.end.bit_length()
+        end = self.cache.end
+        start = end if last.device.type == "cpu" else 1 << end.bit_length()
         self.drafted = Levels(committed(self.cache.lengths, last.device, start))
         self.level, self.places = 0, self.placed(AHEAD)
-        for layer in self.cache.tree_layers:
-            layer.length = start
+        self.cache.write_at(start)
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
@@ -94,7 +98,7 @@ class EagleProposer(DeepeningProposer):
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """From position t: true pairs up to t, then its own features with the sequence's tokens."""
-        fused = self.head.fuse(features[None, :-2].to(self.head.dtype))
+        fused = self.fused(features[None, :-2].to(self.head.dtype))
         for hidden in self.head.unrolled(tokens[None], fused, steps):
             yield self.logits(hidden[0, : len(tokens) - steps - 1].to(features.dtype))
 
@@ -191,7 +195,7 @@ class BlockProposer(AtOnceProposer):
         """
         # 1. Positions [B, T]: the block's follow the sequence's last pair.
         b, n = tokens.shape
-        size, device = 0 if roots is None else self.head.block, chunk.depth.device
+        size, device = 0 if roots is None else self.head.block, chunk.seen.device
         taken = torch.tensor(chunk.taken, device=device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
         places = torch.cat([chunk.places, after], dim=1)

@@ -27,8 +27,8 @@ Generator = torch.Generator
 
 waits: "Counter[str]" = Counter()  # by operation and line
 launches: "Counter[str]" = Counter()
-apart: "Counter[str]" = Counter()  # launches within functions, by name
-noted: "list[list]" = []  # operations of each call of these, with shapes and numbers
+outside = 0  # launches of drafting without the head's steps
+steps: "list[list]" = []  # of each step the operations, with shapes and numbers
 
 
 class Far(torch.Tensor):
@@ -140,8 +140,8 @@ def is_view(operation):
 def run(operation, args, options):
     """An operation on the CPU, as the device would do it."""
     name = operation._schema.name.removeprefix("aten::")
-    if noted:
-        noted[-1].append((name, str(mapped(lambda x: x.shape, args))))
+    if steps:
+        steps[-1].append((name, str(mapped(lambda x: x.shape, args))))
 
     # 1. What is made of other operations counts as these.
     if is_composite(operation):
@@ -183,18 +183,20 @@ def run(operation, args, options):
     return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
 
 
-def counted(name, function):
-    """A function whose launches are counted, and whose operations are noted."""
+def counted(owner, name, sign):
+    """Add or take off the launches of a method where those `outside` are counted."""
+    method = getattr(owner, name)
 
     def run_counted(*args):
+        global outside
         before = launches.total()
-        noted.append([name])
-        out = function(*args)
-        apart[name] += launches.total() - before
-        noted.append([])
+        steps.append([name])
+        out = method(*args)
+        steps.append([])
+        outside += sign * (launches.total() - before)
         return out
 
-    return run_counted
+    setattr(owner, name, run_counted)
 
 
 def drawn(function):

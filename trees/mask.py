@@ -76,9 +76,8 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
-def committed(lengths: Sequence[int], device: torch.device, end: int | None = None) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text. end: by default the length of the longest."""
-    end = end or max(lengths)
+def committed(lengths: Sequence[int], device: torch.device, end: int) -> Tensor:
+    """[B, 1, end] bool: the columns that hold each text."""
     if len(lengths) > 1:
         return columns(end, device) < made(sent, (*lengths,), device)[:, None, None]
     size = 1 << end.bit_length()

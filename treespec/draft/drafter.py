@@ -116,8 +116,7 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
     Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
     together count as one.
     """
-    if frontiers[0] and frontiers[0].tokens.dim() == 2:
-        whole = frontiers[0]
+    if (whole := frontiers[0]) and whole.tokens.dim() == 2:
         return whole.tokens, whole.parent_rows, [whole.tokens.numel()]
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]

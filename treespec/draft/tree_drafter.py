@@ -107,8 +107,10 @@ class TreeDrafter(ForcedDrafter):
             for row, (root, generator) in enumerate(zip(each, generators, strict=True))
         ]
         logits = [row for row in begun if row is not None]
-        alike = 1 < len(logits) == len(each) and not any(pauses) and self._alike()
-        if alike:
+        changed = any(by.shapers or by.reported is not None for by in distributions)
+        apart = changed or any(pauses) or any(self.chains) or self.proposer.at_once
+        alike = self.policy.reranks and not apart and 1 < len(logits) == len(each)
+        if alike:  # they depend on nothing but the draft logits, level by level
             root, params = roots[:, None].to(logits[0].device), distributions[0].params
             growth = self.builders[0].grow(root, torch.stack(logits), params, generators[0])
             growths = [growth]
@@ -123,12 +125,6 @@ class TreeDrafter(ForcedDrafter):
             trees = [TokenTree(*part) for part in parts]
         chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
-
-    def _alike(self) -> bool:
-        """Whether the trees depend on nothing but the draft logits, level by level."""
-        changed = any(by.shapers or by.reported is not None for by in self.distributions)
-        ranked = self.policy.reranks and not self.proposer.at_once
-        return ranked and not changed and not any(self.chains)
 
     def _offer(self, row: int, root: Tensor) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: [1]."""

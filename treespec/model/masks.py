@@ -128,14 +128,14 @@ def causal_chunks(
     cache: TreeCache,
     counts: Sequence[int],
     size: Callable[[int], int],
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> Iterator[Chunk]:
     """Yield chunks for the caller to forward. The cache commits each chunk before the next.
 
     counts: new positions of each text.
     size: (columns of the cache) -> the largest number of positions in the next chunk.
     """
-    start, device = 0, device or torch.device("cpu")
+    start = 0
     while start < max(counts):
         end = cache.end
         n = min(size(end), max(counts) - start)

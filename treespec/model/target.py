@@ -158,7 +158,8 @@ class Target:
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
-        for part in causal_chunks(cache, counts or [length] * b, self.rows_beside):
+        taken = counts or [length] * b
+        for part in causal_chunks(cache, taken, self.rows_beside, self.output_device):
             new = tokens[:, part.columns]
             features.append(self._forward(cache, new, part.places, part.seen, aux_layers)[1])
         cache.mark()

@@ -140,11 +140,8 @@ class TreeBuilder:
         assert calibration
         assert takes_sure_tokens(scheme)
         tokens, links, levels, logits = [self.root], [np.array([-1])], list[Drawn](), self.logits
-        first, frontier, reach = (
-            0,
-            np.array([0]),
-            np.ones(1),
-        )  # node, places in the level, Pr(reached)
+        # The number of the level's first node, the frontier's places in the level, Pr(reached).
+        first, frontier, reach = 0, np.array([0]), np.ones(1)
         for level in range(1, depth + 1):
             # 1. The numbers of draws and sure tokens, fixed before drawing.
             q = probs(logits, self.params)
@@ -174,12 +171,12 @@ class TreeBuilder:
             if level == depth or not len(likely):
                 break
             frontier, reach = likely, reach[likely]
-            places, rows = (sent(part, q.device) for part in (likely, some[row[likely]]))
-            logits = yield Frontier(tokens[-1][places], rows)
+            rows = sent(some[row[likely]], q.device)
+            logits = yield Frontier(tokens[-1][sent(likely, q.device)], rows)
         parents = sent(np.concatenate(links), self.root.device)
         depths = sent(np.arange(len(tokens)).repeat([*map(len, tokens)]), parents.device)
-        parts = parents, depths, ancestor_mask(parents), drafts_of(levels)
-        return TokenTree(torch.cat(tokens), *parts)
+        drafts, ancestors = drafts_of(levels), ancestor_mask(parents)
+        return TokenTree(torch.cat(tokens), parents, depths, ancestors, drafts)
 
     def chain(self, depth: int, threshold: float) -> Growth:
         """A chain (`treespec.trees.dynamic`). The host waits once a level. threshold: the paper's γ."""
@@ -233,8 +230,8 @@ class Ranked:
             if not expanded:
                 break
             ranking = scores[-1].sort(descending=True, stable=True)
-            above, order = ranking.values[..., :expanded], ranking.indices[..., :expanded]
-            orders.append(order.to(root.device))
+            above = ranking.values[..., :expanded]
+            orders.append(ranking.indices[..., :expanded].to(root.device))
             last = drafted[-1].gather(-1, orders[-1])
             below = yield Frontier(last, orders[-1], tokens.shape[-1])
             logits = below.unflatten(0, last.shape)

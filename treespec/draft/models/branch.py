@@ -49,7 +49,7 @@ class BranchProposer(Proposer):
         """
         device = self.model.output_device
         if places is None:
-            held = committed(cache.lengths, device)[:, 0]
+            held = committed(cache.lengths, device, cache.end)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
         self.written, self.places, self.branch = cache, places, Levels(places[:, None] >= 0)
         self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position

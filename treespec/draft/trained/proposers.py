@@ -51,8 +51,7 @@ class EagleProposer(DeepeningProposer):
 
         tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
-        layers = self.cache.tree_layers
-        return self.head.step(tokens, features, places, seen[:, None], layers)
+        return self.head.step(tokens, features, places, seen[:, None], self.cache.tree_layers)
 
     def placed(self, count: int) -> Places:
         """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.

@@ -20,8 +20,9 @@ def sent(values: Any, device: torch.device) -> Tensor:
 
 @lru_cache(1024)
 def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """What `make` gives of these arguments, made once for several cycles."""
-    return make(*args, **options)
+    """What `make` gives of these arguments, made once for several cycles: tensors for any mode."""
+    with torch.inference_mode(mode=False):
+        return make(*args, **options)
 
 
 def columns(count: int, device: torch.device) -> Tensor:

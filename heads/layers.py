@@ -38,6 +38,7 @@ class Rotary(nn.Module):
         rotary = partial_rotary(config)
         self.scale = float(rotary.attention_scaling)
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
+        self.known = torch.empty(2, 0, 0)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads.
@@ -48,6 +49,14 @@ class Rotary(nn.Module):
         angles = positions[..., None, :, None] * self.inv_freq
         angles = torch.cat([-angles, angles], dim=-1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+    def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[2, size, R]: cos and sin of the first positions. Kept, and made again as texts grow."""
+        known = self.known
+        if (known.dtype, known.device) != (dtype, device) or known.shape[1] < size:
+            positions = torch.arange(1 << size.bit_length(), device=device)
+            self.known = torch.cat([*self(positions, dtype)])
+        return self.known[:, :size]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ Generator = torch.Generator
 
 waits: "Counter[str]" = Counter()  # by operation and line
 launches: "Counter[str]" = Counter()
+outside = 0  # launches of drafting without the head's steps
+steps: "list[list]" = []  # of each step the operations, with shapes and numbers
 
 
 class Far(torch.Tensor):
@@ -138,6 +140,8 @@ def is_view(operation):
 def run(operation, args, options):
     """An operation on the CPU, as the device would do it."""
     name = operation._schema.name.removeprefix("aten::")
+    if steps:
+        steps[-1].append((name, str(mapped(lambda x: x.shape, args))))
 
     # 1. What is made of other operations counts as these.
     if is_composite(operation):
@@ -177,6 +181,22 @@ def run(operation, args, options):
         return args[0] if name == "copy_" else out
     same = {id(x.near): x for x in far}
     return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
+
+
+def counted(owner, name, sign):
+    """Add or take off the launches of a method where those `outside` are counted."""
+    method = getattr(owner, name)
+
+    def run_counted(*args):
+        global outside
+        before = launches.total()
+        steps.append([name])
+        out = method(*args)
+        steps.append([])
+        outside += sign * (launches.total() - before)
+        return out
+
+    setattr(owner, name, run_counted)
 
 
 def drawn(function):

@@ -39,7 +39,9 @@ SETUPS = {
 
 
 def measure():
-    """{a set-up's line: [waits and launches a cycle and the places of waits, or an error], by batch}."""
+    """{a set-up's line: [waits and launches a cycle, the places of waits, launches of drafting outside the head's
+    steps and whether the first and last cycle have the same steps, or an error], by batch}.
+    """
     import far_device
     import torch
     from models import CONFIGS, random_model
@@ -49,6 +51,8 @@ def measure():
     from treespec.draft.drafters import DrafterSpec
     from treespec.draft.source import load_source
     from treespec.draft.trained.kinds import new_head
+    from treespec.draft.trained.proposers import EagleProposer
+    from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEADS
     from treespec.model.plain import has_equal_bits
     from treespec.model.target import Target
@@ -61,6 +65,8 @@ def measure():
         torch.manual_seed(0)
         heads[name] = new_head(name, plain_model).eval()
     keep = far_device.install()
+    for method in ((TreeDrafter, "draft_trees", 1), (EagleProposer, "extend", -1), (EagleProposer, "pairs", -1)):
+        far_device.counted(*method)
     target = Target(far_device.moved(random_model(CONFIGS["llama"]())))
     target.eos = frozenset()
     assert not has_equal_bits(target)
@@ -84,6 +90,8 @@ def measure():
                 if cycles == 2:
                     far_device.waits.clear()
                     far_device.launches.clear()
+                    far_device.steps.clear()
+                    far_device.outside = 0
                 return plain()
 
             spec.decoder._cycle = counted
@@ -95,7 +103,9 @@ def measure():
                 continue
             counts = [round(sum(count.values()) / (cycles - 1), 1) for count in (far_device.waits, far_device.launches)]
             places = {line: round(n / (cycles - 1), 2) for line, n in far_device.waits.most_common()}
-            found.setdefault(str(setup), []).append([*counts, places])
+            steps = [step for step in far_device.steps if step[:1] == ["extend"]]
+            drafting = far_device.outside // (cycles - 1), steps[:5] == steps[-5:]
+            found.setdefault(str(setup), []).append([*counts, places, *drafting])
     del keep
     return found
 
@@ -113,6 +123,13 @@ def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
     for counted in found[str(setup)]:
         assert not isinstance(counted, str), counted
         assert counted[0] <= SETUPS[setup], counted[2]
+
+
+def test_drafting_launches_little_but_steps_that_are_the_same_in_each_cycle(found):
+    alone, batch = found[str(("eagle", "dynamic", "topk", 0))]
+    assert alone[3] <= 40, alone
+    assert alone[4]
+    assert batch[3] <= 53, batch
 
 
 if __name__ == "__main__":

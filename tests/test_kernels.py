@@ -105,7 +105,7 @@ def test_a_norm_is_the_models_own_up_to_a_rounding_and_others_stay(dtype):
 def tree():
     """Three levels below a root."""
     parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5])
-    ancestors = ancestor_mask(parents, 3)
+    ancestors = ancestor_mask(parents)
     return TokenTree(torch.arange(20, 29), parents, ancestors.sum(1) - 1, ancestors)
 
 

@@ -132,7 +132,7 @@ DEPTH = torch.tensor([0, 1, 1, 2, 2])
 
 def test_texts_of_a_batch_have_their_own_positions_and_columns():
     places = positions(DEPTH.expand(2, 5), lengths=[3, 1])
-    mask = attention_mask(ancestor_mask(FIVE, 2).expand(2, 5, 5), places)
+    mask = attention_mask(ancestor_mask(FIVE).expand(2, 5, 5), places)
     assert mask[:, 4].int().tolist() == [[1, 1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1, 0, 1]]
     assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
     for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):

@@ -83,4 +83,4 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
     # 2. Parents, depths and ancestors of all nodes.
     parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
     depths = tensor(map(len, tree.paths))
-    return Layout(parents, depths, ancestor_mask(parents, tree.max_depth), tuple(levels))
+    return Layout(parents, depths, ancestor_mask(parents), tuple(levels))

@@ -23,22 +23,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from treespec.trees.tree import sent
+from treespec.trees.tree import columns, made, sent
 
 
-def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """[N, N] bool: row i marks node i and its ancestors.
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """[..., N, N] bool: row i marks node i and its ancestors.
 
-    parents: [N] int64, parents[0] = -1.
-    max_depth: a bound on the depth of all nodes. Squaring the mask log2(max_depth) times replaces a
-    loop over nodes.
+    parents: [..., N] int64, parents[0] = -1 and parents[i] < i.
+    With P the matrix that has 1 at each node's parent, (1 + P)^-1 = 1 - P + P² - …: node i has ±1 at
+    its ancestors, as one path leads to each, and 0 elsewhere.
     """
-    n = len(parents)
-    above = torch.eye(n, device=parents.device)
-    above[torch.arange(1, n, device=parents.device), parents[1:]] = 1
-    for _ in range(max(max_depth - 1, 0).bit_length()):
-        above = (above @ above).clamp_max(1)  # path counts would overflow
-    return above > 0
+    n, device = parents.shape[-1], parents.device
+    above = torch.empty(*parents.shape, n, device=device)
+    torch.eq(parents[..., None], columns(n, device), out=above)
+    itself = made(torch.eye, n, device=device).expand_as(above)
+    return torch.linalg.solve_triangular(above, itself, upper=False, unitriangular=True) != 0
 
 
 def attention_mask(seen: Tensor, places: Tensor) -> Tensor:
@@ -79,10 +78,17 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
-def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text. end: the length of the longest."""
-    columns = torch.arange(max(lengths), device=device)
-    return columns < sent(lengths, device)[:, None, None]
+def committed(lengths: Sequence[int], device: torch.device, end: int) -> Tensor:
+    """[B, 1, end] bool: the columns that hold each text."""
+    if len(lengths) > 1:
+        return columns(end, device) < made(sent, (*lengths,), device)[:, None, None]
+    size = 1 << end.bit_length()
+    return made(first_half, size, device)[..., size - lengths[0] :][..., :end]
+
+
+def first_half(size: int, device: torch.device) -> Tensor:
+    """[1, 1, 2 size] bool: true in the first half."""
+    return (columns(2 * size, device) < size)[None, None]
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -92,6 +98,6 @@ def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     lengths: committed positions of each of the B texts. The trees start at column `end`, the
     longest of them.
     """
-    columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
-    roots = lengths[0] if len(lengths) == 1 else sent(lengths, depth.device)[:, None]
-    return torch.cat([columns, roots + depth], dim=1)
+    earlier = columns(max(lengths), depth.device).expand(len(depth), -1)
+    roots = lengths[0] if len(lengths) == 1 else made(sent, (*lengths,), depth.device)[:, None]
+    return torch.cat([earlier, roots + depth], dim=1)

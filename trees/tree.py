@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,18 @@ def sent(values: Any, device: torch.device) -> Tensor:
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
+
+
+@lru_cache(1024)
+def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """What `make` gives of these arguments, made once for several cycles: tensors for any mode."""
+    with torch.inference_mode(mode=False):
+        return make(*args, **options)
+
+
+def columns(count: int, device: torch.device) -> Tensor:
+    """[count] int64: 0, 1, 2, …"""
+    return made(torch.arange, 1 << count.bit_length(), device=device)[:count]
 
 
 @dataclass(frozen=True)
@@ -159,30 +172,9 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     return TokenTree(tokens, parents, depth, ancestors, drafts, rows)
 
 
-def best_first(scores: Tensor, count: int) -> Tensor:
-    """[min(count, M)] numbers of the best candidates, best first. scores: [M].
+def best_first(scores: Tensor, count: int | None = None) -> Tensor:
+    """[..., min(count, M)] numbers of the best candidates, best first; by default of all. scores: [..., M].
 
     Of equal scores the earlier candidate wins, which is the shallower one.
     """
-    return scores.sort(descending=True, stable=True).indices[:count]
-
-
-def connect(kept: Tensor, parents: Tensor) -> Tensor:
-    """[N] int64 the parents of the kept candidates, in their new numbers; -1 for the root.
-
-    Five of seven candidates, those in brackets. They get the numbers 0 to 4 in their order:
-
-             [0]              candidate   0  1  2  3  4  5  6        new number   0  1  2  3  4
-           /  |  \\            parent      0  0  0  0  1  1  3        kept         0  1  3  5  6
-        [1]   2   [3]                                                parents     -1  0  0  1  2
-        / \\        |
-       4   [5]    [6]
-
-    kept: [N] ascending candidate numbers, first the root's 0; with a node its parent is kept.
-    parents: [M] candidate numbers.
-    """
-    number = torch.full_like(parents, -1)
-    number[kept] = torch.arange(len(kept), device=kept.device)
-    result = number[parents[kept]]
-    result[0] = -1
-    return result
+    return scores.sort(descending=True, stable=True).indices[..., :count]

@@ -92,12 +92,19 @@ class Observer(Renewed, PerText, ABC):
 class Frontier:
     """Nodes whose children are to be drafted.
 
-    tokens: [F] draft tokens, numbered as the logits are. parent_rows: [F] the row of each node's
-    parent in the frontier above; 0 for the root.
+    tokens: [F] draft tokens, numbered as the logits are. places: [F] the place of each node among the
+    children of the frontier above, each of whose nodes has so many `children`; by default the row of
+    its parent there, 0 for the root. Frontiers of a batch together are [B, F].
     """
 
     tokens: Tensor
-    parent_rows: Tensor
+    places: Tensor
+    children: int = 1
+
+    @property
+    def parent_rows(self) -> Tensor:
+        """[F] the row of each node's parent in the frontier above."""
+        return self.places if self.children == 1 else self.places // self.children
 
 
 Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
@@ -106,14 +113,16 @@ Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to dr
 def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """Frontiers of B sequences side by side: [B, F] tokens, [B, F] parent rows, nodes of each.
 
-    Shorter frontiers are padded with 0. None counts as a frontier without nodes.
+    Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
+    together count as one.
     """
+    if (whole := frontiers[0]) and whole.tokens.dim() == 2:
+        return whole.tokens, whole.parent_rows, [whole.tokens.numel()]
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
     parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
     sizes = [len(row) for row in tokens]
-    beside = torch.stack if len({*sizes}) == 1 < len(sizes) else together
-    return beside(tokens), beside(parents), sizes
+    return together(tokens), together(parents), sizes
 
 
 class Proposer(Observer):

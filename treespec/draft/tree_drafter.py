@@ -105,17 +105,29 @@ class TreeDrafter(ForcedDrafter):
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
 
-        # 3. A tree for each sequence, in draft tokens but for the root.
+        # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         ends = sent(list(map(self.end, range(len(each)), each)), device).split(1)
         growths = [
             self._growth(row, end, None if pauses[row] else begun[row], generator)
             for row, (end, generator) in enumerate(zip(ends, generators, strict=True))
         ]
+        logits = [row for row in begun if row is not None]
+        changed = any(by.shapers or by.noise or by.reported is not None for by in distributions)
+        apart = changed or any(pauses) or any(self.chains) or self.proposer.at_once
+        alike = self.policy.reranks and not apart and 1 < len(logits) == len(each)
+        if alike:  # they depend on nothing but the draft logits, level by level
+            root, params = sent(roots[:, None], logits[0].device), distributions[0].params
+            growth = self.builders[0].grow(root, torch.stack(logits), params, generators[0])
+            growths = [growth]
         trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
         if vocabulary is not None:
             trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        if alike:
+            (tree,) = trees
+            parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)
+            trees = [TokenTree(*part) for part in parts]
         chosen = [offer or tree for offer, tree in zip(self.offers, trees, strict=True)]
         return self.hung(roots, chosen, generators)
 
@@ -165,11 +177,12 @@ class TreeDrafter(ForcedDrafter):
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Draft one level of all trees, time it, and shape the logits by the path to each node."""
-        started, vocabulary = self.now(), self.proposer.vocabulary
+        started = self.now()
         logits = self.proposer.extend(frontiers)
         self.forward_seconds += self.now() - started
         for row, frontier in enumerate(frontiers):
             if frontier and (above := self.paths[row]):
+                vocabulary = self.proposer.vocabulary
                 tokens = frontier.tokens if vocabulary is None else vocabulary[frontier.tokens]
                 links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
                 self.paths[row] = [(*above[parent], token) for parent, token in links]

@@ -59,7 +59,8 @@ def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
     def named(tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
 
-    tokens, drafts = torch.cat([tree.tokens[:1], named(tree.tokens[1:])]), tree.drafts
+    tokens = torch.cat([tree.tokens[..., :1], named(tree.tokens[..., 1:])], -1)
+    drafts = tree.drafts
     if drafts:
         draws = replace(drafts.draws, tokens=named(drafts.draws.tokens))
         drafts = Drafts(drafts.nodes, spread(drafts.q, vocabulary, size), draws)

@@ -230,9 +230,10 @@ class TreeCache(Cache):
 
     def _hold(self, rows: list[list[Mark]]) -> None:
         self.rows = rows
-        self._write_after(0)
+        self.write_after(0)
 
-    def _write_after(self, nodes: int) -> None:
+    def write_after(self, nodes: int) -> None:
+        """Until the next commit or rewind, forwards write after that many uncommitted nodes."""
         columns = {window: self.columns(window) for window in {None, *self.windows}}
         for layer in self.tree_layers:
             layer.first, end = columns[layer.window]
@@ -242,10 +243,10 @@ class TreeCache(Cache):
     def writing_after(self, nodes: int) -> Iterator[None]:
         """Inside, forwards write after that many uncommitted nodes of earlier forwards."""
         try:
-            self._write_after(nodes)
+            self.write_after(nodes)
             yield
         finally:
-            self._write_after(0)
+            self.write_after(0)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order."""

@@ -6,11 +6,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.tree import sent
+from treespec.trees.tree import columns, sent
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -67,8 +66,8 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
     """
     all_tokens, depths, seen = zip(*trees, strict=True)
     tokens, depth = together(all_tokens).clamp_min(0), together(depths)
-    if len(trees) == 1:
-        return tokens, depth, seen[0][None]
+    if len({*map(len, seen)}) == 1:
+        return tokens, depth, together(seen)
     itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
     ancestors = itself.repeat(len(trees), 1, 1)
     for row, mask in enumerate(seen):
@@ -78,12 +77,18 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
 
 def together(rows: Sequence[Tensor]) -> Tensor:
     """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
-    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
+    if len(rows) == 1:
+        return rows[0][None]
+    size, parts = max(map(len, rows)), list(rows)
+    if min(map(len, rows)) < size:
+        zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
+        parts = [part for row in rows for part in (row, zeros[len(row) :])]
+    return torch.cat(parts).unflatten(0, (len(rows), size))
 
 
 def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """[sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
-    if min(sizes) == rows.shape[1]:
+    if sum(sizes) == rows.shape[0] * rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
@@ -92,7 +97,7 @@ def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """[B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
     b, n = x.shape[:2]
     if b > 1:
-        rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]
+        rows = rows + columns(b * n, rows.device)[::n, None]
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))
 
 
@@ -111,7 +116,6 @@ class Chunk:
 
     columns: slice
     taken: list[int]
-    depth: Tensor  # [B, n] int64: 0, 1, 2, …
     places: Tensor  # [B, T] int64: the position in its text of each column of cache and chunk
     causal: Tensor  # [B, n, n] bool: the columns of the chunk that each new position sees
 
@@ -123,27 +127,30 @@ class Chunk:
     @property
     def positions(self) -> Tensor:
         """[B, n] int64: the position in its text of each new token."""
-        return self.places[:, -self.depth.shape[1] :]
+        return self.places[:, -self.causal.shape[1] :]
 
 
 def causal_chunks(
     cache: TreeCache,
     counts: Sequence[int],
     size: Callable[[int], int],
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> Iterator[Chunk]:
     """Yield chunks for the caller to forward. The cache commits each chunk before the next.
 
     counts: new positions of each text.
     size: (columns of the cache) -> the largest number of positions in the next chunk.
     """
-    start, texts = 0, len(counts)
+    start = 0
     while start < max(counts):
-        n = min(size(cache.end), max(counts) - start)
+        end = cache.end
+        n = min(size(end), max(counts) - start)
         taken = [max(0, min(count - start, n)) for count in counts]
-        depth = torch.arange(n, device=device).expand(texts, n)
-        causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(texts, n, n)
+        depth = columns(n, device).expand(len(counts), n)
         places = positions(depth, cache.lengths)
-        yield Chunk(slice(start, start + n), taken, depth, places, causal)
+        if min(cache.lengths) == end:  # no gap: a text's positions are the columns
+            places = columns(end + n, device).expand(len(counts), -1)
+        causal = depth[:, None] <= depth[..., None]
+        yield Chunk(slice(start, start + n), taken, places, causal)
         cache.commit([range(kept) for kept in taken])
         start += n

@@ -68,7 +68,7 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     target.prefill(cache, torch.tensor([tokens]))
     parents, depth = torch.tensor([[-1, 0, 0], [0, 1, 1]])
     out = target.forward_tree(
-        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents, 1))
+        cache, TokenTree(torch.tensor([b, c, d]), parents, depth, ancestor_mask(parents))
     )
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
@@ -103,7 +103,7 @@ def has_equal_bits(target: Any) -> bool:
     target.prefill(other, tokens[:, :FAR])
     cache.join([other])
     nodes, parents = tokens[0, :31], (torch.arange(31) - 1) // 2
-    ancestors = ancestor_mask(parents, 4)
+    ancestors = ancestor_mask(parents)
     tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
     rows = target.forward_trees(cache, [tree, tree])[0].logits
 

@@ -166,7 +166,8 @@ class Target:
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
-        for part in causal_chunks(cache, counts or [length] * b, self.rows_at_once):
+        taken, how = counts or [length] * b, (self.rows_at_once, self.output_device)
+        for part in causal_chunks(cache, taken, *how):
             new = tokens[:, part.columns]
             features.append(self._forward(cache, new, part.places, part.causal, aux_layers)[1])
         cache.mark()

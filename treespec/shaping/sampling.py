@@ -68,12 +68,12 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     largest.
 
     scores: [..., V], k <= V. Returns [..., k] of float32 or float64, and [..., k] int64.
-    They lie in the k blocks with the largest maxima; finding those is faster than `topk` over long
-    rows.
+    They lie in the k blocks with the largest maxima; on a CPU, finding those is faster than `topk` over
+    long rows. Elsewhere `topk` is one launch.
     """
     scores = scores if scores.dtype == torch.float64 else scores.float()
     v = scores.shape[-1]
-    if v < 4 * NARROW * k or scores.numel() <= FEW:
+    if v < 4 * NARROW * k or scores.numel() <= FEW or scores.device.type != "cpu":
         values, indices = scores.topk(k)
         return values, indices
     blocks = (pad(scores, (0, -v % NARROW), value=-math.inf) if v % NARROW else scores).unflatten(

@@ -128,7 +128,7 @@ class Bench:
     def branch(self, nodes: int) -> TokenTree:
         """A tree of one branch; a forward's time does not depend on the shape."""
         number = torch.arange(nodes, device=self.ids.device)
-        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+        return TokenTree(self.ids[:nodes], number - 1, number, ancestor_mask(number - 1))
 
     def forward(self, tree: TokenTree) -> Tensor:
         return self.target.forward_trees(self.cache, [tree])[0].logits

@@ -120,8 +120,8 @@ class Profitable(Ranked):
         return expansion(best, min(next_one, CERTAIN), *dear, left) if left else 0
 
     def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
-        """Of the tree of the kept candidates [N]. parents: [N]."""
-        probabilities = np.concatenate([[1.0], *(level.ravel() for level in self.predicted)])
+        """Of the tree of the kept columns [N] of `best_tree`. parents: [N]."""
+        probabilities = np.concatenate([[1.0, 1.0], *(level.ravel() for level in self.predicted)])
         inner = sum(map(len, self.predicted))
         seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), inner))
         return Prediction(seconds, parents, probabilities[kept])
@@ -189,7 +189,7 @@ class AutoBuilder(TreeBuilder):
             return (yield from self.fixed(self.shape.tree))
         by = Profitable(self.policy, model, self.params, self.calibration)
         tree, kept = yield from by.grow(self.root, self.logits)
-        model.predict(by.prediction(kept.numpy(), tree.parents.cpu().numpy()), model.by_law)
+        model.predict(by.prediction(kept.cpu().numpy(), tree.parents.cpu().numpy()), model.by_law)
         return tree
 
     def update(self, path: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from treespec.draft.calibration import Calibration, outline
 from treespec.draft.cost.model import CostBy
@@ -16,16 +15,17 @@ from treespec.draft.grow.growth import (
     Drawn,
     Growing,
     Growth,
-    Nodes,
+    best_tree,
     drafts_of,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees import static
 from treespec.trees.layout import layout
+from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree, best_first
+from treespec.trees.tree import TokenTree, sent
 from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
@@ -139,11 +139,9 @@ class TreeBuilder:
         scheme, calibration = self.drawing, self.calibration
         assert calibration
         assert takes_sure_tokens(scheme)
-        nodes, levels, logits = Nodes(self.root), list[Drawn](), self.logits
-        frontier, reach = (
-            np.zeros(1, dtype=np.int64),
-            np.ones(1),
-        )  # places in the level, Pr(reached)
+        tokens, links, levels, logits = [self.root], [np.array([-1])], list[Drawn](), self.logits
+        # The number of the level's first node, the frontier's places in the level, Pr(reached).
+        first, frontier, reach = 0, np.array([0]), np.ones(1)
         for level in range(1, depth + 1):
             # 1. The numbers of draws and sure tokens, fixed before drawing.
             q = probs(logits, self.params)
@@ -162,18 +160,23 @@ class TreeBuilder:
             drawn = scheme.draw_with_sure(q, number, sure, self.generator)
             slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
             row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
-            numbers = torch.from_numpy(nodes.first + frontier).to(q.device)
-            levels.append((numbers, q, drawn))
+            levels.append((sent(first + frontier, q.device), q, drawn))
 
             # 4. The next frontier: the children that are likely enough.
-            nodes.add(*map(torch.from_numpy, (slots[row, column], frontier[row])))
+            links.append(first + frontier[row])
+            first += len(tokens[-1])
+            tokens.append(sent(slots[row, column], q.device))
             reach = child_reach[row, column]
             (likely,) = np.nonzero(reach > price)
             if level == depth or not len(likely):
                 break
             frontier, reach = likely, reach[likely]
-            logits = yield nodes.frontier(*map(torch.from_numpy, (likely, some[row[likely]])))
-        return nodes.tree(drafts=drafts_of(levels))
+            rows = sent(some[row[likely]], q.device)
+            logits = yield Frontier(tokens[-1][sent(likely, q.device)], rows)
+        parents = sent(np.concatenate(links), self.root.device)
+        depths = sent(np.arange(len(tokens)).repeat([*map(len, tokens)]), parents.device)
+        drafts, ancestors = drafts_of(levels), ancestor_mask(parents)
+        return TokenTree(torch.cat(tokens), parents, depths, ancestors, drafts)
 
     def chain(self, depth: int, threshold: float) -> Growth:
         """A chain (`treespec.trees.dynamic`). The host waits once a level. threshold: the paper's γ."""
@@ -195,45 +198,43 @@ class Ranked:
     expanded: int | None = None
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """[F, K] tokens and [F, K] scores of the most likely children of F nodes, the most likely first.
+        """[..., F, K] tokens and scores of the most likely children of F nodes, the most likely first.
 
-        above: [F] scores of the nodes; None for the root. logits: [F, V]. depth: of the nodes.
+        above: [..., F] scores of the nodes; None for the root. logits: [..., F, V]. depth: of the nodes.
         """
-        shared = len(logits) > 1 and logits.stride(0) == 0  # one distribution for the whole level
-        log_probabilities = (logits[:1] if shared else logits).log_softmax(-1, torch.float32)
-        best, tokens = largest(log_probabilities, min(self.topk, log_probabilities.shape[-1]))
-        return tokens.expand(len(logits), -1), best if above is None else above[:, None] + best
+        *nodes, size = logits.shape
+        shared = nodes[-1] > 1 and logits.stride(-2) == 0  # one distribution for the whole level
+        rows = logits[..., :1, :] if shared else logits
+        best, tokens = largest(rows.log_softmax(-1, torch.float32), min(self.topk, size))
+        return tokens.expand(*nodes, -1), best if above is None else above[..., None] + best
 
     def width(self, level: int, scores: list[Tensor]) -> int:
         """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
         return (self.expanded or self.topk) if level < self.depth else 0
 
     def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
-        """The growth of the tree, and the candidates [N] that it keeps, the root's 0 first.
+        """The growth of the tree, and the columns [N] that it keeps (`best_tree`).
 
-        Candidates are numbered level by level. The kept ones stand best first, so that a likely path
-        lies where `commit` leaves it. Of equals the parent comes first, so with a node its parent is
-        kept. root: [1] int64. logits: [1, V] draft logits of its children.
+        root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
+        trees of a batch grow together: all that it yields and returns is [B, ...] then.
         """
-        nodes, scores = Nodes(root), list[Tensor]()
-        best, above = root.new_zeros(1), None
+        drafted, orders, scores, above = [root], list[Tensor](), list[Tensor](), None
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
-            tokens, reach = self.below(above, logits, level - 1)  # [F, K]
-            width = tokens.shape[1]
-            nodes.add(tokens.flatten(), best[:, None].expand(tokens.shape))
-            scores.append(reach.flatten())
+            tokens, reach = self.below(above, logits, level - 1)  # [..., F, K]
+            drafted.append(tokens.flatten(-2))
+            scores.append(reach.flatten(-2))
 
             # 2. The best of them are the next frontier.
             expanded = self.width(level, scores)
             if not expanded:
                 break
-            above, order = (
-                part[:expanded] for part in scores[-1].sort(descending=True, stable=True)
-            )
-            best = order.to(root.device)
-            logits = yield nodes.frontier(best, best // width)
+            ranking = scores[-1].sort(descending=True, stable=True)
+            above = ranking.values[..., :expanded]
+            orders.append(sent(ranking.indices[..., :expanded], root.device))
+            last = drafted[-1].gather(-1, orders[-1])
+            below = yield Frontier(last, orders[-1], tokens.shape[-1])
+            logits = below.unflatten(0, last.shape)
 
         # 3. Keep the best of all candidates.
-        kept = pad(1 + best_first(torch.cat(scores), self.nodes - 1), (1, 0))
-        return nodes.tree(kept), kept
+        return best_tree(drafted, orders, scores, self.nodes)

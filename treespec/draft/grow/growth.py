@@ -7,8 +7,7 @@ which they leave no choice about, are a chain above the drafted tree.
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, connect, hung_below, sent
+from treespec.trees.tree import Drafts, Draws, TokenTree, best_first, hung_below, made, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Judging, answered
@@ -53,65 +52,57 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
     return [grown[row] for row in range(len(growths))]
 
 
-@final
-class Nodes:
-    """A growing tree. Nodes are numbered in the order in which they are added; the root is 0.
+def best_tree(
+    tokens: Sequence[Tensor], orders: Sequence[Tensor], scores: Sequence[Tensor], nodes: int
+) -> tuple[TokenTree, Tensor]:
+    """The tree of the best candidates, or [...] trees of a batch, and their columns [..., N].
 
-    Two levels added to a root, `add([a, b], [0, 0])` and `add([c, d], [1, 2])`:
+    Candidates are numbered level by level, after a column of nothing and the root's. Two levels; both
+    nodes of the first are expanded, b before a:
 
-        0 ─┬─ 1 ─── 3      tokens     root  a b  c d
-           └─ 2 ─── 4      parents    -1    0 0  1 2
-                           depths     0     1 1  2 2
+        column    0 1  2 3  4 5 6 7  8 9          kept      1 3 4 2    the best first: r b c a
+        row       0 r  a b  c d e f  1 0          tokens    r b c a
+        link      0 0  0 0  8 8 9 9               place     0 0 1 0    the row at `link`: the parent's
+        first     0 1  1 1  2 2 2 2               parent    0 1 3 1    place after column `first`
+                                                  node     -1 0 1 0    its number among the kept
+
+    A likely path lies where `commit` leaves it. Of equals the parent comes first, so with a node its
+    parent is kept.
+
+    tokens: of the root and of each level, [..., M]. orders: the places in each level but the last of
+    its expanded nodes [..., F]. scores: of each level, [..., M]. nodes: N, the root included.
     """
+    # 1. Rank all columns. What is no number is the largest: nothing is first, the root second.
+    first, device = scores[0], tokens[0].device
+    *batch, children = first.shape
+    unbeaten = made(torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device)
+    ranked = sent(best_first(torch.cat([unbeaten, *scores], -1)), device)
+    kept = ranked[..., 1 : nodes + 1]
 
-    def __init__(self, root: Tensor) -> None:
-        """root: [1] int64, on the device that the tree is for."""
-        self.tokens, self.above = [root], [root.new_zeros(0)]
-        self.first = 0  # number of the first node of the last level
-
-    def add(self, tokens: Tensor, above: Tensor) -> None:
-        """Add a level. tokens: [M] int64. above: [M] or [F, K], M in all: the places of their parents
-        in the level above.
-        """
-        device = self.tokens[0].device
-        self.first += len(self.tokens[-1])
-        self.tokens.append(sent(tokens, device))
-        self.above.append(sent(above, device))
-
-    def frontier(self, places: Tensor, rows: Tensor) -> Frontier:
-        """F nodes of the last level.
-
-        places: [F] their places in the level. rows: [F] the rows of their parents in the frontier
-        above.
-        """
-        last = self.tokens[-1]
-        return Frontier(last[sent(places, last.device)], sent(rows, last.device))
-
-    def tree(self, kept: Tensor | None = None, drafts: Drafts | None = None) -> TokenTree:
-        """The nodes as a token tree.
-
-        kept: [N] numbers of the nodes to keep, parents before children, first the root's 0.
-        Default: all nodes.
-        """
-        tokens = torch.cat(self.tokens)
-        depth, first = by_level(tuple(map(len, self.tokens)), tokens.device)
-        parents = torch.cat(self.above).flatten() + first
-        kept = torch.arange(len(tokens)) if kept is None else kept
-        kept = sent(kept, tokens.device)
-        links = connect(kept, pad(parents, (1, 0)))
-        ancestors = ancestor_mask(links, len(self.tokens) - 1)
-        return TokenTree(tokens[kept], links, depth[kept], ancestors, drafts)
+    # 2. Tokens and parents of those to keep.
+    widths = tuple(order.shape[-1] for order in orders)
+    facts = made(column_facts, widths, children, device)
+    known = facts[:4, kept]
+    zero = made(torch.zeros, (*batch, 1), dtype=torch.int64, device=device)
+    row = torch.cat([zero, *tokens, *orders], -1)
+    drafted, place = row.expand(2, *row.shape).gather(-1, known[1:3])
+    number = torch.empty_like(ranked).scatter_(-1, ranked, facts[4].expand_as(ranked))
+    parents = number.gather(-1, known[3] + place)
+    return TokenTree(drafted, parents, known[0], ancestor_mask(parents)), kept
 
 
-@lru_cache
-def by_level(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of all nodes the depth [M], and of all but the root the number [M - 1] of the first node of the
-    level above. sizes: of each level. Kept, as each list that goes up takes time.
+def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -> Tensor:
+    """[5, 2 + M] of each column of `best_tree`: depth, itself, link and first; and -1, 0, 1, 2, …
+
+    widths: expanded nodes of each level but the last.
     """
-    counts = torch.tensor(sizes)
-    first = counts.cumsum(0) - counts
-    depth = torch.arange(len(sizes)).repeat_interleave(counts)
-    return sent(depth, device), sent(first[depth[1:] - 1], device)
+    counts = torch.tensor([2, *(children * width for width in (1, *widths))])
+    column = torch.arange(int(counts.sum()))
+    depth = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).clamp_min(1)[depth - 1]
+    link = len(column) - 1 + (column - 2) // children
+    first[0] = link[: 2 + children] = 0
+    return sent(torch.stack([depth, column, link, first, column - 1]), device)
 
 
 def drafts_of(levels: list[Drawn]) -> Drafts | None:

@@ -1,7 +1,6 @@
 """Drafting by layers with a cache, a level of nodes at a time, behind the sequences of the cache."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import final
 
 import torch
@@ -11,7 +10,7 @@ from treespec.draft.drafter import Frontier, Frontiers, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
-from treespec.trees.tree import sent
+from treespec.trees.tree import columns, made, sent
 
 
 @final
@@ -31,14 +30,8 @@ class Levels:
     def extend(self, above: Tensor) -> None:
         """The next level. above: [B, F] rows of the parents."""
         b, n = above.shape
-        own = itself(n, above.device).expand(b, n, n)
+        own = made(torch.eye, n, dtype=torch.bool, device=above.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
-
-
-@lru_cache
-def itself(nodes: int, device: torch.device) -> Tensor:
-    """[N, N] bool: a level's nodes, each of which sees itself alone. Made once for each width."""
-    return torch.eye(nodes, dtype=torch.bool, device=device)
 
 
 class BranchProposer(Proposer):
@@ -56,7 +49,7 @@ class BranchProposer(Proposer):
         """
         device = self.model.output_device
         if places is None:
-            places = torch.arange(cache.end, device=device).expand(len(lengths), -1)
+            places = columns(cache.end, device).expand(len(lengths), -1)
         nothing = torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device)
         self.written, self.places, self.branch = cache, places, Levels(nothing)
         self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position

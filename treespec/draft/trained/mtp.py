@@ -29,7 +29,7 @@ from treespec.draft.trained.proposers import EagleProposer, Places
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer
-from treespec.model.masks import Chunk, additive
+from treespec.model.masks import additive
 from treespec.model.target import Target
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -89,11 +89,11 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def placed(self, positions: Tensor) -> Places:
-        return [positions[..., None]]
+    def placed(self, count: int) -> Places:
+        return []  # a position is how many columns are seen before it
 
     def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
-        target, positions = self.target, places[0][..., 0].expand(tokens.shape)
+        target, positions = self.target, seen.sum(-1) - 1
         rotary = getattr(target.decoder, "rotary_emb", None)
         hidden: Tensor = self.layer(
             target.embeddings(tokens).to(features.dtype),
@@ -106,8 +106,8 @@ class MtpProposer(EagleProposer):
         )
         return hidden
 
-    def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        return self.forward(tokens, features, self.placed(chunk.positions), chunk.seen)
+    def fused(self, features: Tensor) -> Tensor:
+        return features
 
     def logits(self, states: Tensor) -> Tensor:
         return self.target.output_logits(states)

@@ -121,7 +121,8 @@ class DeepeningProposer(PairProposer):
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.target.output_device)
-        tokens = tokens if self.vocabulary is None else self.vocabulary[tokens]
+        drafted = self.vocabulary
+        tokens = tokens if drafted is None else drafted[tokens]
         states = unpadded(self.deeper(tokens, above), sizes)
         return list(self.logits(states).split(sizes))
 

@@ -21,8 +21,9 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
+from treespec.trees.tree import columns, made, sent
 
-AHEAD = 16  # levels whose angles are computed together
+AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
 Places = Sequence[Tensor]
 
 
@@ -34,13 +35,14 @@ class EagleProposer(DeepeningProposer):
 
         | observed pairs | level 1 | level 2 | ...
 
-    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees.
+    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees. On an
+    accelerator level 1 starts at a power of two, behind columns that no node sees. So the steps of
+    most cycles are the same operations on the same shapes, which a graph can repeat.
     """
 
     head: FeatureHead
     level = 0
-    ends: Tensor  # [B, 1] positions of the first level's features
-    places: Places  # of the next `AHEAD` levels
+    places: Places  # of `AHEAD` levels
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
 
@@ -49,31 +51,41 @@ class EagleProposer(DeepeningProposer):
 
         tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
-        layers = self.cache.tree_layers
-        return self.head.step(tokens, features, places, seen[:, None], layers)
+        return self.head.step(tokens, features, places, seen[:, None], self.cache.tree_layers)
 
-    def placed(self, positions: Tensor) -> Places:
-        """What `forward` takes of positions [B, T], in tensors [..., T, R]: rotary angles."""
-        return self.head.rotary(positions, self.target.dtype)
+    def placed(self, count: int) -> Places:
+        """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
+
+        In tensors [..., count, R].
+        """
+        starts, device = self.cache.lengths, self.target.output_device
+        table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
+        if len(starts) == 1:
+            return [part[None, None, -count:] for part in table]
+        rows = made(sent, (*starts,), device)[:, None] + columns(count, device)
+        return [*table[:, rows].unsqueeze(2)]
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
-        fused = self.head.fuse(features)
-        return self.forward(tokens, fused, self.placed(chunk.positions), chunk.seen)
+        places = self.placed(tokens.shape[1])
+        return self.forward(tokens, self.fused(features), places, chunk.seen)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """[..., F] the target's features -> [..., H] the features that `forward` takes."""
+        return self.head.fuse(features)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
-        self.drafted = Levels(committed(self.cache.lengths, last.device))
-        self.level, self.ends = 0, self.drafted.seen.sum(-1)
+        end = self.cache.end
+        start = end if last.device.type == "cpu" else 1 << end.bit_length()
+        self.drafted = Levels(committed(self.cache.lengths, last.device, start))
+        self.level, self.places = 0, self.placed(AHEAD)
+        self.cache.write_after(start - end)
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
-        step = self.level % AHEAD
-        if not step:
-            ahead = torch.arange(self.level, self.level + AHEAD, device=tokens.device)
-            self.places = self.placed(self.ends + ahead)
+        place = [part[..., self.level : self.level + 1, :] for part in self.places]
         self.level += 1
-        place = [part[..., step : step + 1, :] for part in self.places]
         features = rows_of(self.frontier, above)
         self.frontier = self.forward(tokens, features, place, self.drafted.seen)
         for layer in self.cache.tree_layers:
@@ -85,7 +97,7 @@ class EagleProposer(DeepeningProposer):
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """From position t: true pairs up to t, then its own features with the sequence's tokens."""
-        fused = self.head.fuse(features[None, :-2].to(self.head.dtype))
+        fused = self.fused(features[None, :-2].to(self.head.dtype))
         for hidden in self.head.unrolled(tokens[None], fused, steps):
             yield self.logits(hidden[0, : len(tokens) - steps - 1].to(features.dtype))
 
@@ -182,7 +194,7 @@ class BlockProposer(AtOnceProposer):
         """
         # 1. Positions [B, T]: the block's follow the sequence's last pair.
         b, n = tokens.shape
-        size, device = 0 if roots is None else self.head.block, chunk.depth.device
+        size, device = 0 if roots is None else self.head.block, chunk.seen.device
         taken = torch.tensor(chunk.taken, device=device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
         places = torch.cat([chunk.places, after], dim=1)

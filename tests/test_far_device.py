@@ -127,9 +127,9 @@ def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
 
 def test_drafting_launches_little_but_steps_that_are_the_same_in_each_cycle(found):
     alone, batch = found[str(("eagle", "dynamic", "topk", 0))]
-    assert alone[3] <= 40, alone
+    assert alone[3] <= 44, alone
     assert alone[4]
-    assert batch[3] <= 53, batch
+    assert batch[3] <= 55, batch
 
 
 if __name__ == "__main__":

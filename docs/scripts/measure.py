@@ -25,6 +25,7 @@ from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.model_free.guess import Guess
 from treespec.eval.intervals import resample
 from treespec.model.allocator import keep_freed_memory
+from treespec.model.fused import fuse
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
@@ -134,7 +135,7 @@ def forwards(
 ) -> None:  # fmt: skip
     """The target's forward over a tree in each form, in ms, and the form's bytes.
 
-    forms: dtypes, each measured with plain and with packed weights, and values of `--load-in`.
+    forms: dtypes, each measured with plain and with packed weights and with fused layers, and values of `--load-in`.
     """
     # 1. Every form is in memory at once.
     targets: dict[tuple[str, str], Target] = {}
@@ -143,6 +144,9 @@ def forwards(
             for weights in ("plain", "packed"):
                 targets[form, weights] = Target.load(target, dtype=form)
             pack(targets[form, "packed"].model)
+            targets[form, "fused"] = Target.load(target, dtype=form)
+            pack(targets[form, "fused"].model)
+            fuse(targets[form, "fused"].model)
         else:
             targets[form, "as loaded"] = load(target, load_in=form).target
 

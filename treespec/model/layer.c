@@ -1,7 +1,7 @@
 // A decoder layer in one parallel region: the kernels of kernels.c, and what lies between them.
 //
 //   x -> norm -> queries, keys, values -> rotation -> attention -> product -> + x = h
-//   h -> norm -> gate, up -> activation(gate) * up -> product -> + h = y
+//   h -> norm -> gate, up -> silu(gate) * up -> product -> + h = y
 //
 // Each result is rounded where torch rounds it, so the layer has the bits of its own modules.
 
@@ -13,12 +13,11 @@ enum { BEFORE_ATTENTION, BEFORE_MLP, OF_QUERIES, OF_KEYS, NORMS };
 typedef struct {
   const void *weights[PRODUCTS], *biases[PRODUCTS];  // a bias may be NULL
   const void *norms[NORMS];                          // weights; NULL for none
-  const uint16_t *active;       // [65536] the activation of each bfloat16; NULL: SiLU, of floats
   const void *x, *residual;     // [B, N, in], [B, N, hidden]: x itself, or what is added to the attention
-  const void *cos, *sin, *mask; // [B or 1, N, turned] both, [B or 1, N, columns] additive
+  const void *cos, *sin, *mask; // [B or 1, N or 1, turned] both, [B or 1, N, columns] additive
   void *keys, *values, *y;      // [B, KV, capacity, D] both: N columns are written before `columns`; [B, N, hidden]
   long texts, n, in, hidden, heads, kv, d, inner, turned, columns, capacity;
-  long angles, mb, mn;          // strides of a text's angles, of a text and a node in the mask
+  long ab, an, mb, mn;          // strides of a text and of a node in angles and mask
   float scale, eps, sign;       // sign: of the first half's sines, -1 unless they are negated already
   int form, half, threads;
 } Layer;
@@ -50,7 +49,7 @@ static void turn(const Layer *a, const char *x, long at, char *y) {
 // Head `head` of the queries, then of the keys, then of the values, of row r. Keys and values go to the cache.
 static void place(const Layer *a, char *q, char *k, char *v, long r, long head) {
   long size = a->half ? 2 : 4, row = a->d * size, b = r / a->n, node = r % a->n;
-  long angle = b * a->angles + node * a->turned, column = a->columns - a->n + node;
+  long angle = b * a->ab + node * a->an, column = a->columns - a->n + node;
   int key = head >= a->heads, value = head >= a->heads + a->kv, norm = key ? OF_KEYS : OF_QUERIES;
   char *x = q + (r * a->heads + head) * row, *to = x;
   if (key) {
@@ -71,31 +70,40 @@ static void add_rows(const Layer *a, const void *x, const void *y, void *z, int 
       put(z, i, get(x, i, a->half) + get(y, i, a->half), a->half);
 }
 
-INLINE F silu(F x) {
-  F e = exponential((F)((U)x | 0x80000000u));  // of -|x|
-  return ((F)((U)x & ~(U)(x < 0.0f)) + (F)((U)(x * e) & (U)(x < 0.0f))) / (e + 1.0f);
+INLINE F rounded(F x, int half) {
+  uint16_t bits[L];
+  if (!half) return x;
+  store(bits, 0, x, 1);
+  return load(bits, 0, 1);
 }
 
-// Numbers of thread t: activation(gate) * up, as the last product reads them.
+INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch's
+  I negative = x < 0.0f;
+  F e = exponential((F)((U)x | 0x80000000u));  // of -|x|
+  F y = (F)(((U)x & ~(U)negative) | ((U)(x * e) & (U)negative)) / (e + 1.0f);
+  int tail = 0;  // whether `exponential` gave 0 for any of them
+  for (int c = 0; c < L; c++) tail |= x[c] < -87.0f;
+  for (int c = 0; tail && c < L; c++)
+    if (x[c] < -87.0f) y[c] = x[c] / (1 + expf(-x[c]));
+  return y;
+}
+
+// Outputs of thread t: silu(gate) * up, as the last product reads them.
 static void activate(const Layer *a, const void *gate, const void *up, const Rows *f, char *rows, int t) {
   long from = first_of(a->inner, a->threads, t), to = first_of(a->inner, a->threads, t + 1);
   for (long r = 0; r < a->texts * a->n; r++) {
-    long at = r * a->inner, i = from;
-    char *row = rows + r * f->width * f->size;
-    if (a->active)
-      for (; i < to; i++) {
-        uint16_t product = narrow(wide(a->active[((const uint16_t *)gate)[at + i]]) * get(up, at + i, 1));
-        if (f->size == 2) ((uint16_t *)row)[i] = product; else ((float *)row)[i] = wide(product);
+    for (long i = from; i < to; i += L) {
+      long at = r * a->inner + i, size = f->size;
+      char *to_row = rows + (r * f->width + i) * size;
+      if (i + L <= to) {
+        F x = rounded(silu(load(gate, at, a->half)), a->half);
+        store(to_row, 0, rounded(x * load(up, at, a->half), a->half), size == 2);
+      } else for (long c = 0; c < to - i; c++) {
+        F x = rounded(silu(all(get(gate, at + c, a->half))), a->half);
+        put(to_row, c, rounded(x * get(up, at + c, a->half), a->half)[0], size == 2);
       }
-    for (; i < to; i += L) {
-      F x = {}, y = {};
-      long size = 4 * MIN(L, to - i);
-      memcpy(&x, (const float *)gate + at + i, size);
-      memcpy(&y, (const float *)up + at + i, size);
-      y = silu(x) * y;
-      memcpy((float *)row + i, &y, size);
     }
-    if (!t) memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
+    if (!t) memset(rows + (r * f->width + f->in) * f->size, 0, (f->width - f->in) * f->size);
   }
 }
 

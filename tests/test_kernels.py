@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equality import close, seeded
-from models import CONFIGS, target
+from models import CONFIGS, random_model, target
 from torch import nn
 
 from treespec.api.load import load
 from treespec.model import kernels
+from treespec.model.fused import fuse
 from treespec.model.packed import PackedNorm, pack, packed_layer
 from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
@@ -128,9 +129,9 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config.intermediate_size = config.n_inner = 64  # torch's activations have one form for 32 numbers, one for fewer
-    model = type(target(name).model)(config).to(dtype)
-    pack(model)
-    decoded, prompt = Target(model), torch.arange(3, 40)[None] % 30
+    decoded, prompt = Target(type(target(name).model)(config).to(dtype)), torch.arange(3, 40)[None] % 30
+    pack(decoded.model)
+    fuse(decoded.model)
 
     # 1. The tree, beside a text of 60 tokens.
     cache, other = decoded.new_cache(), decoded.new_cache()
@@ -150,6 +151,34 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
         assert torch.equal(logits[0], rows[node]), node
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "name, fused", [("llama", 3), ("qwen3", 3), ("mistral-window-6", 3), ("gemma3", 0), ("granite", 0)]
+)
+def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
+    """In bfloat16 to the bit; also in a batch, and with biases. Layers that compute something else stay."""
+    config = CONFIGS[name]()
+    config.attention_bias, config.residual_multiplier = True, 0.5  # the second is Granite's
+    model = random_model(config)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    decoded = Target(model.to(dtype))
+    pack(model)
+
+    def outputs():
+        cache, other = decoded.new_cache(8), decoded.new_cache(8)
+        decoded.prefill(cache, torch.arange(40)[None])
+        decoded.prefill(other, torch.arange(9)[None])
+        cache.join([other])
+        return torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()], (0, 2))])
+
+    expected = outputs()
+    fuse(model)
+    assert sum("forward" in vars(layer) for layer in decoded.stack) == fused
+    close(outputs(), expected, 1e-4 * (dtype != torch.bfloat16))
+
+
 def test_without_a_compiler_torch_computes_and_a_line_says_so():
     code = "from treespec.model import kernels; print(kernels.library())"
     said = subprocess.run([sys.executable, "-c", code], env={"CC": "false"}, capture_output=True, text=True, check=True)
@@ -164,8 +193,9 @@ def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
     config = CONFIGS[name]()
     config.intermediate_size, config.vocab_size = 64, 12
     model = type(target(name).model)(config).bfloat16().eval()
-    pack(model)
     spec = load(model, drafter="lookup:tokens=1", verifier="topk")
+    pack(model)
+    fuse(model)
     assert has_equal_bits(spec.target)
     for seed in range(10):
         prompt = torch.randint(3, 12, (1, 20), generator=seeded(seed))

@@ -64,7 +64,9 @@ class Block:
         out = torch.empty_like(residual)
         tensors = *self.tensors, x, residual, cos, sin, mask, *store.storage, out
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        by_row = [part.stride(i) * (part.shape[i] > 1) for part, i in ((cos, 0), (cos, 1), (mask, 0))]
+        by_row = [
+            part.stride(i) * (part.shape[i] > 1) for part, i in ((cos, 0), (cos, 1), (mask, 0))
+        ]
         lengths = *self.sizes, cos.shape[-1], columns, store.capacity, *by_row, mask.stride(2)
         threads = torch.get_num_threads()
         kernels.library().layer(PARAMETERS.pack(*pointers, b, n, *lengths, *self.modes, threads))

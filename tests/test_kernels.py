@@ -11,7 +11,9 @@ from models import CONFIGS, random_model, target
 from torch import nn
 
 from treespec.api.load import load
+from treespec.draft.trained.kinds import new_head
 from treespec.model import kernels
+from treespec.model.cache import TreeCache
 from treespec.model.fused import fuse
 from treespec.model.packed import PackedNorm, pack, packed_layer
 from treespec.model.plain import has_equal_bits
@@ -177,6 +179,22 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
     fuse(model)
     assert sum("forward" in vars(layer) for layer in decoded.stack) == fused
     close(outputs(), expected, 1e-4 * (dtype != torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
+    head, states = new_head(kind, target("llama")), []
+    features = torch.randn(2, 8, head.hidden_size)
+    for change in (pack, fuse):
+        change(head)
+        cache = TreeCache(1)
+        for part in (slice(0, 5), slice(5, 8)):
+            seen = torch.ones(8, 8, dtype=torch.bool).tril()[None, None, part, : part.stop]
+            args = torch.arange(8)[None, part].expand(2, -1), features[:, part], torch.arange(8)[part], seen
+            states.append(head.step(*args, cache.tree_layers))
+            cache.tree_layers[0].length = part.stop
+    assert "forward" in vars(head.decoder[0])
+    close(torch.cat(states[2:], 1), torch.cat(states[:2], 1), 1e-4)
 
 
 def test_without_a_compiler_torch_computes_and_a_line_says_so():

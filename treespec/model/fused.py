@@ -37,9 +37,16 @@ class Block:
         (self.dtype,) = {x.dtype for x in small if x is not None}
         (form,) = {product.form for product in products}
         q, k, *_, gate, _, _ = products
-        d, self.hidden = layer.self_attn.head_dim, gate.in_features
-        self.kv = k.out_features // d, d  # heads and their width
-        self.sizes = q.in_features, self.hidden, q.out_features // d, *self.kv, gate.out_features
+        width, self.hidden, inner = q.in_features, gate.in_features, gate.out_features
+        d = layer.self_attn.head_dim
+        heads, kv = q.out_features // d, k.out_features // d
+        outs = [heads * d, kv * d, kv * d, self.hidden, inner, inner, self.hidden]
+        ins = [*[width] * 3, heads * d, self.hidden, self.hidden, inner]
+        sizes = [(product.in_features, product.out_features) for product in products]
+        if sizes != list(zip(ins, outs, strict=True)):
+            raise ValueError
+        self.kv = kv, d
+        self.sizes = width, self.hidden, heads, kv, d, inner
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
         self.modes = scale, layer.post_attention_layernorm.eps, sign, form, kernels.HALF[self.dtype]
         self.tensors = [*(product.packed for product in products), *small]

@@ -36,17 +36,17 @@ class Block:
         small += [getattr(parts.get(name), "weight", None) for name in norms]
         (self.dtype,) = {x.dtype for x in small if x is not None}
         (form,) = {product.form for product in products}
-        q, k, *_, gate, _, _ = products
+        q, k, v, output, gate, _, down = products
         width, self.hidden, inner = q.in_features, gate.in_features, gate.out_features
-        d = layer.self_attn.head_dim
-        heads, kv = q.out_features // d, k.out_features // d
-        outs = [heads * d, kv * d, kv * d, self.hidden, inner, inner, self.hidden]
-        ins = [*[width] * 3, heads * d, self.hidden, self.hidden, inner]
-        sizes = [(product.in_features, product.out_features) for product in products]
-        if sizes != list(zip(ins, outs, strict=True)):
-            raise ValueError
-        self.kv = kv, d
-        self.sizes = width, self.hidden, heads, kv, d, inner
+        wide, narrow, d = output.in_features, v.out_features, layer.self_attn.head_dim
+        if (q.out_features, k.out_features, down.in_features) != (
+            wide,
+            narrow,
+            inner,
+        ) or narrow < d:
+            raise ValueError  # gated queries, values of another width
+        self.kv = narrow // d, d  # heads and their width
+        self.sizes = width, self.hidden, wide // d, *self.kv, inner
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
         self.modes = scale, layer.post_attention_layernorm.eps, sign, form, kernels.HALF[self.dtype]
         self.tensors = [*(product.packed for product in products), *small]
@@ -99,7 +99,7 @@ def fuse_layer(layer: Any) -> None:
     x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
     angles = torch.randn(2, 2, 5, block.kv[1] // 2, generator=random).repeat(1, 1, 1, 2).to(x)
     seen = torch.eye(5) + torch.rand(5, 5, generator=random)
-    mask, places = additive(seen > 0.5, x.dtype)[None, None], torch.arange(FAR, FAR + 5)[None]
+    mask, places = additive(seen > 0.5, x.dtype)[None, None], torch.arange(5)[None] + FAR
 
     # 2. Outputs, keys and values of both.
     cache, store = TreeCache(number + 1, 5), TreeLayer(5)

@@ -112,9 +112,9 @@ def fuse_layer(layer: Any) -> None:
 
     # 3. The forward. Layers of which a part is skipped, or whose attention is watched, run their own.
     def forward(x: Tensor, **given: Any) -> Any:
-        cache, now = given.get("past_key_values"), (layer.self_attn, layer.mlp)
+        cache: Any = given.get("past_key_values")
         takes = type(cache) is TreeCache and parts[0].config._attn_implementation == NAME
-        if not takes or parts != now or x.dtype != block.dtype:
+        if not takes or parts != (layer.self_attn, layer.mlp) or x.dtype != block.dtype:
             return own(x, **given)
         mask, angles = given["attention_mask"], given["position_embeddings"]
         return block.run(x, x, mask, angles, cache.tree_layers[number])
@@ -135,4 +135,4 @@ def fuse_head(layer: Layer) -> None:
         angles = [part.flatten(0, -3) for part in given["angles"]]
         return block.run(*layer.inputs(x), mask, angles, store)
 
-    layer.forward = forward
+    vars(layer)["forward"] = forward

@@ -106,11 +106,15 @@ class Attention(nn.Module):
         if self.window is not None:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-            mask = last_seen(mask, self.window)
+            mask = self.windowed(mask)
         causal = mask is None
         return self.joined(
             F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
         )
+
+    def windowed(self, mask: Tensor) -> Tensor:
+        """What rows attend to of the columns that a mask [..., T, columns] lets them see."""
+        return mask if self.window is None else last_seen(mask, self.window)
 
     def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> list[Tensor]:
         """Queries [B, heads, T, D], keys and values [B, kv heads, C + T, D]; the values not rotated.

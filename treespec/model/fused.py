@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.layers import Attend, Layer, last_seen
 from treespec.model import kernels
 from treespec.model.attention import NAME
 from treespec.model.cache import TreeCache, TreeLayer
@@ -84,11 +83,9 @@ class Block:
 def fuse(model: nn.Module) -> None:
     """Give decoder layers of packed models and heads a fused forward; others keep their own."""
     for layer in model.modules():
-        with suppress(Exception):  # other parts; and a model's own code may raise anything
-            if isinstance(layer, Layer):
-                fuse_head(layer)
-            elif "self_attn" in layer._modules:
-                fuse_layer(layer)
+        for way in (fuse_layer, fuse_head):
+            with suppress(Exception):  # other parts; and a model's own code may raise anything
+                way(layer)
 
 
 def fuse_layer(layer: Any) -> None:
@@ -111,28 +108,30 @@ def fuse_layer(layer: Any) -> None:
         return
 
     # 3. The forward. Layers of which a part is skipped, or whose attention is watched, run their own.
-    def forward(x: Tensor, **given: Any) -> Any:
+    def forward(hidden_states: Tensor, **given: Any) -> Any:
         cache: Any = given.get("past_key_values")
         takes = type(cache) is TreeCache and parts[0].config._attn_implementation == NAME
-        if not takes or parts != (layer.self_attn, layer.mlp) or x.dtype != block.dtype:
-            return own(x, **given)
+        takes = takes and hidden_states.dtype == block.dtype
+        if not takes or parts != (layer.self_attn, layer.mlp):
+            return own(hidden_states, **given)
         mask, angles = given["attention_mask"], given["position_embeddings"]
-        return block.run(x, x, mask, angles, cache.tree_layers[number])
+        return block.run(hidden_states, hidden_states, mask, angles, cache.tree_layers[number])
 
     layer.forward = forward
 
 
-def fuse_head(layer: Layer) -> None:
+def fuse_head(layer: Any) -> None:
     """A draft head's layer, whose attention may round otherwise."""
     block, own = Block(layer, ["none", *NORMS[1:]], 1.0), layer.forward
+    inputs, windowed = layer.inputs, layer.self_attn.windowed
 
-    def forward(x: Tensor, attend: Attend) -> Tensor:
-        given, window = attend.keywords, layer.self_attn.window
+    def forward(x: Tensor, attend: Any) -> Tensor:
+        given = attend.keywords
         mask, store = given.get("mask"), given.get("cache")
         if mask is None or store is None or "context" in given:
             return own(x, attend)
-        mask = additive(last_seen(mask, window) if window else mask, x.dtype)
         angles = [part.flatten(0, -3) for part in given["angles"]]
-        return block.run(*layer.inputs(x), mask, angles, store)
+        taken, residual = inputs(x)
+        return block.run(taken, residual, additive(windowed(mask), x.dtype), angles, store)
 
-    vars(layer)["forward"] = forward
+    layer.forward = forward

@@ -4,7 +4,8 @@ Keys and values go to a cache that is an argument: any object with
 `update(keys, values) -> (keys, values)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -16,7 +17,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from treespec.files.atomic import Fields as Config
 
-Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
+Attend = partial[Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 Angles = Sequence[Tensor]  # cos and sin, as `Rotary` gives them
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -114,11 +115,15 @@ class Attention(nn.Module):
         if self.window is not None:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-            mask = last_seen(mask, self.window)
+            mask = self.windowed(mask)
         causal = mask is None
         return self.joined(
             F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
         )
+
+    def windowed(self, mask: Tensor) -> Tensor:
+        """What rows attend to of the columns that a mask [..., T, columns] lets them see."""
+        return mask if self.window is None else last_seen(mask, self.window)
 
     def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> list[Tensor]:
         """Queries [B, heads, T, D], keys and values [B, kv heads, C + T, D]; the values not rotated.
@@ -184,9 +189,14 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[B, T, H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
-        x = x + attend(self.input_layernorm(x))
+        """[B, T, inputs * H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
+        inputs, residual = self.inputs(x)
+        x = residual + attend(inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention takes, and [B, T, H] what its output is added to."""
+        return self.input_layernorm(x), x
 
 
 @final
@@ -203,13 +213,12 @@ class Eagle3Layer(Layer):
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[B, T, 2 H] embeddings and features side by side -> [B, T, H]. attend: from 2 H to H."""
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [B, T, 2 H] embeddings and features side by side."""
         embeddings, features = x.chunk(2, dim=-1)
         normed = self.hidden_norm(features)
-        x = attend(torch.cat([self.input_layernorm(embeddings), normed], dim=-1))
-        x = x + (normed if self.norm_before_residual else features)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return both, normed if self.norm_before_residual else features
 
 
 def windows_of(config: Config) -> list[int | None]:

@@ -180,7 +180,9 @@ def run(operation, args, options):
     if name == "copy_" or not to_far:
         return args[0] if name == "copy_" else out
     same = {id(x.near): x for x in far}
-    with torch.inference_mode(far[0].is_inference() if far and is_view(operation) else torch.is_inference_mode_enabled()):
+    with torch.inference_mode(
+        far[0].is_inference() if far and is_view(operation) else torch.is_inference_mode_enabled()
+    ):
         return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
 
 

@@ -14,9 +14,12 @@ from tiny_configs import MODELS, tiny
 from torch import nn
 
 from treespec.api.load import load
+from treespec.draft.trained.kinds import new_head
 from treespec.model import kernels
 from treespec.model.attention import CAPS_OR_SINKS
+from treespec.model.cache import TreeCache
 from treespec.model.experts import BLOCK, GRAIN, blocked
+from treespec.model.fused import fuse
 from treespec.model.packed import PackedNorm, pack, packed_layer
 from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target
@@ -124,6 +127,7 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     """Also in a batch beside a longer text, where the prompt came in other parts, and columns were dropped."""
     model = random_model(SAME_BITS[name]()).to(dtype)
     pack(model)
+    fuse(model)
     decoded, prompt = Target(model), torch.arange(3, 40)[None] % 30
     assert has_equal_bits(decoded)
     decoded.slack = 9
@@ -145,6 +149,47 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
             logits = decoded.forward_tree(alone, root_only(tree().tokens[step][None])).logits
             alone.commit([[0]])
         assert torch.equal(logits[0], rows[node]), node
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "name, fused", [("llama", 3), ("qwen3", 3), ("mistral-window-6", 3), ("gemma3", 0), ("granite", 0)]
+)
+def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
+    """In bfloat16 to the bit; also in a batch, and with biases. Layers that compute something else stay."""
+    config = CONFIGS[name]()
+    config.attention_bias, config.residual_multiplier = True, 0.5  # the second is Granite's
+    model = random_model(config)
+    for weight in model.parameters():
+        weight.data += weight.ndim == 1  # biases and norms
+    decoded = Target(model.to(dtype))
+    pack(model)
+
+    def outputs():
+        cache, other = decoded.new_cache(8), decoded.new_cache(8)
+        decoded.prefill(cache, torch.arange(40)[None])
+        decoded.prefill(other, torch.arange(9)[None])
+        cache.join([other])
+        return torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()], (0, 2))])
+
+    expected = outputs()
+    fuse(model)
+    assert sum("forward" in vars(layer) for layer in decoded.stack) == fused
+    close(outputs(), expected, 1e-4 * (dtype != torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
+    head, outputs = new_head(kind, target("llama")), []
+    x, places, seen = torch.randn(2, 8, head.hidden_size), torch.arange(8), torch.ones(1, 1, 8, 8).tril() > 0
+    for change in (pack, fuse):
+        change(head)
+        layers = TreeCache(1).tree_layers
+        head.step(places[None, :5].expand(2, -1), x[:, :5], places[:5], seen[..., :5, :5], layers)
+        layers[0].length = 5
+        outputs.append(head.step(places[None, 5:].expand(2, -1), x[:, 5:], places[5:], seen[..., 5:, :], layers))
+    assert "forward" in vars(head.decoder[0])
+    close(*outputs, 1e-4)
 
 
 def test_without_a_compiler_torch_computes_and_a_line_says_so():
@@ -203,8 +248,10 @@ def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
     config = CONFIGS[name]()
     config.vocab_size = 12
     model = type(target(name).model)(config).bfloat16().eval()
-    pack(model)
     spec = load(model, drafter="lookup:tokens=1", verifier="topk")
+    pack(model)
+    fuse(model)
+    assert has_equal_bits(spec.target)
     for seed in range(10):
         prompt = torch.randint(3, 12, (1, 20), generator=seeded(seed))
         options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}

@@ -28,6 +28,7 @@ from treespec.eval.intervals import resample
 from treespec.eval.texts import Passage
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.cache import TreeCache
+from treespec.model.fused import fuse
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
@@ -188,7 +189,7 @@ def forwards(
 ) -> None:  # fmt: skip
     """The target's forward over a tree in each form, in ms, after each number of tokens, and the form's bytes.
 
-    forms: dtypes, each measured with plain and with packed weights, and values of `--load-in`.
+    forms: dtypes, each measured with plain and with packed weights and with fused layers, and values of `--load-in`.
     """
     # 1. Every form is in memory at once.
     targets: dict[tuple[str, str], Target] = {}
@@ -197,6 +198,9 @@ def forwards(
             for weights in ("plain", "packed"):
                 targets[form, weights] = Target.load(target, dtype=form)
             pack(targets[form, "packed"].model)
+            targets[form, "fused"] = Target.load(target, dtype=form)
+            pack(targets[form, "fused"].model)
+            fuse(targets[form, "fused"].model)
         else:
             targets[form, "as loaded"] = load(target, load_in=form).target
 

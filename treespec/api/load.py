@@ -18,6 +18,7 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
+from treespec.model.fused import fuse
 from treespec.model.packed import multiplies_bfloat16, pack
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import tell_of_bits
@@ -116,8 +117,10 @@ def load_sources(
     sources = {name: load_source(spec, model) for name, spec in specs.items()}
     if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
+        fuse(model.model)
     for module in (module for source in sources.values() for module in source.models):
         pack(module)
+        fuse(module)
     if sources:
         tell_of_bits(model)
     return model, sources

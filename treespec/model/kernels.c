@@ -75,26 +75,28 @@ INLINE void store(void *y, long i, F value, int half) {
 }
 
 // --- Norm -----------------------------------------------------------------------------------------
-// y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight; L sums run side by side.
+// Row r of y [n, width] = x / sqrt(mean of x^2 + eps), rounded, times the weight; L sums run side by side.
+static void norm_row(const void *x, const void *weight, void *y, long r, long width, float eps, int half) {
+  F squares = {};
+  float rest = 0;
+  long i = 0, at = r * width;
+  for (; i + L <= width; i += L) squares = add(load(x, at + i, half), load(x, at + i, half), squares);
+  for (; i < width; i++) rest += get(x, at + i, half) * get(x, at + i, half);
+  for (int c = 0; c < L; c++) rest += squares[c];
+  float factor = 1 / sqrtf(rest / width + eps);
+  for (i = 0; i + L <= width; i += L) {
+    store(y, at + i, load(x, at + i, half) * factor, half);
+    store(y, at + i, load(y, at + i, half) * load(weight, i, half), half);
+  }
+  for (; i < width; i++) {
+    put(y, at + i, get(x, at + i, half) * factor, half);
+    put(y, at + i, get(y, at + i, half) * get(weight, i, half), half);
+  }
+}
+
 void rms_norm(const void *x, const void *weight, void *y, long n, long width, float eps, int half, int threads) {
 #pragma omp parallel for num_threads(threads) if (n * width > 1 << 14)
-  for (long r = 0; r < n; r++) {
-    F squares = {};
-    float rest = 0;
-    long i = 0, at = r * width;
-    for (; i + L <= width; i += L) squares = add(load(x, at + i, half), load(x, at + i, half), squares);
-    for (; i < width; i++) rest += get(x, at + i, half) * get(x, at + i, half);
-    for (int c = 0; c < L; c++) rest += squares[c];
-    float factor = 1 / sqrtf(rest / width + eps);
-    for (i = 0; i + L <= width; i += L) {
-      store(y, at + i, load(x, at + i, half) * factor, half);
-      store(y, at + i, load(y, at + i, half) * load(weight, i, half), half);
-    }
-    for (; i < width; i++) {
-      put(y, at + i, get(x, at + i, half) * factor, half);
-      put(y, at + i, get(y, at + i, half) * get(weight, i, half), half);
-    }
-  }
+  for (long r = 0; r < n; r++) norm_row(x, weight, y, r, width, eps, half);
 }
 
 // --- Products -----------------------------------------------------------------------------------
@@ -249,49 +251,66 @@ typedef struct {
   int form, half, threads;
 } Linear;
 
+// How products read rows [n, width]: `in` is padded; in floats (`size` 4) unless they take bfloat16.
+typedef struct { Mode mode; int amx, half; long in, width, size; } Rows;
+
+static Rows rows_for(long in, int form, int half) {
+  Rows rows = {form == PAIRED ? WIDE : form == HALF ? HALVES : FLOATS, 0, half, in, (in + 31) / 32 * 32, 4};
+#ifdef __AVX512BF16__
+  if (half && form == PAIRED) rows.mode = PAIRS;
+#endif
+#ifdef __AMX_BF16__
+  rows.amx = half && form == PAIRED && tiles_allowed();
+#endif
+  if (half && (rows.amx || rows.mode == PAIRS)) rows.size = 2;
+  return rows;
+}
+
+static long padded(const Rows *f, long n) { return f->amx && n > 16 ? (n + 15) / 16 * 16 : n; }
+
+static void read_row(const Rows *f, const void *x, char *to, long r) {
+  char *row = to + r * f->width * f->size;
+  if (!f->half || f->size == 2) memcpy(row, (const char *)x + r * f->in * f->size, f->in * f->size);
+  else for (long i = 0; i < f->in; i++) ((float *)row)[i] = wide(((const uint16_t *)x)[r * f->in + i]);
+  memset(row + f->in * f->size, 0, (f->width - f->in) * f->size);
+}
+
+static long first_of(long out, int threads, int t) {  // the first of the outputs that thread t takes
+  long blocks = (out + L - 1) / L, each = (blocks + threads - 1) / threads;
+  return MIN(t * each * L, out);
+}
+
+// The outputs of thread t. x: rows as `f` tells.
+static void share(const Linear *a, const Rows *f, const char *x, void *y, long n, int t) {
+  long from = first_of(a->out, a->threads, t), to = first_of(a->out, a->threads, t + 1), width = f->width;
+#ifdef __AMX_BF16__
+  if (f->amx) {
+    long end = (to + L - 1) / L;
+    if (from < to) amx((const void *)x, a->weight, y, a->bias, n, width, a->out, from / L, end);
+    return;
+  }
+#endif
+  F sums[ROWS * BLOCKS];
+  for (long o = from; o < to; o += BLOCKS * L)
+    for (long r = 0; r < n; r += ROWS) {
+      int rows = MIN(ROWS, n - r), many = MIN(BLOCKS, (to - o + L - 1) / L);
+      const char *w = (const char *)a->weight + o * width * (f->mode == FLOATS ? 4 : 2);
+      tiles(x + r * width * f->size, w, sums, width, rows, many, f->mode);
+      finish((float *)sums, BLOCKS * L, y, a->bias, a->out, a->half, r, rows, o, many * L);
+    }
+}
+
 void linear(const Linear *a, const void *x, void *y, long n) {
   if (!n) return;
-  long in = a->in, out = a->out, width = (in + 31) / 32 * 32, blocks = (out + L - 1) / L;
-  Mode mode = a->form == PAIRED ? WIDE : a->form == HALF ? HALVES : FLOATS;
-  int use_amx = 0, threads = a->threads;
-#ifdef __AVX512BF16__
-  if (a->half && a->form == PAIRED) mode = PAIRS;
-#endif
-#ifdef __AMX_BF16__
-  use_amx = a->half && a->form == PAIRED && tiles_allowed();
-#endif
-
-  // 1. The rows as the product reads them: padded, and in floats unless it takes bfloat16.
-  int as_they_are = !a->half || use_amx || mode == PAIRS;
-  long size = a->half && as_they_are ? 2 : 4, padded = use_amx && n > 16 ? (n + 15) / 16 * 16 : n;
+  Rows f = rows_for(a->in, a->form, a->half);
   char *copy = NULL;
-  if (width != in || padded != n || !as_they_are) {
-    copy = calloc(padded * width, size);
-    for (long r = 0; r < n; r++)
-      if (as_they_are) memcpy(copy + r * width * size, (const char *)x + r * in * size, in * size);
-      else for (long i = 0; i < in; i++) ((float *)copy)[r * width + i] = get(x, r * in + i, 1);
+  if (f.width != f.in || padded(&f, n) != n || (f.half && f.size == 4)) {
+    copy = malloc(padded(&f, n) * f.width * f.size);
+    for (long r = 0; r < n; r++) read_row(&f, x, copy, r);
     x = copy;
   }
-
-  // 2. Each thread takes a range of blocks.
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-  for (int t = 0; t < threads; t++) {
-    long each = (blocks + threads - 1) / threads, from = t * each, to = MIN(from + each, blocks);
-#ifdef __AMX_BF16__
-    if (use_amx) {
-      if (from < to) amx(x, a->weight, y, a->bias, n, width, out, from, to);
-      continue;
-    }
-#endif
-    F sums[ROWS * BLOCKS];
-    for (long b = from; b < to; b += BLOCKS)
-      for (long r = 0; r < n; r += ROWS) {
-        int rows = MIN(ROWS, n - r), many = MIN(BLOCKS, to - b);
-        const char *w = (const char *)a->weight + b * L * width * (mode == FLOATS ? 4 : 2);
-        tiles((const char *)x + r * width * size, w, sums, width, rows, many, mode);
-        finish((float *)sums, BLOCKS * L, y, a->bias, out, a->half, r, rows, b * L, many * L);
-      }
-  }
+#pragma omp parallel for schedule(static, 1) num_threads(a->threads)
+  for (int t = 0; t < a->threads; t++) share(a, &f, x, y, n, t);
   free(copy);
 }
 
@@ -498,18 +517,21 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   }
 }
 
-void attention(const Attention *a) {
+// The part of this thread of a region; all threads call it.
+static void attend(const Attention *a) {
   long rows = a->heads / a->kv * a->n, parts = (rows + GROUP - 1) / GROUP, items = a->texts * a->kv * parts;
-  long tiles = (a->columns + L - 1) / L;
-#pragma omp parallel num_threads(a->threads)
-  {
-    long wide = (a->dv + 63) / 64 * 64, floats = (GROUP + L) * (a->d + wide) + GROUP * tiles * L;
-    float *room = aligned_alloc(64, (4 * floats + 63) / 64 * 64);
+  long tiles = (a->columns + L - 1) / L, wide = (a->dv + 63) / 64 * 64;
+  long floats = (GROUP + L) * (a->d + wide) + GROUP * tiles * L;
+  float *room = aligned_alloc(64, (4 * floats + 63) / 64 * 64);
 #pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < items; i++) {
-      long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
-      rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, rows - part * GROUP), room);
-    }
-    free(room);
+  for (long i = 0; i < items; i++) {
+    long part = i % parts, head = i / parts % a->kv, b = i / parts / a->kv;
+    rows_of_a_head(a, b, head, part * GROUP, MIN(GROUP, rows - part * GROUP), room);
   }
+  free(room);
+}
+
+void attention(const Attention *a) {
+#pragma omp parallel num_threads(a->threads)
+  attend(a);
 }

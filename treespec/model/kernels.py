@@ -28,7 +28,7 @@ from treespec.model.processor import processor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")]  # it includes this
 HALF = {torch.bfloat16: 1, torch.float32: 0}  # the dtypes of rows
 FORMS = (torch.bfloat16, torch.float16, torch.float32)  # of weights, as kernels.c numbers them
 POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -50,16 +50,17 @@ def library() -> Any:
         )
         return None
     command = [compiler, *flags(), "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-    about = [*command, SOURCE.read_text(), processor()]
+    about = [*command, *(source.read_text() for source in SOURCES), processor()]
     file = cache_folder() / f"kernels-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.so"
     try:
         if not file.exists():
             with writing(file) as made:
-                compiling = [*command, str(SOURCE), "-o", str(made)]
+                compiling = [*command, str(SOURCES[0]), "-o", str(made)]
                 subprocess.run(compiling, check=True, capture_output=True, text=True)
         compiled = ctypes.CDLL(str(file))
         compiled.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
         compiled.linear.argtypes = [ctypes.c_char_p, POINTER, POINTER, LONG]
+        compiled.layer.argtypes = [ctypes.c_char_p]
         compiled.rms_norm.argtypes = [POINTER] * 3 + [LONG, LONG, ctypes.c_float, INT, INT]
         return compiled
     except (OSError, InputError, subprocess.CalledProcessError) as error:

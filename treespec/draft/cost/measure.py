@@ -106,8 +106,8 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
     of = defaultdict(float, zip(steps, fast_times([*steps.values()], device), strict=True))
     level = max(of["levels"] - of["level"], 0.0) / max(levels - 1, 1)
     begin = max(of["level"] - level, 0.0)
-    forward = tuple(of[str(n)] + of["plain"] for n in nodes)
-    return Cost(tuple(nodes), forward, level, begin, max(of["tree"] - of["plain"], 0.0))
+    seconds = tuple(of[str(n)] + of["plain"] for n in nodes)
+    return Cost(tuple(nodes), seconds, level, begin, max(of["tree"] - of["plain"], 0.0))
 
 
 @final

@@ -67,7 +67,7 @@ class Guess:
             ancestors[node] |= ancestors[parent]
         seen, rows = sent(ancestors, device), self.rows
         if rows:
-            parts = rows.tokens, rows.depth, rows.mask
-            rows = Rows(*map(sent, parts, [device] * 3), asked=rows.asked)
+            tokens, depth, mask = (sent(x, device) for x in (rows.tokens, rows.depth, rows.mask))
+            rows = Rows(tokens, depth, mask, rows.asked)
         tokens, parents = sent([[root, *self.tokens], [-1, *self.parents]], device)
         return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)

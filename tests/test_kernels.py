@@ -125,10 +125,9 @@ del SAME_BITS["gpt-oss"]
 @pytest.mark.parametrize("name", sorted(SAME_BITS))
 def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     """Also in a batch beside a longer text, where the prompt came in other parts, and columns were dropped."""
-    model = random_model(SAME_BITS[name]()).to(dtype)
-    pack(model)
-    fuse(model)
-    decoded, prompt = Target(model), torch.arange(3, 40)[None] % 30
+    decoded, prompt = Target(random_model(SAME_BITS[name]()).to(dtype)), torch.arange(3, 40)[None] % 30
+    pack(decoded.model)
+    fuse(decoded.model)
     assert has_equal_bits(decoded)
     decoded.slack = 9
 

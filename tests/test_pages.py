@@ -134,22 +134,10 @@ def test_treespec_is_typed_for_those_who_import_it():
 
 RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
-    ("measure", "long-context target head 32", r"\| 32 \| \+\d+ MiB \|"),
     ("measure", "costs target head 8", r"\| 8 \| [\d.]+ \|"),
-    ("measure", "paired one.jsonl other.jsonl", r"\+100% \(\+100% to \+100%\)"),
     ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]
-
-
-@pytest.fixture(scope="module")
-def answered(pair):
-    """What scripts read: a pair, questions, and answers to them."""
-    for name, cycles in (("one", 5), ("other", 10)):
-        counts = {"new_tokens": [20], "decoding_steps": [cycles]}
-        lines = [json.dumps({"question_id": number, "choices": [counts]}) for number in range(3)]
-        (pair / f"{name}.jsonl").write_text("\n".join(lines))
-    return pair
 
 
 def run(script, arguments, monkeypatch):
@@ -161,8 +149,8 @@ def run(script, arguments, monkeypatch):
 
 
 @pytest.mark.parametrize("script, arguments, shown", RUNS)
-def test_the_script_runs(script, arguments, shown, answered, monkeypatch, capsys):
-    monkeypatch.chdir(answered)
+def test_the_script_runs(script, arguments, shown, pair, monkeypatch, capsys):
+    monkeypatch.chdir(pair)
     with torch.no_grad():
         run(script, arguments.split(), monkeypatch)
     assert re.search(shown, capsys.readouterr().out)

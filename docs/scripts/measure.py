@@ -5,16 +5,12 @@ alike. A Markdown table of the medians follows a line about the machine.
 """
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
-import numpy as np
 import torch
 import typer
 from torch import Tensor
@@ -23,9 +19,6 @@ from treespec import load
 from treespec.draft.cost.measure import NODES, measure
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.model_free.guess import Guess
-from treespec.eval.acceptance.sources import logits_of
-from treespec.eval.intervals import resample
-from treespec.eval.texts import Passage
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.cache import TreeCache
 from treespec.model.fused import fuse
@@ -33,12 +26,11 @@ from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution, TargetDistributions
-from treespec.shaping.noise import gumbel
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
-from treespec.verify.registry import SCHEMES, verifier_by_name
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import answered
 
@@ -77,68 +69,6 @@ def show(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
 
 
 @app.command()
-def noise(target: str, head: str, questions: Path, limit: int = 10, positions: int = 400) -> None:
-    """α by shared noise and by draws without replacement, at temperature 1, on the target's own completions."""
-    # 1. The distributions along the completions.
-    spec, params, generator = (
-        load(target, head),
-        SamplingParams(1.0),
-        torch.Generator().manual_seed(0),
-    )
-    lines = questions.read_text().splitlines()
-    asked = [
-        [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        for line in lines[:: len(lines) // limit]
-    ]
-    passages = []
-    for group, chat in enumerate(asked[:limit]):
-        prompt, said = (
-            spec.encode(chat),
-            spec.generate(chat, temperature=1.0, max_new_tokens=96, seed=group).token_ids,
-        )
-        counts = torch.arange(len(prompt) + len(said)) >= len(prompt)
-        passages.append(Passage(torch.tensor([*prompt, *said]), counts, group))
-
-    # 2. Pr(the output is a child), over ten times the noise or the draws.
-    rows = []
-    for step, k in itertools.product((1, 2), (1, 2, 4, 8)):
-        logits = logits_of(spec, passages, step, positions)
-        p, q = probs(logits.p, params), probs(logits.q, params)
-        by_noise = by_draws = 0.0
-        for at in range(10):
-            shared = torch.stack(
-                [gumbel(at * len(p) + row << 32, p.shape[1], CPU) for row in range(len(p))]
-            )
-            children = (q.log() + shared).topk(k).indices
-            by_noise += (children == (p.log() + shared).argmax(-1, keepdim=True)).any(
-                -1
-            ).double().mean().item() / 10
-            draws = SCHEMES["rrs-wo"].draw(q, k, generator)
-            plan = SCHEMES["rrs-wo"].plan(p, q, draws).gather(1, draws.tokens.clamp_min(0))
-            by_draws += (plan * (draws.tokens >= 0)).sum(-1).double().mean().item() / 10
-        rows.append([step, k, f"{by_noise:.3f}", f"{by_draws:.3f}"])
-    show(["draft step", "children", "gumbel", "rrs-wo"], rows)
-
-
-@app.command()
-def long_context(target: str, head: str, length: int) -> None:
-    """Peak memory in MiB (Linux counts in KiB), prefill and the stages of a cycle after a long prompt."""
-
-    # 1. Warm up with a short prompt: memory is counted from there.
-    spec = load(target, head, "dynamic:depth=5,topk=6,nodes=24")
-    prompt = [i * 7919 % spec.target.vocab_size for i in range(length)]
-    spec.generate(prompt[:64], max_new_tokens=16)
-    before = getrusage(RUSAGE_SELF).ru_maxrss
-    # 2. The long prompt.
-    stats = spec.generate(prompt, max_new_tokens=64).stats
-    stages = [stage for stage in stats.seconds if stage not in ("prefill", "total")]
-    grown = getrusage(RUSAGE_SELF).ru_maxrss - before
-    cells = [length, f"+{grown // 1024} MiB", f"{stats.seconds['prefill']:.1f} s"]
-    cells += [f"{1e3 * stats.seconds[stage] / stats.cycles:.2f}" for stage in stages]
-    show(["prompt", "peak", "prefill", *(f"{stage}, ms a cycle" for stage in stages)], [cells])
-
-
-@app.command()
 def costs(target: str, head: str, contexts: str) -> None:
     """The target's forward over n nodes and the head's draft levels, in ms, after each number of tokens."""
     spec, rows = load(target, head), []
@@ -147,27 +77,6 @@ def costs(target: str, head: str, contexts: str) -> None:
         seconds = [*cost.forward, cost.begin + cost.level, cost.level]
         rows.append([context, *(f"{1e3 * one:.2f}" for one in seconds)])
     show(["context", *NODES, "first draft level", "each further"], rows)
-
-
-@app.command()
-def paired(one: Path, other: Path) -> None:
-    """By how much the acceptance length of one answers file of `treespec eval` exceeds another's.
-
-    Both hold the same questions, which are resampled together, so that their difficulty cancels.
-    The brackets hold a 95 % bootstrap interval.
-    """
-    totals = []  # [questions, 2] of each file: new tokens and cycles
-    for file in (one, other):
-        answers = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        answers.sort(key=lambda answer: answer["question_id"])
-        choices = [answer["choices"][0] for answer in answers]
-        names = "new_tokens", "decoding_steps"
-        totals.append(np.array([[sum(choice[name]) for name in names] for choice in choices]))
-    draws = resample(len(totals[0]), 1000, seed=0)
-    ours, theirs = (np.divide(*(draws @ own).T) for own in totals)
-    gain, *gains = ours / theirs - 1
-    low, high = np.percentile(gains, [2.5, 97.5])
-    print(f"{gain:+.0%} ({low:+.0%} to {high:+.0%})")
 
 
 @cache

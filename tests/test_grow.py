@@ -69,6 +69,7 @@ def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
     assert [paths[parent] for parent in tree.parents.tolist()[1:]] == [path[:-1] for path in paths[1:]]
     assert tree.depth.tolist() == [len(path) for path in paths]
     assert torch.equal(tree.ancestors, ancestor_mask(tree.parents))
+    assert tree.parents[0] == -1
 
 
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):

@@ -63,7 +63,7 @@ def best_tree(
         column    0 1  2 3  4 5 6 7  8 9          kept      1 3 4 2    the best first: r b c a
         row       0 r  a b  c d e f  1 0          tokens    r b c a
         link      0 0  0 0  8 8 9 9               place     0 0 1 0    the row at `link`: the parent's
-        first     0 1  1 1  2 2 2 2               parent    0 1 3 1    place after column `first`
+        first     0 0  1 1  2 2 2 2               parent    0 1 3 1    place after column `first`
                                                   node     -1 0 1 0    its number among the kept
 
     A likely path lies where `commit` leaves it. Of equals the parent comes first, so with a node its
@@ -101,7 +101,7 @@ def column_facts(widths: tuple[int, ...], children: int, device: torch.device) -
     depth = torch.arange(len(counts)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts).clamp_min(1)[depth - 1]
     link = len(column) - 1 + (column - 2) // children
-    first[0] = link[: 2 + children] = 0
+    first[:2] = link[: 2 + children] = 0
     return sent(torch.stack([depth, column, link, first, column - 1]), device)
 
 

@@ -13,7 +13,7 @@ class Echo(TextDrafter):
     def __init__(self, length):
         self.length = length
 
-    def draft(self, text, generator):  # text: [T] token ids, the last one is the tree's root
+    def draft(self, text):  # text: [T] token ids, the last one is the tree's root
         before = np.flatnonzero(text[:-1] == text[-1])
         end = before[-1] + 1 if len(before) else len(text)
         return Guess.chain(text[end : end + self.length].tolist())

@@ -102,7 +102,8 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
 
     # 4. Each pair in turn gives its lower rank as much as the sets with the other one alone allow.
     shares = torch.zeros_like(masses)
-    for pair, mass in enumerate(masses.split(1, dim=1)):
+    for pair in range(len(low)):
+        mass = masses[:, pair : pair + 1]
         won = slack.masked_fill(~high_alone[pair], torch.inf).amin(-1, keepdim=True).minimum(mass)
         slack = slack - torch.where(high_alone[pair], won, (mass - won) * low_alone[pair])
         shares[:, pair : pair + 1] = won.clamp(min=0) / mass

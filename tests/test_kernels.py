@@ -222,7 +222,7 @@ def test_experts_of_a_real_width_give_a_row_its_bits_alone(dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 14, 64])
-@pytest.mark.parametrize("numbers", [1, 48, 64, 4000, 23 * 1536, 14 * 4864, 60 * 18944])
+@pytest.mark.parametrize("numbers", [0, 1, 48, 64, 4000, 23 * 1536, 14 * 4864, 60 * 18944])
 def test_every_thread_takes_whole_blocks_of_an_activation(numbers, threads):
     size = blocked(numbers, threads)
     assert numbers <= size <= numbers + BLOCK * threads * threads

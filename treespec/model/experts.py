@@ -93,7 +93,7 @@ def blocked(numbers: int, threads: int) -> int:
     14 rows of 4,864 numbers, 68,096, go to three threads: 22,699 each, no whole number of blocks.
     They are padded to 68,352, which is 356 blocks for each thread.
     """
-    size = -(-numbers // BLOCK) * BLOCK
+    size = max(-(-numbers // BLOCK), 1) * BLOCK  # a block of zeros, if there are none
     while size % (BLOCK * min(threads, -(-size // GRAIN))):
         size += BLOCK
     return size

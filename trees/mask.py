@@ -78,8 +78,9 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
-def committed(lengths: Sequence[int], device: torch.device, end: int) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text."""
+def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[B, 1, end] bool: the columns that hold each text, up to the end of the longest."""
+    end = max(lengths)
     if len(lengths) > 1:
         return columns(end, device) < made(sent, (*lengths,), device)[:, None, None]
     size = 1 << end.bit_length()

@@ -22,10 +22,8 @@ def additive_masks(
     seen: Tensor,
     dtype: torch.dtype,
     device: torch.device,
-) -> Masks:
-    """Additive masks [B, 1, N, T] by layer type; one tensor for a model of one layer type.
-
-    None without any layer type.
+) -> dict[str, Tensor]:
+    """Additive masks [B, 1, N, T] by layer type.
 
     An entry is 0 where a node sees a column, else the lowest number of the dtype. Two committed
     columns and a tree of three nodes, positions 0 1 | 2 3 3, under a window of 2 positions:
@@ -46,6 +44,11 @@ def additive_masks(
             near = window_mask if kind in SLIDING else chunk_mask
             visible &= near(places, seen.shape[1], window)
         masks[kind] = additive(sent(visible, device), dtype)[:, None]
+    return masks
+
+
+def as_taken(masks: dict[str, Tensor]) -> Masks:
+    """Masks by layer type as a decoder takes them."""
     return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
 

@@ -7,7 +7,7 @@ score a tree is refused. After loading, a small tree's logits are checked agains
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import NAME, take_trees
 from treespec.model.cache import SLACK, TreeCache
+from treespec.model.graphs import Graphs
 from treespec.model.inspect import (
     arguments_taken,
     context_length,
@@ -32,7 +34,7 @@ from treespec.model.inspect import (
     refusing,
 )
 from treespec.model.load_in import unpack_compressed
-from treespec.model.masks import additive_masks, batched, causal_chunks, unpadded
+from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import forward_with_features, scaled
 from treespec.model.placement import AS_IT_IS, Placement
@@ -61,6 +63,7 @@ class Target:
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
     slack = SLACK  # of its caches
+    graphs: Graphs | None = None  # of its forwards, on CUDA
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
@@ -72,6 +75,7 @@ class Target:
             if not ends:
                 self._read_layers(model)
                 self.output_device = understand(self)
+                self.graphs = self._graphs()
 
     def _read_ends(self, model: PreTrainedModel) -> None:
         """Read sizes and end tokens from the model and its config."""
@@ -100,6 +104,12 @@ class Target:
             self.windows = {}
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
 
+    def _graphs(self) -> Graphs | None:
+        """Graphs of forwards, for a model of attention layers that lies whole on one CUDA device."""
+        devices = {weight.device for weight in self.model.parameters()}
+        fit = devices == {self.device} and self.device.type == "cuda" and not self.recurrent
+        return Graphs(type(self.model).__name__) if fit and "position_ids" in self.takes else None
+
     @classmethod
     def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":
         """The model and tokenizer of a directory or hub id. changed: fields of `how`.
@@ -119,7 +129,7 @@ class Target:
     @property
     def masks_last(self) -> bool:
         """Whether the attention takes masks of the last columns alone: our kernels do."""
-        return self.device.type == "cpu" and self.config._attn_implementation == NAME
+        return self.device.type == "cpu" and not self.graphs and self.config._attn_implementation == NAME
 
     @property
     def embed_scale(self) -> float:
@@ -266,15 +276,26 @@ class Target:
         free = min(cache.lengths) if self.masks_last else 0
         shown = partial(cache.shown, places, free)
         masks = additive_masks(self.windows, shown, seen, self.dtype, self.device)
+        inputs = {"tokens": sent(tokens, self.device), "places": sent(node_places, self.device)}
 
         # 2. Those arguments that the decoder takes.
-        options = {
-            "position_ids": sent(node_places, self.device),
-            "attention_mask": self.recurrent.all_masks(masks) if self.recurrent else masks,
-            "past_key_values": cache,
-            "cache_params": cache,
-        }
-        inputs: dict[str, Any] = {"input_ids": sent(tokens, self.device), "use_cache": True}
-        inputs |= {name: value for name, value in options.items() if name in self.takes}
+        def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            kinds = as_taken({kind: given[kind] for kind in masks})
+            options = {
+                "position_ids": given["places"],
+                "attention_mask": self.recurrent.all_masks(kinds) if self.recurrent else kinds,
+                "past_key_values": cache,
+                "cache_params": cache,
+            }
+            taken = {name: value for name, value in options.items() if name in self.takes}
+            taken |= {"input_ids": given["tokens"], "use_cache": True}
+            return forward_with_features(self.decoder, self.stack, taken, aux_layers)
+
+        # 3. The forward, by a graph with a power of two as its rows.
+        if self.graphs:
+            of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
+            how = 1 << (n - 1).bit_length(), aux_layers
+            hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)
+            return hidden[:, :n], features[:, :n].clone()
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
-            return forward_with_features(self.decoder, self.stack, inputs, aux_layers)
+            return run(inputs | masks)

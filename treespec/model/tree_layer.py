@@ -15,7 +15,8 @@ class TreeLayer(CacheLayerMixin):
 
     storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward.
     window: positions that a node sees, None for all. most: columns that growing stops at, if they
-    are enough. first: the first column that a forward gets; no node sees an earlier one.
+    are enough. first: the first column that a forward gets; no node sees an earlier one. columns: [N]
+    where the next forward writes instead, and gets all columns (`graphs`).
     """
 
     is_sliding = False
@@ -23,6 +24,7 @@ class TreeLayer(CacheLayerMixin):
     window: int | None = None
     most: int | None = None
     first = 0
+    columns: Tensor | None = None
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -42,6 +44,10 @@ class TreeLayer(CacheLayerMixin):
 
         Returns those from column `first` on, [B, KV heads, length + N - first, D].
         """
+        if self.columns is not None:
+            for states, new in zip(self.storage, (key_states, value_states), strict=True):
+                states.index_copy_(2, self.columns, new)
+            return self.storage[0], self.storage[1]
         end = self.length + key_states.shape[-2]
         self.reserve(end)
         if not self.storage:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from treespec.draft.checks import tensor_files
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.proposers import EagleProposer, Places
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer
@@ -89,10 +89,10 @@ class MtpProposer(EagleProposer):
     def identity(self) -> object:
         return ["mtp", self.target.config.to_dict(), str(self.target.dtype)]
 
-    def placed(self, count: int) -> Places:
-        return []  # a position is how many columns are seen before it
+    def placed(self, count: int) -> Tensor:
+        return torch.empty(0, 0)  # a position is how many columns are seen before it
 
-    def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         target, positions = self.target, seen.sum(-1) - 1
         rotary = getattr(target.decoder, "rotary_emb", None)
         hidden: Tensor = self.layer(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
+from treespec.model.graphs import Graphs
 from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
 from treespec.trees.tree import sent
@@ -34,6 +35,7 @@ class PairProposer(Proposer):
     def __init__(self, head: Any, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
         self.cache = TreeCache(head.cached_layers)
+        self.graphs = Graphs(type(head).__name__) if target.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
         self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
         self.waiting = [self.nothing]

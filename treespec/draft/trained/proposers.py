@@ -6,7 +6,7 @@ position: Medusa's logits of a level are the same at all its nodes, Hydra's depe
 path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -24,7 +24,6 @@ from treespec.trees.mask import committed
 from treespec.trees.tree import columns, made, sent
 
 AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
-Places = Sequence[Tensor]
 
 
 class EagleProposer(DeepeningProposer):
@@ -35,35 +34,43 @@ class EagleProposer(DeepeningProposer):
 
         | observed pairs | level 1 | level 2 | ...
 
-    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees. On an
-    accelerator level 1 starts at a power of two, behind columns that no node sees. So the steps of
-    most cycles are the same operations on the same shapes, which a graph can repeat.
+    Sequences with fewer pairs or frontier nodes are padded with ones that no node sees.
     """
 
     head: FeatureHead
     level = 0
-    places: Places  # of `AHEAD` levels
+    places: Tensor  # of `AHEAD` levels
     frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
     drafted: Levels
 
-    def forward(self, tokens: Tensor, features: Tensor, places: Places, seen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
 
         tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
-        return self.head.step(tokens, features, places, seen[:, None], self.cache.tree_layers)
+        layers, inputs = self.cache.tree_layers, {"tokens": tokens, "features": features}
 
-    def placed(self, count: int) -> Places:
+        def run(given: Mapping[str, Tensor]) -> tuple[Tensor]:
+            known = given["tokens"], given["features"], given["places"].unbind(0), given["mask"]
+            return (self.head.step(*known, layers),)
+
+        if self.graphs:
+            known = {"mask": (None, seen[:, None])}
+            how = tokens.shape[1], places.shape
+            return self.graphs(layers, run, inputs | {"places": places}, known, how)[0]
+        return run(inputs | {"places": places, "mask": seen[:, None]})[0]
+
+    def placed(self, count: int) -> Tensor:
         """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
 
-        In tensors [..., count, R].
+        [2, B, 1, count, R] cos and sin.
         """
         starts, device = self.cache.lengths, self.target.output_device
         table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
-            return [part[None, None, -count:] for part in table]
+            return table[:, None, None, -count:]
         rows = made(sent, (*starts,), device)[:, None] + columns(count, device)
-        return [*table[:, rows].unsqueeze(2)]
+        return table[:, rows].unsqueeze(2)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         places = self.placed(tokens.shape[1])
@@ -75,16 +82,13 @@ class EagleProposer(DeepeningProposer):
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
         self.frontier = last[:, None]
-        end = self.cache.end
-        start = end if last.device.type == "cpu" else 1 << end.bit_length()
-        self.drafted = Levels(committed(self.cache.lengths, last.device, start))
+        self.drafted = Levels(committed(self.cache.lengths, last.device))
         self.level, self.places = 0, self.placed(AHEAD)
-        self.cache.write_after(start - end)
         return self.logits(self.frontier)
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
-        place = [part[..., self.level : self.level + 1, :] for part in self.places]
+        place = self.places[..., self.level : self.level + 1, :]
         self.level += 1
         features = rows_of(self.frontier, above)
         self.frontier = self.forward(tokens, features, place, self.drafted.seen)

@@ -1,0 +1,187 @@
+"""Forwards as CUDA graphs: the host starts all operations of a forward at once.
+
+A forward over a few nodes of an 8 B model is about a thousand operations. A GPU needs a few
+milliseconds for them, the host several times that to start them one by one. A graph repeats operations
+that were recorded once, on the same addresses and shapes. So a forward that it can repeat
+
+- reads its inputs from tensors that stay, into which each call copies its own;
+- writes keys and values at columns that are an input, too;
+- attends to all columns that the storage has, under a mask. Two nodes behind three tokens, in a graph
+  of four rows over a storage of eight columns; nobody reads rows 2 and 3:
+
+      columns      | a b c | 0 1 | . . . |
+      row 0        | x x x | x . | . . . |
+      row 1        | x x x | x x | . . . |
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from treespec.model.tree_layer import TreeLayer
+
+log = logging.getLogger(__name__)
+
+Inputs = Mapping[str, Tensor]
+Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
+Outputs = tuple[Tensor, ...]
+Run = Callable[[Inputs], Outputs]
+
+MET = 3  # a forward is recorded when it comes this often in a row with one shape and one storage
+KEPT = 24  # graphs; the oldest go
+LARGEST = 256  # rows of a forward: beyond, the host is as fast as the device
+CLOSE = 0.1  # mean difference of a graph's outputs from the model's, in parts of their spread
+
+
+@final
+class Graph:
+    """A recorded forward of B texts over the storage of some layers.
+
+    length: of the first layer when it was made. outputs: what `repeat` writes.
+    """
+
+    repeat: Callable[[], None]
+    outputs: Outputs = ()
+    is_proven = False
+
+    def __init__(self, layers: Sequence[TreeLayer]) -> None:
+        self.storage = [ref(x) for layer in layers for x in layer.storage]
+        self.length, self.given = layers[0].length, dict[str, Tensor]()
+
+    def fits(self, layers: Sequence[TreeLayer]) -> bool:
+        """Whether the layers still have the storage that the graph writes to."""
+        now = [x for layer in layers for x in layer.storage]
+        return all(known() is x for known, x in zip(self.storage, now, strict=True))
+
+    def take(self, layers: Sequence[TreeLayer], inputs: Inputs, masks: Masks, rows: int) -> None:
+        """Copy what a forward reads: inputs, the columns to write, and masks of all columns."""
+        b, n = inputs["tokens"].shape
+        for name, x in inputs.items():
+            own = self.kept(name, x, (b, rows, *x.shape[2:]) if rows > n else x.shape)
+            (own[:, :n] if rows > n else own).copy_(x)
+        of = {layer.window: layer for layer in layers}
+        for window, layer in of.items():
+            numbers = self.kept(f"columns {window}", inputs["tokens"], (rows,))
+            torch.arange(layer.length, layer.length + rows, out=numbers)
+        for name, (window, mask) in masks.items():
+            first, t = of[window].first, mask.shape[3]
+            own = self.kept(name, mask, (b, 1, rows, of[window].capacity))
+            own.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+            own[:, :, :n, first : first + t] = mask
+
+    def kept(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of that name which the graph reads."""
+        if name not in self.given:
+            with torch.inference_mode(mode=False):  # a tensor for any mode
+                self.given[name] = like.new_zeros(shape)
+        return self.given[name]
+
+    def run(self, layers: Sequence[TreeLayer], run: Run) -> Outputs:
+        """The forward without a graph, on what the graph reads."""
+        try:
+            for layer in layers:
+                layer.columns = self.given[f"columns {layer.window}"]
+            return run(self.given)
+        finally:
+            for layer in layers:
+                layer.columns = None
+
+
+@final
+class Graphs:
+    """The recorded forwards of a model.
+
+    Each is compared once with the model, behind another number of tokens than it was recorded with. A
+    model that a graph cannot repeat goes on without, and a line says so.
+    """
+
+    def __init__(self, name: str) -> None:
+        """name: of the model."""
+        self.name, self.record, self.is_broken = name, Recorder(), False
+        self.met: dict[Any, tuple[list[int], int]] = {}
+        self.graphs: dict[Any, Graph] = {}
+
+    def __call__(
+        self,
+        layers: Sequence[TreeLayer],
+        run: Run,
+        inputs: Inputs,
+        masks: Masks,
+        how: tuple[int, Any],
+    ) -> Outputs:
+        """The outputs of a forward that writes to these layers, valid until the next call.
+
+        run: the forward, of inputs and masks. inputs: `tokens` [B, N], and others. masks: [B, 1, N, T].
+        how: the rows that it has in a graph, and what else it depends on. Where these are more than N,
+        all inputs and outputs are [B, N, ...].
+        """
+        # 1. A graph over this storage; the model itself where none would be used again.
+        rows, (b, n) = how[0], inputs["tokens"].shape
+        plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
+        if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
+            return plain()
+        for layer in layers:
+            layer.reserve(layer.length + rows)
+        graph = self.graphs.get(key := (b, *how))
+        if graph is None or not graph.fits(layers):
+            if self.is_rare(key, layers):
+                return plain()
+            graph = Graph(layers)
+
+        # 2. Repeat it, after recording a new one.
+        graph.take(layers, inputs, masks, rows)
+        if not graph.outputs:
+            try:
+                graph.repeat, graph.outputs = self.record(partial(graph.run, layers, run))
+            except RuntimeError as error:  # an operation that waits for the device, for one
+                self.give_up(str(error).splitlines()[0])
+                return plain()
+            self.graphs = dict([*self.graphs.items()][-KEPT:]) | {key: graph}
+        graph.repeat()
+
+        # 3. Compare it once.
+        if not graph.is_proven and layers[0].length != graph.length:
+            graph.is_proven, true = True, plain()
+            for found, wanted in zip(graph.outputs, true, strict=True):
+                if not (found[:, :n] - wanted).abs().mean() <= CLOSE * wanted.std():
+                    self.give_up("its outputs are not the model's")
+                    return true
+        return graph.outputs
+
+    def is_rare(self, key: Any, layers: Sequence[TreeLayer]) -> bool:
+        """Whether a forward has come less than `MET` times in a row with this storage."""
+        storage = [id(x) for layer in layers for x in layer.storage]
+        before, times = self.met.get(key, (storage, 0))
+        self.met[key] = storage, (times if before == storage else 0) + 1
+        return self.met[key][1] < MET
+
+    def give_up(self, why: str) -> None:
+        self.is_broken, self.graphs = True, {}
+        log.warning("%s runs without CUDA graphs: %s", self.name, why)
+
+
+class Recorder:
+    """Records operations as a CUDA graph. All graphs of a model share memory: one runs at a time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """What repeats the operations of `run`, and its outputs, which the graph writes again."""
+        # 1. Run once on another stream: libraries set themselves up.
+        now, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(now)
+        with torch.cuda.stream(beside):
+            run()
+        now.wait_stream(beside)
+
+        # 2. Record. Other threads may go on.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+            outputs = run()
+        return graph.replay, outputs

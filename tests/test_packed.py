@@ -78,10 +78,10 @@ def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
     plain = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
     alive = []
 
-    def counted(linear):
+    def counted(linear, on_cpu):
         if isinstance(linear, nn.Linear):
             alive.append(sum(weight() is not None for weight in plain))
-        return packed_layer(linear)
+        return packed_layer(linear, on_cpu)
 
     monkeypatch.setattr(packed, "packed_layer", counted)
     pack(model)

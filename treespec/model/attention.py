@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -14,6 +14,7 @@ from treespec.model import kernels
 from treespec.model.masks import additive
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
+GROUPED = 256  # nodes; a longer prompt keeps transformers' own
 # torch's sdpa has neither; transformers computes them step by step.
 CAPS_OR_SINKS = [
     "flint",
@@ -54,6 +55,12 @@ def tree_attention(
         if cap or sinks is not None:
             own = sys.modules[type(module).__module__].eager_attention_forward
             return own(module, query, key, value, whole(mask, t), **options)
+    # On CUDA transformers copies keys and values for each query head, which takes as long again.
+    plain = attention_mask is not None and options.get("position_bias") is None
+    if query.is_cuda and plain and query.dtype != torch.float32 and n <= GROUPED:
+        how: Any = {"scale": options.get("scaling"), "enable_gqa": True}
+        out = scaled_dot_product_attention(query, key, value, attention_mask, **how)
+        return out.transpose(1, 2), None
     return sdpa_attention_forward(module, query, key, value, whole(attention_mask, t), **options)
 
 

@@ -57,7 +57,7 @@ class PackedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], no gradient."""
-        if x.dtype != self.weight.dtype:
+        if x.dtype != self.weight.dtype or not x.is_cpu:
             return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return kernels.rms_norm(x, self.weight, self.eps)
 
@@ -71,7 +71,7 @@ def packed_norm(norm: Any) -> nn.Module:
     packed, random = PackedNorm(weight, own[0]), torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
     rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
-    return packed if alike(packed, norm, x.to(weight.dtype), rounding) else norm
+    return packed if alike(packed, norm, x.to(weight), rounding) else norm
 
 
 @torch.no_grad()
@@ -79,11 +79,10 @@ def pack(model: nn.Module) -> None:
     """Replace the linear layers, experts and norms of a model that can be packed; others stay.
 
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
-    embedding shares. A layer in two places is packed once. A model without a weight on the CPU stays
-    as it is.
+    embedding shares. A layer in two places is packed once. A model without a weight on the CPU changes
+    its norms alone.
     """
-    if not any(weight.is_cpu for weight in model.parameters()):
-        return
+    on_cpu = any(weight.is_cpu for weight in model.parameters())
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if name and not name.endswith(OWN_USE):
@@ -91,34 +90,38 @@ def pack(model: nn.Module) -> None:
     del module  # the last one would stay
     while places:
         layer, names = places.popitem()
-        packed = packed_layer(layer)
+        packed = packed_layer(layer, on_cpu)
         for name in names if packed is not layer else ():
             model.set_submodule(name, packed)
 
 
 @torch.no_grad()
-def packed_layer(layer: Any) -> nn.Module:
+def packed_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     """A packed layer with the values of a plain one, or the layer itself.
 
     A class of its own, a forward or hooks may do more than to multiply: compressed-tensors rounds
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
-    # 1. What has no weight, and experts.
+    # 1. What stays, and norms.
     hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    if hooks or "forward" in vars(layer) or not kernels.library():
+    if hooks or "forward" in vars(layer) or (on_cpu and not kernels.library()):
         return layer
+    weight = layer._parameters.get("weight")
+    if "RMSNorm" in type(layer).__name__ and is_plain_weight(weight):
+        return packed_norm(layer)
+    if not on_cpu:
+        return layer
+
+    # 2. What has no weight, and experts.
     if type(layer).__module__ == "transformers.activations":
         layer.forward = partial(in_blocks, layer.forward)
     is_experts = vars(layer).get("has_post_expert_norm") is False  # of transformers' interface
     if is_experts and is_plain_weight(layer.down_proj) and layer.down_proj.is_cpu:
         pack_experts(layer)
 
-    # 2. Norms and linear layers; another module with a matrix may be a router.
-    weight = layer._parameters.get("weight")
+    # 3. Linear layers; another module with a matrix may be a router.
     if not is_plain_weight(weight) or not weight.is_cpu or isinstance(layer, nn.Embedding):
         return layer
-    if "RMSNorm" in type(layer).__name__:
-        return packed_norm(layer)
     if weight.dim() != 2:
         return layer
     weight = weight.T if isinstance(layer, Conv1D) else weight

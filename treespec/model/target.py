@@ -15,7 +15,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from treespec.model.adapters import unwrapped
@@ -129,7 +128,11 @@ class Target:
     @property
     def masks_last(self) -> bool:
         """Whether the attention takes masks of the last columns alone: our kernels do."""
-        return self.device.type == "cpu" and not self.graphs and self.config._attn_implementation == NAME
+        return (
+            self.device.type == "cpu"
+            and not self.graphs
+            and self.config._attn_implementation == NAME
+        )
 
     @property
     def embed_scale(self) -> float:

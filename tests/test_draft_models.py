@@ -25,7 +25,6 @@ from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.other_vocabulary import tokens_differ
 from treespec.draft.models.skip import SkipProposer, skipping
 from treespec.draft.models.skip_set import SkipSet
-from treespec.draft.models.sparse import SparseProposer
 from treespec.model.target import Target
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
@@ -37,14 +36,10 @@ LOWEST = torch.finfo(torch.float32).min
 PROPOSERS = {
     "model": lambda whole: ModelProposer(small(), whole),
     "skip": lambda whole: SkipProposer(whole, SOME),
-    "sparse": lambda whole: SparseProposer(whole, 8),
-    "snapkv": lambda whole: SparseProposer(whole, 16, 4),
 }
 WHOLE = {  # the target itself, each in its way
     "model": lambda whole: ModelProposer(whole, whole),
     "skip": lambda whole: SkipProposer(whole, SkipSet(3)),
-    "sparse": lambda whole: SparseProposer(whole, 64),
-    "snapkv": lambda whole: SparseProposer(whole, 64, 4),
 }
 
 
@@ -67,16 +62,10 @@ def by_hand(kind, proposer, whole):
         return proposer.model.model(torch.tensor([[*text, *path]])).logits[0, -1]
 
     def over_the_cache(text, path):
-        known, length, n = hf.DynamicCache(config=whole.config), len(text) - 1, len(path) + 1
-        if length:
+        known = hf.DynamicCache(config=whole.config)
+        if text[:-1]:
             whole.model(input_ids=torch.tensor([text[:-1]]), past_key_values=known)
-        mask = torch.zeros(1, 1, n, length + n)
-        if kind == "sparse":
-            mask[..., 4 : max(4, length - 4)] = LOWEST
-        mask[..., length:] = torch.full((n, n), LOWEST).triu(1)
-        options = {"attention_mask": mask, "position_ids": torch.arange(length, length + n)[None]}
-        options = options if kind == "sparse" else {}
-        return lame(input_ids=torch.tensor([[text[-1], *path]]), past_key_values=known, **options).logits[0, -1]
+        return lame(input_ids=torch.tensor([[text[-1], *path]]), past_key_values=known).logits[0, -1]
 
     return of_the_model if kind == "model" else over_the_cache
 
@@ -86,7 +75,6 @@ def by_hand(kind, proposer, whole):
     [
         *(("model", name) for name in ("llama", "mistral-window-6", "gpt2", "qwen3_next")),
         *(("skip", name) for name in ("llama", "mistral-window-6", "gemma3")),
-        *(("sparse", name) for name in ("llama", "gpt2")),
     ],
 )
 def test_logits_at_every_node_are_those_of_plain_models_along_the_path(kind, name):

@@ -167,7 +167,6 @@ def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_noth
         "--head HOME/medusa --tree chain:4",
         "--head HOME/medusa --verifier rrs-wo",
         "--head HOME/eagle3 --tree chain:9",
-        "--drafter sparse:64,window=32 --tree dynamic",
         "--drafter lookup:tokens=5 --verifier topk",
         "--drafter model:a",
     ],

@@ -24,7 +24,6 @@ DRAFTERS = {
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
     "self": "self:{home}/skip.json",
-    "sparse": "sparse:16",
     "rest": "rest:{home}/store",
     "lookup": "lookup:matches=3",
     "lookahead": "lookahead:window=4,ngram=3,guesses=4",
@@ -32,7 +31,6 @@ DRAFTERS = {
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {
-    "snapkv": "sparse:64,window=32",
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
 }

@@ -24,7 +24,6 @@ SETUPS = {
     ("recycling", None, "topk", 1): 2,
     ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
     ("jacobi:window=4", None, "topk", 0): 2,
-    ("sparse:64", "2x3", "rrs", 1): 1,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,

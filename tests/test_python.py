@@ -19,7 +19,6 @@ from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
-from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.source import source_for
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
@@ -58,7 +57,7 @@ def test_a_spec_is_told_in_a_line(home):
     llama = target("llama")
     lookup = "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
     assert repr(Spec(llama, source_of("lookup", llama))) == lookup
-    for source in (SkipProposer(llama, SkipSet(3, (1,), ())), SparseProposer(llama, 16), random_head(llama)):
+    for source in (SkipProposer(llama, SkipSet(3, (1,), ())), random_head(llama)):
         for tree in ("auto", "confident", "2x2"):
             assert "\n" not in repr(Spec(llama, source, tree, "topk" if tree != "confident" else "single"))
 

@@ -1,90 +1,18 @@
-"""The target as its own drafter: over a budget of its keys and values, or with sublayers left out, by a search."""
+"""The target as its own drafter, with sublayers left out by a search."""
 
 import json
 import sys
 
 import pytest
-import torch
 from commands import treespec
-from equality import close
-from growing import contents, joined, same
-from models import CONFIGS, TableConfig, TableModel, as_undrafted, prompt, random_model, save_model, target
+from models import CONFIGS, TableConfig, TableModel, as_undrafted, save_model, target
 from refusals import complains
-from test_draft_models import LONG, SOME, TOLERANCE
+from test_draft_models import SOME
 
 from treespec import load
-from treespec.api.spec import Spec
 from treespec.draft.models.skip import refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
-from treespec.draft.models.sparse import SparseProposer, most_seen, refuse_what_shows_no_attention
 from treespec.model.target import Target
-
-
-@pytest.mark.parametrize("name, budget, window", [("llama", 8, 0), ("llama", 16, 4), ("mistral-window-6", 8, 0)])
-def test_a_copy_that_grows_equals_one_that_is_made_at_once(name, budget, window):
-    """As a text grows, shrinks and goes on otherwise, and with other texts beside it; SnapKV's choice is kept."""
-    whole, text = target(name), [(11 * i) % 59 + 3 for i in range(60)]
-    cache, grown = whole.new_cache(), SparseProposer(whole, budget, window)
-
-    def commit(tokens):
-        features = whole.prefill(cache, torch.tensor([tokens[:-1]]))
-        grown.observe([features[0]], [torch.tensor(tokens)])
-
-    commit(text[:24])
-    for end, keep in ((24, 23), (27, 26), (30, 25), (29, 14), (18, 17), (20, 19), (40, 39)):
-        fresh = SparseProposer(whole, budget, window)
-        fresh.tokens, fresh.chosen = list(grown.tokens), list(grown.chosen)
-        root = torch.tensor([text[end - 1]])
-        for ours, wanted in zip(grown.begin(root, cache), fresh.begin(root, cache), strict=True):
-            close(ours, wanted, TOLERANCE, TOLERANCE)
-        cache.rewind([keep])
-        grown.rewind([keep])
-        text = [*text[:keep], *((5 * t) % 59 + 3 for t in text[keep:])]
-        commit(text[keep : {24: 27, 27: 30, 30: 29, 29: 18, 18: 20, 20: 40, 40: 42}[end]])
-
-
-def test_what_stays_is_what_the_last_tokens_saw_most():
-    """Against the weights that the plain model reports, of three texts at once."""
-    config = CONFIGS["llama"]()
-    plain = random_model(config)
-    plain.set_attn_implementation("eager")
-    texts = [LONG[2][:20], LONG[2][5:], LONG[2][:9]]
-    cache, _ = joined(target("llama"), SparseProposer(target("llama"), 8), [[*text, 0] for text in texts])
-    before = contents(cache)
-    windows = torch.tensor([text[-4:] for text in texts])
-    found = most_seen(target("llama"), cache, windows, keep=5)
-    assert same(before, contents(cache))
-    for text, ours in zip(texts, found, strict=True):
-        with torch.no_grad():
-            layers = plain(torch.tensor([text]), output_attentions=True).attentions
-        for layer, weights in enumerate(layers):
-            start = len(text) - 4
-            seen = weights[0, :, start:, :start].sum(1).unflatten(0, (2, 2)).sum(1)  # [key-value heads, start]
-            for head in range(2):
-                score = [float(torch.nn.functional.pad(seen[head], (2, 2))[i : i + 5].sum()) for i in range(start)]
-                best = sorted(range(start), key=score.__getitem__, reverse=True)[:5]
-                assert set(ours[layer, :, head].tolist()) == set(best)
-    assert target("llama").config._attn_implementation == "trees"
-
-
-def test_it_is_chosen_once_a_prompt_and_when_a_text_outgrows_the_budget():
-    spec = Spec(target("llama"), SparseProposer(target("llama"), 16, 4), "chain:3")
-    spec.generate(prompt(length=12), max_new_tokens=2)
-    assert spec.decoder.drafter.proposer.chosen == [None]
-    spec.generate(prompt(length=12), max_new_tokens=20)
-    ((start, chosen),) = spec.decoder.drafter.proposer.chosen
-    assert chosen.shape == (3, 12, 2)
-    assert 12 <= start <= 20
-    assert (chosen < start).all()
-
-
-def test_layers_that_see_a_window_are_refused():
-    with complains("MistralForCausalLM do not"):
-        refuse_what_shows_no_attention(target("mistral-window-6"))
-    eager = Target(random_model(CONFIGS["llama"]()))
-    eager.model.set_attn_implementation("eager")
-    with complains("LlamaForCausalLM has another"):
-        refuse_what_shows_no_attention(eager)
 
 
 def test_a_saved_set_is_loaded_and_drafts(tmp_path):

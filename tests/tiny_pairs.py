@@ -25,7 +25,6 @@ from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
-from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.options import RestOptions, SuffixOptions
 from treespec.draft.source import Source
 from treespec.draft.trained.kinds import new_head
@@ -108,8 +107,6 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
     "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
-    "sparse": lambda target: SparseProposer(target, 5),
-    "snapkv": lambda target: SparseProposer(target, 5, 4),
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "rest": lambda target: retrieved(),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
@@ -120,7 +117,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 
 def spec_of(drafter, tree=None, verifier="topk", end=None):
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
-    targets = {"recurrent": recurrent, **dict.fromkeys(("skip", "sparse", "snapkv"), attentive)}
+    targets = {"recurrent": recurrent, "skip": attentive}
     target = targets[drafter](end) if drafter in targets else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
     timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)

@@ -7,11 +7,9 @@ training and export read the table.
 from dataclasses import dataclass
 from typing import Any
 
-from treespec.errors import InputError
 from treespec.heads.registry import HEADS
-from treespec.options import MANY, TOKENS, Options, either, installed, option
+from treespec.options import TOKENS, Options, either, installed, option
 
-SINKS = 4  # first tokens of a sequence that sparse drafts see
 HEAD = "treespec.draft.trained.kinds:load_trained"
 
 
@@ -90,20 +88,6 @@ class SuffixOptions(DrafterOptions):
     nodes: int = option("draft tokens at most", 48, least=1, most=4095)
     growth: int = option("draft tokens for each token of the match", 2, least=1, most=64)
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
-
-
-@dataclass(frozen=True)
-class SparseOptions(DrafterOptions):
-    """Raises InputError also for a budget that leaves no room beside the tokens that are kept."""
-
-    budget: int = option("tokens whose keys and values drafts see", 512, least=1, most=MANY)
-    window: int = option("the prompt's last tokens that choose them", 0, least=0, most=1024)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = 2 * max(self.window, SINKS)
-        if self.budget < least:
-            raise InputError(f"the budget must be at least {least} tokens")
 
 
 FREE = "treespec.draft.model_free"
@@ -207,14 +191,6 @@ ROWS = (
         "Draft & Verify, Zhang et al. 2024",
         f"{CHECKS}:check_skip_set",
         "must",
-    ),
-    DrafterKind(
-        "sparse",
-        ("sparse:512", "sparse:512,window=32"),
-        "treespec.draft.models.sparse:load_sparse",
-        "the target over a few of its keys and values, for long contexts",
-        "MagicDec, Chen et al. 2024",
-        options=SparseOptions,
     ),
 )
 DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")

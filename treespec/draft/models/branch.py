@@ -1,6 +1,5 @@
 """Drafting by layers with a cache, a level of nodes at a time, behind the sequences of the cache."""
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -39,19 +38,11 @@ class BranchProposer(Proposer):
 
     model: Target
 
-    def follow(
-        self, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
-    ) -> None:
-        """Draft behind the B sequences of a cache.
-
-        lengths: of the sequences. places: [B, T] the position of each column's token, `lengths` or
-        more for an empty column. Default: committed column i holds position i.
-        """
-        device = self.model.output_device
-        if places is None:
-            places = columns(cache.end, device).expand(len(lengths), -1)
-        nothing = torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device)
-        self.written, self.places, self.branch = cache, places, Levels(nothing)
+    def follow(self, cache: TreeCache) -> None:
+        """Draft behind the B sequences of a cache."""
+        device, lengths = self.model.output_device, cache.lengths
+        self.written, self.places = cache, columns(cache.end, device).expand(len(lengths), -1)
+        self.branch = Levels(torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device))
         self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position
 
     def below(self, roots: Tensor) -> list[Tensor | None]:

@@ -69,7 +69,7 @@ class ModelProposer(BranchProposer):
             [*map(len, self.known)]
         )  # drops an earlier root that was not observed afterwards
         hidden = self._run(self.continued(roots.split(1)))
-        self.follow(self.cache, self.cache.lengths)
+        self.follow(self.cache)
         return list(self.fitted(self.model.output_logits(hidden)).split(1))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:

@@ -100,7 +100,7 @@ class SkipProposer(BranchProposer):
         return [self.skipped.attention, self.skipped.mlp]
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        self.follow(cache, cache.lengths)
+        self.follow(cache)
         return self.below(roots)
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 BATCH = 4
-GRAPHED, WARM = ("eagle", "dynamic", "topk", 0), 12  # counted with graphs too, from that cycle on
+GRAPHED, WARM = ("eagle", "dynamic", "topk", 0), 20  # counted with graphs too, from that cycle on
 # Waits a cycle at most, of one sequence and of a batch, by drafter, tree, verifier and temperature.
 SETUPS = {
     ("none", None, "topk", 0): 1,
@@ -101,7 +101,7 @@ def measure():
             spec.decoder._cycle = counted
             prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(batch)]
             try:
-                length = 8 if first == 2 else 40
+                length = 8 if first == 2 else 60
                 spec.generate(prompts, max_new_tokens=length, temperature=temperature, seed=[1] * batch, batch=batch)
             except RuntimeError as error:
                 found.setdefault(str(setup), []).append(str(error))
@@ -134,7 +134,7 @@ def test_a_cycle_launches_little_beside_its_forwards(found):
     assert alone[3] <= 44, alone
     assert batch[3] <= 55, batch
     assert graphed[1] <= 143, graphed
-    assert graphed_batch[1] <= 225, graphed_batch
+    assert graphed_batch[1] <= 240, graphed_batch
 
 
 if __name__ == "__main__":

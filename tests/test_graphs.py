@@ -34,6 +34,7 @@ def refused(run):
 def recorded(monkeypatch, name, kind, record):
     """Completions of three prompts, alone and together, without graphs and with them; and the graphs."""
     monkeypatch.setattr(graphs, "Recorder", lambda: record)
+    monkeypatch.setattr(graphs, "MET", 3)
     target = Target(random_model(CONFIGS[name]()))
     target.eos, found = frozenset(), []
     prompts = [prompt(9, seed) for seed in range(3)]

@@ -175,8 +175,12 @@ class Batch:
             reused = common - 1
             # A shorter prefix may be worth more to another one.
             worth_it = self.keep == 1 or 2 * reused >= len(kept.text.prompt)
-            if reused > most and worth_it and kept.text.memory == text.memory:
-                best, most = kept, reused
+            # Without a common prefix a text takes the storage, which graphs are recorded over.
+            fits = self.keep == 1 and kept.cache.tree_layers[0].capacity <= max(
+                512, 2 * text.columns
+            )
+            if (reused > most or fits) and worth_it and kept.text.memory == text.memory:
+                best, most = kept, max(0, reused)
 
         # 2. Cut them to it: recurrent layers may have to go back further.
         if best:

@@ -14,7 +14,6 @@ from treespec.model import kernels
 from treespec.model.masks import additive
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
-GROUPED = 256  # nodes; a longer prompt keeps transformers' own
 # torch's sdpa has neither; transformers computes them step by step.
 CAPS_OR_SINKS = [
     "flint",
@@ -55,9 +54,10 @@ def tree_attention(
         if cap or sinks is not None:
             own = sys.modules[type(module).__module__].eager_attention_forward
             return own(module, query, key, value, whole(mask, t), **options)
-    # On CUDA transformers copies keys and values for each query head, which takes as long again.
+    # In a graph, without the copies of keys and values that transformers makes for each query head.
     plain = attention_mask is not None and options.get("position_bias") is None
-    if query.is_cuda and plain and query.dtype != torch.float32 and n <= GROUPED:
+    fast = query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled()
+    if fast and plain and query.dtype != torch.float32:
         how: Any = {"scale": options.get("scaling"), "enable_gqa": True}
         out = scaled_dot_product_attention(query, key, value, attention_mask, **how)
         return out.transpose(1, 2), None
@@ -78,6 +78,7 @@ def take_trees(model: PreTrainedModel) -> None:
     Other parts of the model keep their attention: an audio tower may accept no other. Indexed
     attention keeps its own, as it leaves the index out in any but those that it knows.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # 45 ms for each new length; graphs turn it on
     config = model.config.get_text_config()
     indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
     beside = config.model_type in CAPS_OR_SINKS and model.device.type == "cpu" and kernels.library()

@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from treespec.model.tree_layer import TreeLayer
 
@@ -32,9 +33,12 @@ Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of t
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
 
-MET = 3  # a forward is recorded when it comes this often in a row with one shape and one storage
+MET = 8  # a forward is recorded when it comes so often in a row: that costs about ten of its own
 KEPT = 24  # graphs; the oldest go
 LARGEST = 256  # rows of a forward: beyond, the host is as fast as the device
+# Of fixed shapes: cuDNN, which makes a plan for each, is fastest.
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CLOSE = 0.1  # mean difference of a graph's outputs from the model's, in parts of their spread
 
 
@@ -86,7 +90,8 @@ class Graph:
         try:
             for layer in layers:
                 layer.columns = self.given[f"columns {layer.window}"]
-            return run(self.given)
+            with sdpa_kernel(BACKENDS):
+                return run(self.given)
         finally:
             for layer in layers:
                 layer.columns = None
@@ -163,6 +168,13 @@ class Graphs:
     def give_up(self, why: str) -> None:
         self.is_broken, self.graphs = True, {}
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
+
+
+def graphs_of(target: Any) -> Graphs | None:
+    """Graphs of a target's forwards, if it has attention layers alone and lies whole on a CUDA device."""
+    devices = {weight.device for weight in target.model.parameters()}
+    fit = devices == {target.device} and target.device.type == "cuda" and not target.recurrent
+    return Graphs(type(target.model).__name__) if fit and "position_ids" in target.takes else None
 
 
 class Recorder:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import NAME, take_trees
 from treespec.model.cache import SLACK, TreeCache
-from treespec.model.graphs import Graphs
+from treespec.model.graphs import Graphs, graphs_of
 from treespec.model.inspect import (
     arguments_taken,
     context_length,
@@ -74,7 +74,7 @@ class Target:
             if not ends:
                 self._read_layers(model)
                 self.output_device = understand(self)
-                self.graphs = self._graphs()
+                self.graphs = graphs_of(self)
 
     def _read_ends(self, model: PreTrainedModel) -> None:
         """Read sizes and end tokens from the model and its config."""
@@ -102,12 +102,6 @@ class Target:
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
-
-    def _graphs(self) -> Graphs | None:
-        """Graphs of forwards, for a model of attention layers that lies whole on one CUDA device."""
-        devices = {weight.device for weight in self.model.parameters()}
-        fit = devices == {self.device} and self.device.type == "cuda" and not self.recurrent
-        return Graphs(type(self.model).__name__) if fit and "position_ids" in self.takes else None
 
     @classmethod
     def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":

@@ -228,12 +228,12 @@ def find_mixers(
         touched[stack[-1]].add((given["layer_idx"], given.get("state_idx", 0)))
         return original(*args, **kwargs)
 
-    # 1. A forward: who is at work when the cache gives or takes a state?
+    # 1. A forward: who is at work when the cache takes a state?
     with ExitStack() as listening:
         for module in decoder.modules():
             listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             listening.enter_context(module.register_forward_hook(end, always_call=True))
-        for name in (f"{action}_{kind}_state" for action in ("get", "update") for kind in KINDS):
+        for name in (f"update_{kind}_state" for kind in KINDS):
             setattr(cache, name, partial(noted, getattr(cache, name)))
             listening.callback(delattr, cache, name)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]

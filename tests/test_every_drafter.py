@@ -27,7 +27,6 @@ DRAFTERS = {
     "rest": "rest:{home}/store",
     "lookup": "lookup:matches=3",
     "lookahead": "lookahead:window=4,ngram=3,guesses=4",
-    "jacobi": "jacobi:window=4",
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {

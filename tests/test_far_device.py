@@ -23,7 +23,6 @@ SETUPS = {
     ("suffix", None, "auto", 0): 1,
     ("recycling", None, "topk", 1): 2,
     ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
-    ("jacobi:window=4", None, "topk", 0): 2,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,

@@ -30,7 +30,6 @@ from treespec.verify.walk import answered
 DRAFTERS = [
     "lookup",
     "lookup:tokens=3,ngram=2,matches=4",
-    "jacobi:window=4",
     "lookahead",
     "lookahead:window=3,ngram=3,guesses=2",
     "lookahead:window=4,ngram=2",

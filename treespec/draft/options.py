@@ -72,11 +72,6 @@ class LookaheadOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class JacobiOptions(DrafterOptions):
-    window: int = option("guesses", 15, least=1, most=4095)
-
-
-@dataclass(frozen=True)
 class SuffixOptions(DrafterOptions):
     tokens: int = option(
         "of earlier completions to draft from; 0: from the sequence at hand alone",
@@ -135,15 +130,6 @@ ROWS = (
         "n-grams that the target makes on the side, in the same forward",
         "Lookahead, Fu et al. 2024",
         options=LookaheadOptions,
-        one_hot=True,
-    ),
-    DrafterKind(
-        "jacobi",
-        ("jacobi",),
-        f"{FREE}.lookahead:load_jacobi",
-        "its guesses of the cycle before",
-        "Santilli et al. 2023",
-        options=JacobiOptions,
         one_hot=True,
     ),
     DrafterKind(

@@ -106,24 +106,35 @@ class TreeDrafter(ForcedDrafter):
             self.forward_seconds += now() - started
 
         # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
-        ends = sent(list(map(self.end, range(len(each)), each)), device).split(1)
-        growths = [
-            self._growth(row, end, None if pauses[row] else begun[row], generator)
-            for row, (end, generator) in enumerate(zip(ends, generators, strict=True))
-        ]
         logits = [row for row in begun if row is not None]
         changed = any(by.shapers or by.noise or by.reported is not None for by in distributions)
         apart = changed or any(pauses) or any(self.chains) or self.proposer.at_once
-        alike = self.policy.reranks and not apart and 1 < len(logits) == len(each)
-        if alike:  # they depend on nothing but the draft logits, level by level
-            root, params = sent(roots[:, None], logits[0].device), distributions[0].params
-            growth = self.builders[0].grow(root, torch.stack(logits), params, generators[0])
-            growths = [growth]
-        trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
+        apart = apart or len(logits) < len(each)
+        alike = self.policy.reranks and not apart and len(each) > 1
+        vocabulary, params = self.proposer.vocabulary, distributions[0].params
 
-        # 4. In the target's tokens.
-        if vocabulary is not None:
-            trees = [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        def grown(ends: Tensor, begun: Sequence[Tensor | None]) -> list[TokenTree]:
+            if alike:  # they depend on nothing but the draft logits, level by level
+                whole = torch.stack([row for row in begun if row is not None])
+                root = sent(ends[:, None], whole.device)
+                growths = [self.builders[0].grow(root, whole, params, generators[0])]
+            else:
+                by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
+                growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
+            trees = grow_together(self.extend, growths)
+            if vocabulary is None:
+                return trees
+            return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+
+        # 4. By a graph, where nothing else decides them.
+        greedy = self.scheme.deterministic or all(by.params.greedy for by in distributions)
+        settled = [builder.settled() for builder in self.builders] if greedy and not apart else []
+        if settled and all(settled):
+            trees = self.proposer.repeated(grown, roots, logits, (*settled,))
+        else:
+            ends = torch.tensor(list(map(self.end, range(len(each)), each)))
+            drafting = [None if pause else row for pause, row in zip(pauses, begun, strict=True)]
+            trees = grown(ends, drafting)
         if alike:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)

@@ -291,8 +291,10 @@ class Target:
         # 3. The forward, by a graph with a power of two as its rows.
         if self.graphs:
             of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
-            how = 1 << (n - 1).bit_length(), aux_layers
-            hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)
+            rows = 1 << (n - 1).bit_length()
+            hidden, features = self.graphs(
+                cache.tree_layers, run, inputs, of, (rows, rows, aux_layers)
+            )
             return hidden[:, :n], features[:, :n].clone()
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
             return run(inputs | masks)

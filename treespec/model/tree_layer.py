@@ -15,8 +15,8 @@ class TreeLayer(CacheLayerMixin):
 
     storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward.
     window: positions that a node sees, None for all. most: columns that growing stops at, if they
-    are enough. first: the first column that a forward gets; no node sees an earlier one. columns: [N]
-    where the next forward writes instead, and gets all columns (`graphs`).
+    are enough. first: the first column that a forward gets; no node sees an earlier one. columns:
+    where the next forwards write instead, and get all columns (`graphs`).
     """
 
     is_sliding = False
@@ -46,7 +46,7 @@ class TreeLayer(CacheLayerMixin):
         """
         if self.columns is not None:
             for states, new in zip(self.storage, (key_states, value_states), strict=True):
-                states.index_copy_(2, self.columns, new)
+                states.index_copy_(2, self.columns[: new.shape[2]], new)
             return self.storage[0], self.storage[1]
         end = self.length + key_states.shape[-2]
         self.reserve(end)
@@ -56,6 +56,13 @@ class TreeLayer(CacheLayerMixin):
         keys[:, :, self.length : end] = key_states
         values[:, :, self.length : end] = value_states
         return keys[:, :, self.first : end], values[:, :, self.first : end]
+
+    def advance(self, count: int) -> None:
+        """The next forward writes behind the last one's `count` columns."""
+        if self.columns is None:
+            self.length += count
+        else:
+            self.columns = self.columns[count:]
 
     def reserve(self, columns: int) -> None:
         """Double the capacity until `columns` columns fit; the storage is copied once."""

@@ -179,14 +179,21 @@ class AutoBuilder(TreeBuilder):
         speeds = self.shape.speed, model.speed if self.by_level else 0.0
         return model.pauses(max(speeds))
 
+    def settled(self) -> StaticTree | None:
+        assert self.models
+        model = self.models.present
+        if self.by_level and model.speed > self.shape.speed:
+            return None
+        model.predict(self.shape.prediction, model.by_rates)
+        return self.shape.tree
+
     def shaped(self) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
         self.by_level = self.logits.device.type == "cpu"
-        if not self.by_level or model.speed <= self.shape.speed:
-            model.predict(self.shape.prediction, model.by_rates)
-            return (yield from self.fixed(self.shape.tree))
+        if shape := self.settled():
+            return (yield from self.fixed(shape))
         by = Profitable(self.policy, model, self.params, self.calibration)
         tree, kept = yield from by.grow(self.root, self.logits)
         model.predict(by.prediction(kept.cpu().numpy(), tree.parents.cpu().numpy()), model.by_law)

@@ -78,6 +78,11 @@ class TreeBuilder:
         self.drafted = len(tree.tokens) - 1
         return tree
 
+    def settled(self) -> Policy | None:
+        """What shapes the tree of the cycle that runs, if that and the draft alone do."""
+        fixed = self.policy.reranks or isinstance(self.policy, StaticTree)
+        return self.policy if fixed else None
+
     def shaped(self) -> Growth:
         """The tree of the cycle that runs."""
         return self.policy.grow(self, self.known)

@@ -1,7 +1,4 @@
-"""Drafts that the target makes on the side, in its own forwards: Lookahead and Jacobi decoding.
-
-Jacobi decoding (Santilli et al. 2023, 2305.10427): the guesses of the next tokens are the draft, a
-chain. The target's most likely token after each guess becomes the next cycle's guess for that position.
+"""Drafts that the target makes on the side, in its own forwards.
 
 Lookahead decoding (Fu et al. 2024, 2402.02057): every forward carries a window of guesses, N - 1 rows
 of W tokens, from successive cycles. The target's most likely tokens after the last row are the new
@@ -34,30 +31,10 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.guess import Guess
 from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
-from treespec.draft.options import JacobiOptions, LookaheadOptions
+from treespec.draft.options import LookaheadOptions
 from treespec.model.target import Target, TreeOutput
 from treespec.trees.tree import Rows
 from treespec.verify.walk import Judging
-
-
-@final
-class Jacobi(TextDrafter):
-    """The guesses of one sequence. Positions without a guess get random tokens of the text."""
-
-    def __init__(self, options: JacobiOptions) -> None:
-        self.options = options
-        self.guesses: list[int] = []
-
-    def draft(self, text: np.ndarray) -> Guess:
-        missing = self.options.window - len(self.guesses)
-        return Guess.chain(self.guesses + picks(text, missing))
-
-    def update(self, guess: Guess, accepted: int, out: TreeOutput) -> Judging:
-        """The target's choice after node i is the guess for the position after it.
-
-        The choice after the last accepted node is the new root, so guesses start one node later.
-        """
-        self.guesses = (yield out.logits[accepted + 1 :].argmax(-1)).tolist()
 
 
 @final
@@ -135,7 +112,3 @@ def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 def load_lookahead(spec: DrafterSpec, target: Target) -> TextDrafter:
     return Lookahead(spec.options)
-
-
-def load_jacobi(spec: DrafterSpec, target: Target) -> TextDrafter:
-    return Jacobi(spec.options)

@@ -20,17 +20,22 @@ class Levels:
 
     A node sees what its parent saw, and itself. Sequences with fewer frontier nodes are padded with
     nodes that no other node sees. seen: [B, F, U] bool, the columns that each frontier node sees: of
-    the levels, or of the sequences too.
+    the levels, or of the sequences too. columns: of the levels, where `seen` has all of them (`graphs`).
     """
 
-    def __init__(self, seen: Tensor) -> None:
-        self.seen = seen
+    def __init__(self, seen: Tensor, columns: Tensor | None = None) -> None:
+        self.seen, self.columns = seen, columns
 
     def extend(self, above: Tensor) -> None:
         """The next level. above: [B, F] rows of the parents."""
         b, n = above.shape
         own = made(torch.eye, n, dtype=torch.bool, device=above.device).expand(b, n, n)
-        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
+        seen = rows_of(self.seen, above)
+        if self.columns is None:
+            self.seen = torch.cat([seen, own], dim=2)
+        else:
+            self.seen = seen.index_copy(2, self.columns[:n], own)
+            self.columns = self.columns[n:]
 
 
 class BranchProposer(Proposer):

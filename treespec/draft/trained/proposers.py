@@ -7,12 +7,14 @@ path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import final
+from itertools import chain
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.draft.drafter import Grow
 from treespec.draft.models.branch import Levels
 from treespec.draft.trained.pairs import AtOnceProposer, DeepeningProposer
 from treespec.heads.eagle import FeatureHead
@@ -21,7 +23,7 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
-from treespec.trees.tree import columns, made, sent
+from treespec.trees.tree import TokenTree, columns, made, sent
 
 AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
 
@@ -38,9 +40,8 @@ class EagleProposer(DeepeningProposer):
     """
 
     head: FeatureHead
-    level = 0
     places: Tensor  # of `AHEAD` levels
-    frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
+    frontiers: list[Tensor]  # [B, F, H] features at the frontier of each level
     drafted: Levels
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
@@ -54,9 +55,9 @@ class EagleProposer(DeepeningProposer):
             known = given["tokens"], given["features"], given["places"].unbind(0), given["mask"]
             return (self.head.step(*known, layers),)
 
-        if self.graphs:
+        if self.graphs and layers[0].columns is None:
             known = {"mask": (None, seen[:, None])}
-            how = tokens.shape[1], places.shape
+            how = tokens.shape[1], tokens.shape[1], places.shape
             return self.graphs(layers, run, inputs | {"places": places}, known, how)[0]
         return run(inputs | {"places": places, "mask": seen[:, None]})[0]
 
@@ -81,20 +82,43 @@ class EagleProposer(DeepeningProposer):
         return self.head.fuse(features)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
-        self.frontier = last[:, None]
+        self.frontiers, self.places = [last[:, None]], self.placed(AHEAD)
         self.drafted = Levels(committed(self.cache.lengths, last.device))
-        self.level, self.places = 0, self.placed(AHEAD)
-        return self.logits(self.frontier)
+        return self.logits(self.frontiers[0])
+
+    def repeated(
+        self, grow: Grow, roots: Tensor, logits: list[Tensor], key: Any
+    ) -> list[TokenTree]:
+        if not self.graphs:
+            return grow(roots, logits)
+        layers = self.cache.tree_layers
+
+        def run(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+            """The fields of all trees, and the features of the first drafted level."""
+            self.frontiers, self.places = [given["frontier"]], given["places"]
+            self.drafted = Levels(given["mask"][:, 0], layers[0].columns)
+            trees = grow(given["tokens"][:, 0], given["logits"].unbind(0))
+            fields = [(t.tokens, t.parents, t.depth, t.ancestors) for t in trees]
+            return (*chain.from_iterable(fields), self.frontiers[:2][-1])
+
+        inputs = {"tokens": sent(roots[:, None], logits[0].device), "logits": torch.stack(logits)}
+        inputs |= {"frontier": self.frontiers[0], "places": self.places}
+        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in {*key}]
+        known = {"mask": (None, self.drafted.seen[:, None])}
+        fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), key))[:-1]
+        by_field = (fields[i::4] for i in range(4))
+        return [TokenTree(*parts) for parts in zip(*by_field, strict=True)]
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
-        place = self.places[..., self.level : self.level + 1, :]
-        self.level += 1
-        features = rows_of(self.frontier, above)
-        self.frontier = self.forward(tokens, features, place, self.drafted.seen)
+        level = len(self.frontiers) - 1
+        features = rows_of(self.frontiers[-1], above)
+        place = self.places[..., level : level + 1, :]
+        states = self.forward(tokens, features, place, self.drafted.seen)
+        self.frontiers.append(states.clone())  # a graph writes them again
         for layer in self.cache.tree_layers:
-            layer.length += tokens.shape[1]
-        return self.frontier
+            layer.advance(tokens.shape[1])
+        return self.frontiers[-1]
 
     def logits(self, states: Tensor) -> Tensor:
         return self.head.logits(states, self.target)

@@ -11,6 +11,7 @@ Each expert of a mixture is a `PackedLinear` too, and a router keeps its plain w
 
 import inspect
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from treespec.model import kernels
 from treespec.model.experts import alike, in_blocks, pack_router, run_experts
 from treespec.model.quantised import is_plain_weight
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # they read the same input
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
 
@@ -79,8 +81,8 @@ def pack(model: nn.Module) -> None:
     """Replace the linear layers, experts and norms of a model that can be packed; others stay.
 
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
-    embedding shares. A layer in two places is packed once. A model without a weight on the CPU changes
-    its norms alone.
+    embedding shares. A layer in two places is packed once. In a model without a weight on the CPU norms
+    change, and linear layers that read the same input become one product.
     """
     on_cpu = any(weight.is_cpu for weight in model.parameters())
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
@@ -93,6 +95,39 @@ def pack(model: nn.Module) -> None:
         packed = packed_layer(layer, on_cpu)
         for name in names if packed is not layer else ():
             model.set_submodule(name, packed)
+    for module in () if on_cpu else model.modules():
+        for group in TOGETHER:
+            join([getattr(module, name, None) for name in group])
+
+
+def join(layers: Sequence[Any]) -> None:
+    """Compute plain linear layers that read the same input as one product, when the first reads it."""
+    plain = (type(x) is nn.Linear and is_plain_weight(x.weight) and has_own_code(x) for x in layers)
+    if not all(plain) or len({(x.in_features, x.weight.device) for x in layers}) > 1:
+        return
+    sizes = [layer.out_features for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    known: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # of each layer: the input, and its part of the product
+
+    def part(number: int, bias: Tensor | None, x: Tensor) -> Tensor:
+        if number not in known or known[number][0] is not x:
+            known.update(
+                enumerate((x, y) for y in nn.functional.linear(x, weight).split(sizes, -1))
+            )
+        out = known.pop(number)[1]
+        return out if bias is None else out + bias
+
+    for i, (layer, own) in enumerate(zip(layers, weight.split(sizes), strict=True)):
+        layer.weight = nn.Parameter(own, requires_grad=False)
+        layer.forward = partial(part, i, layer.bias)
+
+
+def has_own_code(layer: Any) -> bool:
+    """Whether a layer computes by its class alone. accelerate and others hang more on it."""
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
+    return not hooks and "forward" not in vars(layer)
 
 
 @torch.no_grad()
@@ -103,8 +138,7 @@ def packed_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     inputs there, accelerate moves the weight, torchao puts tensors of its own into plain modules.
     """
     # 1. What stays, and norms.
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or hasattr(layer, "_hf_hook")
-    if hooks or "forward" in vars(layer) or (on_cpu and not kernels.library()):
+    if not has_own_code(layer) or (on_cpu and not kernels.library()):
         return layer
     weight = layer._parameters.get("weight")
     if "RMSNorm" in type(layer).__name__ and is_plain_weight(weight):

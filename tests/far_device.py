@@ -211,7 +211,7 @@ def again(run):
         for own, made in zip(outputs, new, strict=True):
             own.near.copy_(made.near)
 
-    return repeat, outputs
+    return repeat, outputs, ()
 
 
 def drawn(function):

@@ -1,29 +1,48 @@
-"""Forwards that a graph repeats give the texts of the model's own. Without CUDA, computing again stands for a graph."""
+"""Forwards that a graph repeats give the texts of the model's own. Without CUDA, a list of operations is the graph."""
 
 import pytest
+import torch
 from models import CONFIGS, prompt, random_eagle3, random_head, random_model, what
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
-from treespec.model import graphs
+from treespec.model import graphs, kernels
 from treespec.model.target import Target
 
+RANKED = "dynamic:depth=3,topk=3,nodes=9"
 KINDS = {
-    "eagle": random_head,
-    "eagle3": random_eagle3,
-    "model": lambda target: ModelProposer(Target(random_model(CONFIGS["llama"]())), target),
+    "eagle": (random_head, RANKED),
+    "eagle-static": (random_head, "2x3"),
+    "eagle3": (lambda target: random_eagle3(target, drafted=torch.arange(2, 60)), RANKED),
+    "model": (lambda target: ModelProposer(Target(random_model(CONFIGS["llama"]())), target), RANKED),
 }
 
 
-def again(run):
-    """The fixed shapes and addresses of a graph, and its numbers known to Python stay as they were recorded."""
-    outputs = run()
+class Trace(TorchDispatchMode):
+    """The operations of a run with their tensors, as a graph has them: Python's part of a run is not repeated."""
 
-    def repeat():
-        for own, new in zip(outputs, run(), strict=True):
-            own.copy_(new)
+    def __init__(self):
+        super().__init__()
+        self.operations = []
 
-    return repeat, outputs
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, out))
+        return out
+
+    def repeat(self):
+        for function, args, kwargs, out in self.operations:
+            for own, new in zip(tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True):
+                if isinstance(own, torch.Tensor) and own.data_ptr() != new.data_ptr():
+                    own.copy_(new)
+
+
+def traced(run):
+    with Trace() as trace:
+        outputs = run()
+    return trace.repeat, outputs, ()
 
 
 def refused(run):
@@ -35,32 +54,48 @@ def recorded(monkeypatch, name, kind, record):
     """Completions of three prompts, alone and together, without graphs and with them; and the graphs."""
     monkeypatch.setattr(graphs, "Recorder", lambda: record)
     monkeypatch.setattr(graphs, "MET", 3)
+    monkeypatch.setattr(kernels, "library", lambda: None)  # torch does not see what they do
     target = Target(random_model(CONFIGS[name]()))
     target.eos, found = frozenset(), []
     prompts = [prompt(9, seed) for seed in range(3)]
     for used in (None, graphs.Graphs("Llama")):
         target.graphs = used
-        spec = Spec(target, KINDS[kind](target), "dynamic:depth=3,topk=3,nodes=9", "topk")
+        source, tree = KINDS[kind]
+        spec = Spec(target, source(target), tree, "topk")
         outputs = [spec.generate(one, max_new_tokens=40) for one in prompts]
         found.append(what([*outputs, *spec.generate(prompts, max_new_tokens=40)]))
-    return (*found, target.graphs)
+        drafting = getattr(getattr(spec.decoder.drafter, "proposer", None), "graphs", None)
+    return (*found, [target.graphs, *([drafting] if drafting else [])])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt-oss"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_change_no_text(monkeypatch, name, kind):
-    wanted, found, used = recorded(monkeypatch, name, kind, again)
+    wanted, found, used = recorded(monkeypatch, name, kind, traced)
     assert found == wanted
-    assert not used.is_broken
-    assert any(graph.is_proven for graph in used.graphs.values())
+    assert len(used) == (1 if kind == "model" else 2)
+    for of_model in used:
+        assert not of_model.is_broken
+        assert any(graph.is_proven for graph in of_model.graphs.values())
 
 
 @pytest.mark.parametrize(
     "record, why",
-    [(refused, "operation not permitted when stream is capturing"), (lambda run: (int, run()), "are not the model's")],
+    [
+        (refused, "operation not permitted when stream is capturing"),
+        (lambda run: (int, run(), ()), "are not the model's"),
+    ],
 )
 def test_a_model_that_no_graph_repeats_goes_on_without(monkeypatch, caplog, record, why):
     wanted, found, used = recorded(monkeypatch, "llama", "eagle", record)
     assert found == wanted
-    assert used.is_broken
+    assert used[0].is_broken
     assert why in caplog.text
+
+
+def test_what_a_run_reads_and_did_not_make_is_kept():
+    weight, table = torch.randn(3, 4), torch.arange(5)
+    with graphs.Reading() as reading:
+        made = torch.randn(2, 3) @ weight
+        (made + 1)[:, table[:2]].sum()
+    assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}

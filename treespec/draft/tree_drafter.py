@@ -111,7 +111,7 @@ class TreeDrafter(ForcedDrafter):
         apart = changed or any(pauses) or any(self.chains) or self.proposer.at_once
         apart = apart or len(logits) < len(each)
         alike = self.policy.reranks and not apart and len(each) > 1
-        vocabulary, params = self.proposer.vocabulary, distributions[0].params
+        params = distributions[0].params
 
         def grown(ends: Tensor, begun: Sequence[Tensor | None]) -> list[TokenTree]:
             if alike:  # they depend on nothing but the draft logits, level by level
@@ -121,7 +121,7 @@ class TreeDrafter(ForcedDrafter):
             else:
                 by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
                 growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
-            trees = grow_together(self.extend, growths)
+            trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
             if vocabulary is None:
                 return trees
             return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]

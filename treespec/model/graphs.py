@@ -15,6 +15,7 @@ that were recorded once, on the same addresses and shapes. So a forward that it 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -23,7 +24,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from treespec.errors import first_line
 from treespec.model.tree_layer import TreeLayer
 
 log = logging.getLogger(__name__)
@@ -32,9 +36,10 @@ Inputs = Mapping[str, Tensor]
 Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
+Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
-MET = 8  # a forward is recorded when it comes so often in a row: that costs about ten of its own
-KEPT = 24  # graphs; the oldest go
+MET = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
+KEPT, MOST = 24, 1000  # graphs, and forwards whose times are counted; the oldest go
 LARGEST = 256  # rows of a forward: beyond, the host is as fast as the device
 # Of fixed shapes: cuDNN, which makes a plan for each, is fastest.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -46,11 +51,12 @@ CLOSE = 0.1  # mean difference of a graph's outputs from the model's, in parts o
 class Graph:
     """A recorded forward of B texts over the storage of some layers.
 
-    length: of the first layer when it was made. outputs: what `repeat` writes.
+    length: of the first layer when it was made. outputs: what `repeat` writes. read: what it reads.
     """
 
     repeat: Callable[[], None]
     outputs: Outputs = ()
+    read: Sequence[Tensor] = ()
     is_proven = False
 
     def __init__(self, layers: Sequence[TreeLayer]) -> None:
@@ -110,7 +116,7 @@ class Graphs:
     def __init__(self, name: str) -> None:
         """name: of the model."""
         self.name, self.record, self.is_broken = name, Recorder(), False
-        self.met: dict[Any, tuple[list[int], int]] = {}
+        self.met = Counter[Any]()
         self.graphs: dict[Any, Graph] = {}
 
     def __call__(
@@ -134,9 +140,11 @@ class Graphs:
             return plain()
         for layer in layers:
             layer.reserve(layer.length + written)
-        graph = self.graphs.get(key := (b, *how))
+        graph = self.graphs.get(key := (*map(id, layers[0].storage), b, *how))
         if graph is None or not graph.fits(layers):
-            if self.is_rare(key, layers):
+            self.met = Counter() if len(self.met) > MOST else self.met
+            self.met[key] += 1
+            if self.met[key] < MET:
                 return plain()
             graph = Graph(layers)
 
@@ -144,10 +152,13 @@ class Graphs:
         graph.take(layers, inputs, masks, rows, written)
         if not graph.outputs:
             try:
-                graph.repeat, graph.outputs = self.record(partial(graph.run, layers, run))
-            except RuntimeError as error:  # an operation that waits for the device, for one
-                self.give_up(str(error).splitlines()[0])
+                graph.repeat, graph.outputs, read = self.record(partial(graph.run, layers, run))
+            except Exception as error:  # an operation that waits for the device, for one
+                self.give_up(first_line(error))
                 return plain()
+            del self.met[key]
+            stored = {x.data_ptr() for layer in layers for x in layer.storage}
+            graph.read = [x for x in read if x.data_ptr() not in stored]
             self.graphs = dict([*self.graphs.items()][-KEPT:]) | {key: graph}
 
         # 3. Repeat it. Once the model runs first, for comparison: its own graphs share memory with this one.
@@ -162,13 +173,6 @@ class Graphs:
                 return true
         return graph.outputs
 
-    def is_rare(self, key: Any, layers: Sequence[TreeLayer]) -> bool:
-        """Whether a forward has come less than `MET` times in a row with this storage."""
-        storage = [id(x) for layer in layers for x in layer.storage]
-        before, times = self.met.get(key, (storage, 0))
-        self.met[key] = storage, (times if before == storage else 0) + 1
-        return self.met[key][1] < MET
-
     def give_up(self, why: str) -> None:
         self.is_broken, self.graphs = True, {}
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
@@ -181,19 +185,46 @@ def graphs_of(target: Any) -> Graphs | None:
     return Graphs(type(target.model).__name__) if fit and "position_ids" in target.takes else None
 
 
+@final
+class Reading(TorchDispatchMode):
+    """Collects the tensors that operations read and did not make: a graph has their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, Tensor] = {}
+        self.made = set[int]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = tensors_in((args, kwargs))
+        self.read |= {place: x for place, x in given.items() if place not in self.made}
+        out = function(*args, **(kwargs or {}))
+        self.made |= tensors_in(out).keys() - self.read.keys()
+        return out
+
+
+def tensors_in(values: Any) -> dict[int, Tensor]:
+    """By the address of their storage."""
+    tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
+    return {x.untyped_storage().data_ptr(): x for x in tensors}
+
+
 class Recorder:
     """Records operations as a CUDA graph. All graphs of a model share memory: one runs at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """What repeats the operations of `run`, and its outputs, which the graph writes again."""
-        # 1. Run once on another stream: libraries set themselves up.
+    def __call__(self, run: Callable[[], Outputs]) -> Recorded:
+        """What repeats the operations of `run`; its outputs, which the graph writes again; what it reads."""
+        # 1. Run twice on another stream: libraries set themselves up, and constants are made.
         now, beside = torch.cuda.current_stream(), torch.cuda.Stream()
         beside.wait_stream(now)
         with torch.cuda.stream(beside):
             run()
+            with Reading() as reading:
+                run()
         now.wait_stream(beside)
 
         # 2. Record. Other threads may go on. A recording that fails leaves torch's generator in its midst.
@@ -205,4 +236,4 @@ class Recorder:
         except RuntimeError:
             random.graphsafe_set_state(before)
             raise
-        return graph.replay, outputs
+        return graph.replay, outputs, [*reading.read.values()]

@@ -126,7 +126,8 @@ class TreeBuilder:
 
             # 2. The draws at all of these nodes.
             q = logits if scheme.deterministic else probs(logits, self.params)
-            drawn = scheme.draw(q, level.draws, self.generator)  # [F, K]
+            k = int(level.draws.max()) if scheme.deterministic else level.draws
+            drawn = scheme.draw(q, k, self.generator)  # [F, K]
 
             # 3. The children's tokens, and what the verifier needs.
             tokens.append(drawn.tokens[level.rows, level.columns])

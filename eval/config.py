@@ -231,21 +231,3 @@ class TreeConfig(FitOptions):
             raise InputError(
                 f"--out {self.out} must end in .json: --tree reads a file where it does"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkipConfig(TargetOptions, PlacementOptions):
-    """Raises InputError for a number out of its range."""
-
-    text: str = option(
-        "held-out text to continue: conversations (.jsonl, .json), or plain text under any other "
-        "name"
-    )
-    out: str = option("JSON file for the skip set, for --drafter self:FILE", "skip.json")
-    trials: int = option("skip sets to try", 200, least=1, most=10**6)
-    minutes: float | None = option(
-        "stop trying after this number of minutes", None, least=0.01, most=MANY
-    )
-    tree: str = option(f"{TREE}; used in every trial", "confident")
-    limit: int = option("number of prompts; each trial has the same", 8, least=1, most=MANY)
-    max_new_tokens: int = option("tokens to generate per prompt", 32, least=1, most=TOKENS)

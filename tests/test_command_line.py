@@ -108,7 +108,7 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         ("evla", 2, "No such command 'evla'. Did you mean 'eval'?"),
         ("eval --limit many", 2, "--limit"),
         ("eval --limt 3", 2, "--limit"),
-        ("skip --text x", 2, "Missing option '--target'"),
+        ("calibrate --text x", 2, "Missing option '--target'"),
     ],
 )
 def test_what_the_parser_says_is_one_line(line, code, words, capsys):

@@ -16,7 +16,6 @@ from test_cost import times
 from treespec.draft.calibration import load_calibration, save_calibration
 from treespec.draft.cost.model import FORMAT, cost_in
 from treespec.draft.model_free.datastore import build, open_datastore
-from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head
@@ -61,10 +60,6 @@ FILES = {
     "draft_vocab.json": (
         lambda folder: save_vocabulary(torch.arange(3, 60, 5), 0.5, folder),
         lambda folder: load_vocabulary(folder, 64).tolist(),
-    ),
-    "skip.json": (
-        lambda folder: save_skip_set(SkipSet(8, (1, 3), (2, 5)), folder / "skip.json", {"target": "é", "speed": 2.5}),
-        lambda folder: load_skip_set(folder / "skip.json", 8),
     ),
     "tree.json": (
         lambda folder: write_text(folder / "tree.json", text_of(eagle())),

@@ -30,7 +30,6 @@ certify: --out HOME/out.json
 acceptance: --out HOME/out --head HOME/eagle
 calibrate: --head HOME/eagle
 tree: --out HOME/tree.json --head HOME/eagle
-skip: --out HOME/skip-set.json --text HOME/talk.jsonl
 train: --out HOME/out --data HOME/talk.jsonl
 regenerate: --out HOME/out --data HOME/talk.jsonl
 datastore build: --out HOME/out --data HOME/talk.jsonl
@@ -104,7 +103,6 @@ def wrong(tmp_path_factory):
     for name in ("empty", "store", "memory"):
         (folder / name).mkdir(parents=True)
     for name, content in {
-        "skip.json": "{damaged",
         "deep.json": json.dumps({"layers": 99, "attention": [], "mlp": []}),
         "memory/shared.safetensors": "half\nhalf\n",
         "store/datastore.safetensors": "{}",

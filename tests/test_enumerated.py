@@ -24,7 +24,7 @@ WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spe
 REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp")]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
-MODELS = ["other vocabulary", "skip", "suffix+model"]
+MODELS = ["other vocabulary", "suffix+model"]
 FOUND = ["rest", "suffix", "lookup", "recycling", "lookahead:window=1,ngram=3"]
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),

@@ -10,7 +10,6 @@ from treespec import load
 from treespec.api.spec import trace
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build
-from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.draft.options import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
@@ -23,7 +22,6 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
-    "self": "self:{home}/skip.json",
     "rest": "rest:{home}/store",
     "lookup": "lookup:matches=3",
     "lookahead": "lookahead:window=4,ngram=3,guesses=4",
@@ -52,7 +50,6 @@ def home(tmp_path_factory):
         save_head(new_head(kind, target), home / kind)
     words = AutoTokenizer.from_pretrained(folder)
     build([words.encode(TEXT)] * 3, words, home / "store")
-    save_skip_set(SkipSet(3, attention=(1,), mlp=(2,)), home / "skip.json", {"target": str(folder)})
     return home
 
 

@@ -132,8 +132,8 @@ def test_a_cycle_launches_little_beside_its_forwards(found):
     alone, batch, graphed, graphed_batch = found[str(GRAPHED)]
     assert alone[3] <= 44, alone
     assert batch[3] <= 55, batch
-    assert graphed[1] <= 143, graphed
-    assert graphed_batch[1] <= 240, graphed_batch
+    assert graphed[1] <= 54, graphed
+    assert graphed_batch[1] <= 150, graphed_batch
 
 
 if __name__ == "__main__":

@@ -197,7 +197,6 @@ def test_a_tokenizers_code_does_not_run_either(trap):
         "eval --target TRAP --drafter lookup --out OUT --questions DATA",
         "export --out OUT --head HEAD --to vllm --target TRAP",
         "certify --target TRAP --drafter lookup",
-        "skip --target TRAP --out OUT --text DATA",
     ],
 )
 def test_no_command_asks_standard_input(trap, tmp_path, command):

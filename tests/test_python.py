@@ -17,8 +17,6 @@ from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.models.skip import SkipProposer
-from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.source import source_for
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
@@ -57,9 +55,8 @@ def test_a_spec_is_told_in_a_line(home):
     llama = target("llama")
     lookup = "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
     assert repr(Spec(llama, source_of("lookup", llama))) == lookup
-    for source in (SkipProposer(llama, SkipSet(3, (1,), ())), random_head(llama)):
-        for tree in ("auto", "confident", "2x2"):
-            assert "\n" not in repr(Spec(llama, source, tree, "topk" if tree != "confident" else "single"))
+    for tree in ("auto", "confident", "2x2"):
+        assert "\n" not in repr(Spec(llama, random_head(llama), tree, "topk" if tree != "confident" else "single"))
 
 
 def test_a_new_spec_is_the_same_and_shares_no_text(home):

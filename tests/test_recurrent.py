@@ -193,12 +193,6 @@ def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token
         text.append(token)
 
 
-def test_a_drafter_that_leaves_layers_out_refuses_a_recurrent_target(tmp_path):
-    folder = save("lfm2", tmp_path / "target")
-    with complains(r"Lfm2ForCausalLM.* state|state.*Lfm2ForCausalLM"):
-        load(str(folder), drafter=f"self:{folder}/skip.json", dtype="float32")
-
-
 @pytest.mark.parametrize("drafter", ["lookahead:window=4,ngram=3,guesses=4", "lookup:matches=3"])
 def test_rows_beside_a_tree_and_trees_from_the_text_go_through_recurrent_layers(drafter, tmp_path):
     folder = save("lfm2", tmp_path / "target")

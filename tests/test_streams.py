@@ -13,8 +13,6 @@ from serving import interrupted, said
 
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
-from treespec.draft.models.skip import SkipProposer
-from treespec.draft.models.skip_set import SkipSet
 from treespec.errors import SupersededError
 from treespec.model.target import Target
 
@@ -24,7 +22,6 @@ SOURCES = {
     "head": random_head,
     "model": lambda model: ModelProposer(small(), model),
     "lookup": lambda model: source_of("lookup", model),
-    "self": lambda model: SkipProposer(model, SkipSet(3, attention=(1,), mlp=(0, 1))),
     "baseline": lambda model: None,
 }
 
@@ -124,8 +121,8 @@ def test_threads_that_generate_with_one_spec_take_turns(spec, wanted):
 
 
 def test_threads_with_a_spec_each_share_the_target(spec, wanted):
-    """Whatever drafts: layers that are skipped, and aux hidden states are those of one thread's forward."""
-    specs = [spec, spec.new(), spec_by("self"), spec_by("baseline")]
+    """Whatever drafts: aux hidden states are those of one thread's forward."""
+    specs = [spec, spec.new(), spec_by("model"), spec_by("baseline")]
     found = together(*(lambda one=one: answer(one, ONE) for one in specs))
     assert found == [wanted[len(ONE)]] * len(specs)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers as hf
 from drafting import source_of
 from equality import seeded
-from models import GROUPED, TableConfig, TableModel, random_eagle3, random_head, random_model
+from models import TableConfig, TableModel, random_eagle3, random_head, random_model
 from tiny_configs import MODELS, tiny
 
 from treespec.api.spec import Spec
@@ -23,8 +22,6 @@ from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
-from treespec.draft.models.skip import SkipProposer
-from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.options import RestOptions, SuffixOptions
 from treespec.draft.source import Source
 from treespec.draft.trained.kinds import new_head
@@ -50,12 +47,6 @@ def near(seed):
     noise = torch.randn(VOCAB, VOCAB, VOCAB, generator=seeded(seed))
     model.model.table.data += noise
     return Target(model)
-
-
-@cache
-def attentive(end):
-    """A model of three layers, for drafters that leave some out or see some of the keys."""
-    return Target(random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": VOCAB, "eos_token_id": end}), seed=2))
 
 
 @cache
@@ -106,7 +97,6 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     **{kind: lambda target, kind=kind: trained(kind, target) for kind in HEADS if not kind.startswith("eagle")},
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
-    "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
     "rest": lambda target: retrieved(),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
@@ -117,8 +107,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 
 def spec_of(drafter, tree=None, verifier="topk", end=None):
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
-    targets = {"recurrent": recurrent, "skip": attentive}
-    target = targets[drafter](end) if drafter in targets else table(end=end)
+    target = recurrent(end) if drafter == "recurrent" else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
     timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)
     spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})

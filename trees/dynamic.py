@@ -54,7 +54,7 @@ class DynamicTree(Policy):
     nodes: N after the rerank, root included.
     """
 
-    name, reranks, may_draw = "dynamic", True, False
+    name, reranks, repeats, may_draw = "dynamic", True, True, False
     ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
 
     depth: int = 6

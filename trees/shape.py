@@ -58,7 +58,7 @@ class Policy:
     Raises TreeError for an option out of its range.
 
     name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
-    are the most likely ones. timed: it needs the measured cost of a cycle. may_draw: its
+    are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs the measured cost of a cycle. may_draw: its
     children may be draws. sure_tokens: it mixes draws with sure tokens, by a calibration. at_once: it
     needs the distributions of all levels before the first. max_draws: at a node; None: no more than the scheme answers.
     first: what it knows at a sequence's first cycle. depth: the largest number of levels.
@@ -68,6 +68,7 @@ class Policy:
     name: ClassVar[str]
     ranges: ClassVar[dict[str, Range]] = {}
     reranks: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
     timed: ClassVar[bool] = False
     may_draw: ClassVar[bool] = True
     sure_tokens: ClassVar[bool] = False

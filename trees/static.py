@@ -42,7 +42,7 @@ class StaticTree(Policy):
     too large or too deep.
     """
 
-    name = "static"
+    name, repeats = "static", True
 
     paths: tuple[tuple[int, ...], ...]
 

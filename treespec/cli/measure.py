@@ -7,7 +7,6 @@ import typer
 from treespec.cli.early import (
     begin,
     begin_answers,
-    check_pairing,
     check_questions,
     check_text,
 )
@@ -21,7 +20,6 @@ from treespec.eval.config import (
     CalibrateConfig,
     CertifyConfig,
     EvalConfig,
-    SkipConfig,
     TreeConfig,
     drafters_of,
 )
@@ -150,21 +148,3 @@ def tree(config: TreeConfig) -> None:
     promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
     show_result(Report([Table(title, ["Depth"], rows)], [promise]))
     remark(f"It is in {config.out}: --tree {config.out}")
-
-
-@takes(SkipConfig)
-def skip(config: SkipConfig) -> None:
-    """Search for the sublayers whose skipping makes a target draft fastest. Nothing is trained."""
-    check_writable(config.out, "--out")
-    check_text(config.text)
-    begin(config)
-    check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)
-    from treespec.eval.skip_search import search_skip_set
-
-    found = with_progress(search_skip_set, config)
-    print(
-        f"{found['tokens_per_second']:.1f} tokens/s without {len(found['attention'])} attentions "
-        f"and {len(found['mlp'])} MLPs of {found['layers']} layers, {found['one_at_a_time']:.1f} "
-        "one at a time"
-    )
-    print(f"The skip set is in {Path(config.out).resolve()}")

@@ -42,15 +42,6 @@ def check_model(spec: DrafterSpec, target: str) -> None:
     check_files(str(Path(spec.place).expanduser()))
 
 
-def check_skip_set(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError for a skip set that is missing, damaged or of another number of layers."""
-    from treespec.draft.models.skip_set import load_skip_set
-
-    if not Path(spec.place).is_file():
-        raise InputError(f"--drafter {spec.own}: no such file; make one with treespec skip")
-    load_skip_set(spec.place, number_in(target, "num_hidden_layers"))
-
-
 def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
     layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()

@@ -169,15 +169,6 @@ ROWS = (
         "DeepSeek-V3, 2412.19437",
         f"{CHECKS}:check_mtp",
     ),
-    DrafterKind(
-        "self",
-        ("self:FILE",),
-        "treespec.draft.models.skip:load_skip",
-        "the target without some of its sublayers; `treespec skip` finds which",
-        "Draft & Verify, Zhang et al. 2024",
-        f"{CHECKS}:check_skip_set",
-        "must",
-    ),
 )
 DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")
 TRAINED = tuple(kind.name for kind in DRAFTERS.values() if kind.trained)

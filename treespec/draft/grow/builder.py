@@ -80,8 +80,7 @@ class TreeBuilder:
 
     def settled(self) -> Policy | None:
         """What shapes the tree of the cycle that runs, if that and the draft alone do."""
-        fixed = self.policy.reranks or isinstance(self.policy, StaticTree)
-        return self.policy if fixed else None
+        return self.policy if self.policy.repeats else None
 
     def shaped(self) -> Growth:
         """The tree of the cycle that runs."""

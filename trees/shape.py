@@ -58,9 +58,10 @@ class Policy:
     Raises TreeError for an option out of its range.
 
     name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
-    are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs the measured cost of a cycle. may_draw: its
-    children may be draws. sure_tokens: it mixes draws with sure tokens, by a calibration. at_once: it
-    needs the distributions of all levels before the first. max_draws: at a node; None: no more than the scheme answers.
+    are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs
+    the measured cost of a cycle. may_draw: its children may be draws. sure_tokens: it mixes draws
+    with sure tokens, by a calibration. at_once: it needs the distributions of all levels before the
+    first. max_draws: at a node; None: no more than the scheme answers.
     first: what it knows at a sequence's first cycle. depth: the largest number of levels.
     """
 

@@ -18,9 +18,11 @@ from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable
 from treespec.model.processor import processor
 from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
 
+BATCH = 16  # answers at a time
 MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 
@@ -78,6 +80,35 @@ def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
                 seed=config.seed,
             )
             messages.append({"role": "assistant", "content": output.text or " "})
+            tokens = torch.tensor(prompt + output.token_ids)
+            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+
+
+def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> Iterator[Passage]:
+    """As `passages_of`, for all questions together, a turn of each at a time."""
+    questions, baseline = load_questions(config.questions)[0][: config.limit], spec.baseline()
+    chats: list[list[dict[str, str]]] = [[] for _ in questions]
+    for turn in range(max(len(question.turns) for question in questions)):
+        # 1. The prompts of those that have this turn, and room for it.
+        asked, prompts = [], []
+        for number, question in enumerate(questions):
+            if turn < len(question.turns):
+                chats[number].append({"role": "user", "content": question.turns[turn]})
+                prompt = spec.encode(chats[number])
+                if len(prompt) < spec.target.context_length:
+                    asked.append(number)
+                    prompts.append(prompt)
+
+        # 2. Their answers, whose tokens count.
+        report(
+            Step(turn, 2, f"the target answers {len(asked)} questions at {params.temperature:g}")
+        )
+        how = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
+        seeds = [config.seed + number for number in asked]
+        new = config.max_new_tokens
+        outputs = baseline.generate(prompts, max_new_tokens=new, seed=seeds, batch=BATCH, **how)
+        for number, prompt, output in zip(asked, prompts, outputs, strict=True):
+            chats[number].append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
             yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 

@@ -52,6 +52,8 @@ LISTS = {  # what the help of an option lists, wherever the option is
 }
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS, "otm-lp"},
+    ("tau", "verifier"): {"all", *LOSSLESS},
+    ("tau", "tree"): {"chain:5", "2x4", "eagle", "medusa", "a JSON file of paths"},
     ("train", "head"): set(TRAINING),
 }
 

@@ -20,6 +20,8 @@ from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
 LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
 
+WALKED = tuple(name for name in LOSSLESS if name != REFERENCE)
+
 PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
 )  # the sweeps of each: the options that it settles
@@ -138,3 +140,55 @@ def schemes_in(verifiers: str) -> list[str]:
                     f"verifier {name} is not lossless: its rate is not comparable; leave it out"
                 )
     return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
+    """Raises InputError for a number out of its range, and without a head."""
+
+    OF_TEXTS: ClassVar = (
+        "target",
+        "text",
+        "questions",
+        "limit",
+        "max_new_tokens",
+        "top_k",
+        "top_p",
+        "seed",
+    )
+
+    out: str = option("folder for the figures and the texts")
+    verifier: str = option(
+        f"schemes, separated by commas: all, {either(WALKED)}; with options as in is-lp:s=8", "all"
+    )
+    tree: str = option(
+        "trees of fixed shape, separated by semicolons: chain:5, 2x4, eagle, medusa or a JSON file of paths",
+        "chain:4;2x4;4x3;eagle",
+    )
+    temperature: str = option("temperatures, separated by commas", "0.3,0.6,1", least=0, most=100)
+    top_k: int = shared(AcceptanceConfig, "top_k", 0)
+    top_p: float = shared(AcceptanceConfig, "top_p", 1.0)
+    samples: int = option(
+        "samples of draws at each position, for schemes without a closed form",
+        8,
+        least=1,
+        most=MANY,
+    )
+    seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_head()
+
+    @property
+    def temperatures(self) -> list[str]:
+        return listed("temperature", self.temperature)
+
+    @property
+    def trees(self) -> list[str]:
+        return listed("tree", self.tree)
+
+    @property
+    def schemes(self) -> list[str]:
+        """The schemes of `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
+        return [name for name in schemes_in(self.verifier) if name != REFERENCE]

@@ -14,7 +14,7 @@ from treespec.cli.options import takes
 from treespec.cli.terminal import notice, remark, show_result, with_progress
 from treespec.draft.checks import check_there
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
+from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig, cases, schemes_in, sweeps
 from treespec.eval.common import listed
 from treespec.eval.config import (
     CalibrateConfig,
@@ -111,6 +111,20 @@ def acceptance(config: AcceptanceConfig) -> None:
 
     show_result(report_of(with_progress(accept, config)))
     remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")
+
+
+@takes(TauConfig)
+def tau(config: TauConfig) -> None:
+    """Measure the exact τ of verifiers on trees of fixed shape, from one set of the target's answers."""
+    check_folder(config.out)
+    check_text(config.text)
+    check_questions(config.questions)
+    _ = config.schemes
+    begin(config, [f"head:{config.head}"])
+    from treespec.eval.acceptance.tau import measure, report_of
+
+    show_result(report_of(with_progress(measure, config)))
+    remark(f"The figures are in {Path(config.out).resolve()}")
 
 
 @takes(CalibrateConfig)

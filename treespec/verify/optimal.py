@@ -68,14 +68,20 @@ class Optimal(SureScheme, LayerScheme):
     exact: int = 0
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
-        # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
+        # The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
         tops, number_drawn, rest = self.allot(q, number, width)
         drawn = independent(rest, self.most(width), generator)
-        tokens = torch.cat([tops, keep_first(drawn, number_drawn)], dim=1)
-        scores_by = uniforms((*tokens.shape, 2), generator, q.device)
-        sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
+        return self.arranged(tops, keep_first(drawn, number_drawn), generator)
 
-        # 2. Distinct tokens first, then absent ones, then repeats.
+    def arranged(self, tops: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
+        """The draws of nodes from sure tokens [B, K] and independent draws [B, M], which get scores."""
+        tokens = torch.cat([tops, drawn], dim=1)
+        scores_by = uniforms((*tokens.shape, 2), generator, tokens.device)
+        sure = (torch.arange(tokens.shape[1], device=tokens.device) < tops.shape[1]).expand_as(
+            tokens
+        )
+
+        # Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
         return Draws(tokens, sure, scores_by).columns(order)

@@ -28,6 +28,7 @@ serve:
 eval: --out HOME/out
 certify: --out HOME/out.json
 acceptance: --out HOME/out --head HOME/eagle
+tau: --out HOME/out --head HOME/eagle
 calibrate: --head HOME/eagle
 tree: --out HOME/tree.json --head HOME/eagle
 train: --out HOME/out --data HOME/talk.jsonl

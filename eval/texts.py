@@ -54,38 +54,21 @@ def load_models(config: Any, head: str | None, out: Path | str, report: Report) 
 def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
     """The passages of `--text`, or without it the target's answers to all turns of the questions.
 
-    It answers by one-token decoding: no head or verifier affects them. Raises InputError for a
-    file that cannot be read, and for a target without a tokenizer.
+    Raises InputError for a file that cannot be read, and for a target without a tokenizer.
     """
     context = spec.target.context_length
     if config.text:
         yield from from_file(config.text, spec, config.limit, min(config.max_length, context))
         return
-    questions = load_questions(config.questions)[0][: config.limit]
-    for number, question in enumerate(questions):
-        report(Step(number, len(questions), f"the target answers question {question.question_id}"))
-        baseline, messages = spec.baseline(), list[dict[str, str]]()
-        for text in question.turns:
-            # 1. The prompt: all turns so far.
-            messages.append({"role": "user", "content": text})
-            prompt = spec.encode(messages)
-            if len(prompt) >= context:
-                break
-
-            # 2. The answer, whose tokens count.
-            output = baseline.generate(
-                prompt,
-                temperature=config.answers_temperature,
-                max_new_tokens=config.max_new_tokens,
-                seed=config.seed,
-            )
-            messages.append({"role": "assistant", "content": output.text or " "})
-            tokens = torch.tensor(prompt + output.token_ids)
-            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+    params = SamplingParams(config.answers_temperature)
+    yield from answers(config, params, spec, report)
 
 
 def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> Iterator[Passage]:
-    """As `passages_of`, for all questions together, a turn of each at a time."""
+    """The target's answers to all turns of the questions, a turn of all questions at a time.
+
+    It answers by one-token decoding: no head or verifier affects them.
+    """
     questions, baseline = load_questions(config.questions)[0][: config.limit], spec.baseline()
     chats: list[list[dict[str, str]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):

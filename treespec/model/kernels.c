@@ -127,11 +127,16 @@ enum { ROWS = 4, BLOCKS = 2 };
 // How rows and weights are read: `pairs` by the processor's own product of bfloat16, others in floats.
 typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
 
+// What a loop over weights asks for ahead, in bytes: the processor's own guesses end with each page.
+enum { AHEAD = 4096 };
+
 // rows x blocks of outputs. x: [rows, width]; w: blocks of a weight, `block` bytes each.
 INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {
   F sum[ROWS][BLOCKS] = {};
   long step = mode == PAIRS || mode == WIDE ? 2 : 1, size = mode == FLOATS ? 4 : 2;
   for (long i = 0; i < width; i += step, w += step * size * L) {
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) __builtin_prefetch(w + b * L * width * size + AHEAD);
 #ifdef __AVX512BF16__
     if (mode == PAIRS) {
 #pragma GCC unroll 8
@@ -220,6 +225,10 @@ static void amx(const uint16_t *x, const uint16_t *w, void *y, const void *bias,
       int both = r + 16 < n;
       _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
       for (long k = 0; k < width; k += 32) {
+        for (int i = 0; i < 16 * 64; i += 64) {
+          __builtin_prefetch((const char *)(w0 + k * L) + i + AHEAD);
+          __builtin_prefetch((const char *)(w1 + k * L) + i + AHEAD);
+        }
         _tile_loadd(6, w0 + k * L, 64);
         _tile_loadd(7, w1 + k * L, 64);
         _tile_loadd(4, x0 + k, 2 * width);

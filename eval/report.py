@@ -41,12 +41,29 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Plot:
+    """Lines over one number, which a page draws. lines: by name the (place, figure) of each point, in order."""
+
+    title: str
+    along: str
+    lines: Mapping[str, Sequence[tuple[float, Figure]]]
+
+    @property
+    def ends(self) -> tuple[float, float, float, float]:
+        """The least and largest place, and the least and largest value."""
+        points = list(chain.from_iterable(self.lines.values()))
+        places, values = zip(*((x, y["value"]) for x, y in points), strict=True)
+        return min(places), max(places), min(values), max(values)
+
+
+@dataclass(frozen=True)
 class Report:
     """What a command measured. notes: how to read the tables. verdict: what follows from them."""
 
     tables: Sequence[Table]
     notes: Sequence[str]
     verdict: Sequence[str] = ()
+    plots: Sequence[Plot] = ()
 
 
 def markdown(report: Report, width: int | None = None) -> str:

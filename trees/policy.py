@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from treespec.trees.dynamic import AutoTree, ConfidentChain, DDTree, DynamicTree
 from treespec.trees.sampled import SampledTree
 from treespec.trees.shape import Policy, TreeError
-from treespec.trees.static import balanced, chain, eagle, from_file, medusa
+from treespec.trees.static import balanced, chain, delayed, eagle, from_file, medusa
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ POLICIES: dict[str, Form] = {
     "medusa": sized("medusa", "", medusa),
     "chain": sized("chain:5", r"(\d+)", chain),
     "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
+    "delayed": sized("delayed:2x3x2", r"(\d+)x(\d+)x(\d+)", delayed),
     "dynamic": with_options(DynamicTree, "nodes"),
     "sampled": with_options(SampledTree, "nodes"),
     "confident": with_options(ConfidentChain),

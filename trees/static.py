@@ -115,6 +115,19 @@ def balanced(children: int, depth: int) -> StaticTree:
     return StaticTree(tuple(path for level in levels for path in level))
 
 
+def delayed(stem: int, paths: int, length: int) -> StaticTree:
+    """A chain of `stem` nodes, then `paths` branches of `length` nodes each (2602.16994, delayed expansion).
+
+    Without a stem: independent paths (SpecInfer). stem 1, paths 2, length 2:
+
+        root ── 0 ─┬─ 00 ── 000
+                   └─ 01 ── 010
+    """
+    trunk = (0,) * stem
+    branches = [(*trunk, i, *(0,) * d) for i in range(paths) for d in range(length)]
+    return StaticTree((*(trunk[:d] for d in range(1, stem + 1)), *branches))
+
+
 def eagle() -> StaticTree:
     """EAGLE-1's tree: 25 nodes and the root."""
     return by_digits(EAGLE)

@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.shaping.sampling import sample, uniforms
 from treespec.trees.tree import Draws
@@ -31,7 +32,9 @@ from treespec.verify.distributions import (
 )
 from treespec.verify.kseq import shared, smallest_rho
 from treespec.verify.optimal import Optimal
+from treespec.verify.rrs import race
 from treespec.verify.scheme import Scheme, check
+from treespec.verify.traversal import refusals
 
 Form = Callable[["Nodes", int, Scheme], Tensor]
 
@@ -99,40 +102,70 @@ def rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The refused tokens change the draws after them: all but the last of them are sampled.
+def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """For draw 1 … k without replacement: Pr(it is y, and all draws before it are refused), and w of it; [n, k] each.
 
-    The next draw is y with min(left(y), q(y) / (1 - q(x))) where x was refused just before, and x was
-    with (q - left)+.
+    weight: [n, 1] w of the node, as in `treespec.verify.traversal`; None: 1. The refused tokens are sampled from
+    the others, and weighed: an earlier draw with S drawn before it is another token with (1 - S - q(y)) / (1 - S).
     """
-    left, q, reach, columns = nodes.p, nodes.q, torch.ones_like(nodes.p[:, 0]), []
-    columns.append(nodes.on(torch.minimum(left, q)))
-    y = nodes.y
-    for i in range(1, k):
-        # 1. The next draw, summed over the token refused before it.
-        refused = (q - left).clamp_(min=0)
-        left = normalise((left - q).clamp_(min=0), left)
-        ours, rest = (masses.gather(1, y[:, None]) for masses in (left, q))
-        others = (1 - q).scatter(
-            1, top := q.argmax(-1, keepdim=True), without(q, top).sum(-1, keepdim=True)
-        )
-        both = torch.minimum(ours, rest / positive(others))
-        column = reach * (refused * both).sum(-1)
-        columns.append(column.view(len(nodes.y), -1).mean(1))
-        if i == k - 1:
-            break
+    # 1. Tokens that may be refused before y, and what each leaves of q.
+    weight = torch.ones_like(nodes.p[:, :1]) if weight is None else weight
+    y, here = nodes.y[:, None], nodes.on(nodes.q)[:, None]
+    others = race(without(nodes.q, y), k - 1, nodes.generator) if k > 1 else y[:, :0]
+    at_q = nodes.q.gather(1, others.clamp(min=0)) * (others >= 0)
+    rest = without(without(nodes.q, others), y).sum(-1, keepdim=True)
+    other = rest + pad(at_q, (0, 1)).flip(1).cumsum(1).flip(1)  # [n, k] the mass without y
+    left = positive(other + here)
 
-        # 2. That token, sampled: several times at first.
-        if len(q) == len(nodes.y):
-            many = (
-                part.repeat_interleave(nodes.samples, 0) for part in (left, q, reach, refused, y)
-            )
-            left, q, reach, refused, y = many
-        reach = reach * refused.sum(-1)
-        token = sample(refused, nodes.generator)[:, None]
-        q = without(q, token.masked_fill(token >= q.shape[1], -1))
-        q = q * scale(q, torch.ones_like(q[:, :1]))
-    return torch.stack(columns, 1)
+    # 2. They are refused one after another.
+    chance, chances, weights = torch.ones_like(here), [], []
+    alone = [(weight, nodes.p * weight, weight)]
+    steps = refusals(nodes.p, nodes.q, Draws(others), weight) if k > 1 else alone
+    for i, (refused, p, _) in enumerate(steps):
+        mass = left[:, i : i + 1]
+        chances.append(chance * here / mass)
+        weights.append((p.gather(1, y) / positive(here / mass)).clamp(max=1))
+        chance = chance * other[:, i : i + 1] / mass * (1 - refused)
+    return torch.cat(chances, 1), torch.cat(weights, 1)
+
+
+def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The refused tokens change the draws after them: they are sampled."""
+    many = nodes.repeated()
+    chances, weights = in_turn(many, k)
+    return nodes.averaged(chances * weights)
+
+
+def race_of(nodes: Nodes, lists: int) -> Tensor:
+    """[n, lists, V] exponential times E given that y is the output: the token with the least E / p of all lists.
+
+    The least is E / lists, in any of the lists; every other one is that much later than nothing.
+    """
+    # 1. The winner's time by its p, its list, and what the others take beyond.
+    n, size = nodes.p.shape
+    uniform = uniforms((n, lists, size), nodes.generator, nodes.p.device)
+    first = -uniforms((n, 1, 1), nodes.generator, nodes.p.device).log() / lists
+    won = torch.randint(lists, (n,), generator=nodes.generator, device=nodes.p.device)
+    times = first * nodes.p[:, None] - uniform.log()
+
+    # 2. Nothing beyond for the winner.
+    rows = torch.arange(n, device=nodes.p.device)
+    times[rows, won, nodes.y] = first[:, 0, 0] * nodes.on(nodes.p)
+    return times
+
+
+def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """Target and draft share a noise: the draws are the k tokens with the least E / q."""
+    q = positive(nodes.q)
+    times = (race_of(nodes, 1)[:, 0] / q).masked_fill(nodes.q == 0, torch.inf)
+    return (most_likely(-times, k) == nodes.y[:, None]).to(q.dtype) * nodes.on(nodes.p)[:, None]
+
+
+def gls(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """Gumbel-max list sampling (Rowan, Phan and Khisti 2025, 2506.05632): a noise for each of k independent drafts."""
+    q = nodes.q[:, None]
+    times = (race_of(nodes, k) / positive(q)).masked_fill(q == 0, torch.inf)
+    return nodes.first(times.argmin(-1)).to(q.dtype) * nodes.on(nodes.p)[:, None]
 
 
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
@@ -217,6 +250,8 @@ FORMS: Mapping[str, Form] = {
     "topk": topk,
     "rrs": rrs,
     "rrs-wo": rrs_wo,
+    "gumbel": gumbel,
+    "gls": gls,
     "kseq": kseq,
     "spechub": spechub,
     "is-lp": is_lp,

@@ -22,6 +22,17 @@ LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFE
 
 WALKED = tuple(name for name in LOSSLESS if name != REFERENCE)
 
+DRAWN_BY = {  # verifiers beyond the node, and bounds of all: the scheme that makes the draws
+    "block": "single",
+    "traversal": "rrs-wo",
+    "gumbel": "topk",
+    "auto": "topk",
+    "gls": "rrs",
+    "gbv": "rrs",
+    "bound": "rrs",
+    "bound-wo": "rrs-wo",
+}
+
 PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
 )  # the sweeps of each: the options that it settles
@@ -148,6 +159,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     OF_TEXTS: ClassVar = (
         "target",
+        "dtype",
+        "load_in",
         "text",
         "questions",
         "limit",
@@ -159,12 +172,29 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     out: str = option("folder for the figures and the texts")
     verifier: str = option(
-        f"schemes, separated by commas: all, {either(WALKED)}; with options as in is-lp:s=8", "all"
+        f"verifiers, separated by commas: all, {either((*WALKED, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
+        "and gbv do not decode yet; bound is the most that any lossless verifier keeps of independent draws, bound-wo of "
+        "draws without replacement",
+        "all",
     )
     tree: str = option(
-        "trees of fixed shape, separated by semicolons: chain:5, 2x4, eagle, medusa or a JSON file of paths",
+        "trees, separated by semicolons: of fixed shape, such as chain:5, 2x4, delayed:2x3x2, eagle or a JSON file of "
+        "paths; for topk and gumbel also dynamic, for auto its own",
         "chain:4;2x4;4x3;eagle",
     )
+    batch: str = option(
+        "batch sizes whose speeds are modelled, separated by commas",
+        "1",
+        least=1,
+        most=1024,
+        whole=True,
+    )
+    bandwidth: float | None = option(
+        "GB per second of a processor whose speeds are modelled, with --flops; default: this machine is measured",
+        None,
+        above=0,
+    )
+    flops: float | None = option("10^12 operations per second of that processor", None, above=0)
     temperature: str = option("temperatures, separated by commas", "0.3,0.6,1", least=0, most=100)
     top_k: int = shared(AcceptanceConfig, "top_k", 0)
     top_p: float = shared(AcceptanceConfig, "top_p", 1.0)
@@ -179,6 +209,12 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_head()
+        if (self.bandwidth is None) != (self.flops is None):
+            raise InputError("give --bandwidth and --flops, or neither")
+        if self.text and "0" in (f"{float(heat):g}" for heat in self.temperatures):
+            raise InputError(
+                "--temperature 0 has one text, the target's own: leave out --text, or 0"
+            )
 
     @property
     def temperatures(self) -> list[str]:
@@ -189,6 +225,15 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         return listed("tree", self.tree)
 
     @property
-    def schemes(self) -> list[str]:
-        """The schemes of `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
-        return [name for name in schemes_in(self.verifier) if name != REFERENCE]
+    def batches(self) -> list[int]:
+        return [int(batch) for batch in listed("batch", self.batch)]
+
+    @property
+    def verifiers(self) -> list[str]:
+        """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
+        names = [name for name in listed("verifier", self.verifier) if name not in DRAWN_BY]
+        schemes = (
+            [name for name in schemes_in(",".join(names)) if name != REFERENCE] if names else []
+        )
+        asked = [*DRAWN_BY] if "all" in names else listed("verifier", self.verifier)
+        return [*schemes, *(name for name in DRAWN_BY if name in asked)]

@@ -11,14 +11,15 @@ ends behind y_(t+l) with probability w_t(l), and cycles end there u_(t+l) times 
     cycles      u_0 + u_1 + u_2 + u_3        τ = tokens / cycles
 
 It is what decoding gives on average, with the draws and coins integrated out. A tree of fixed shape
-needs the draft's distributions along the text alone, and no forward over a tree.
+needs the draft's distributions along the text alone, and no forward over a tree (`ways`). Other trees are
+drafted along the text by the real loop (`decoded`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,58 +27,35 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
+from treespec.draft.cost.model import Cost
 from treespec.draft.trained.kinds import draft_steps, proposer_of
 from treespec.errors import InputError
-from treespec.eval.acceptance.carried import Nodes, carried, topk
-from treespec.eval.acceptance.config import TauConfig
+from treespec.eval.acceptance.carried import Nodes
+from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
+from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
+from treespec.eval.acceptance.tau_table import report_of
+from treespec.eval.acceptance.text import Text, kept_texts
+from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Array, interval, resample
-from treespec.eval.report import Report as Page
-from treespec.eval.report import Table
-from treespec.eval.texts import Passage, answers, describe, from_file, load_models
-from treespec.files.atomic import locked, read_json, write_json
+from treespec.eval.report import markdown, page
+from treespec.eval.texts import describe, load_models
+from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
+from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.verify.distributions import positive
 from treespec.verify.registry import scheme_by_name
-from treespec.verify.scheme import Scheme
 
 RESAMPLES = 1000
-LENGTH = 1024  # most tokens of a conversation of --text
-Path_ = tuple[int, ...]
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Text:
-    """tokens: [T] int64. root: the place of the token below which the first cycle drafts."""
-
-    tokens: Tensor
-    root: int
-    group: int
-
-    @property
-    def count(self) -> int:
-        """n: the tokens that count."""
-        return len(self.tokens) - 1 - self.root
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A scheme on a tree. draws: of each inner node, by its path."""
-
-    verifier: str
-    shape: str
-    scheme: Scheme
-    tree: StaticTree
-    draws: dict[Path_, int]
+Measured: TypeAlias = Pair | Decoded
 
 
 def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     """Write and return OUT/tau.json: config, environment, left_out, and rows by temperature, tree and verifier.
 
-    Raises InputError for bad input.
+    Also writes OUT/tau.md and .html. Raises InputError for bad input.
     """
     # 1. The models, and what is compared.
     out, rows = Path(config.out), list[Row]()
@@ -90,6 +68,10 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
             raise InputError(
                 f"--tree is {deepest} deep, {head.known_as} draft {head.max_depth} ahead"
             )
+        times = spec.times
+        if config.bandwidth and config.flops:
+            times = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
+        costs = {batch: times(batch) for batch in config.batches}
 
         # 2. Cycles and tokens of each text.
         for heat in map(float, config.temperatures):
@@ -97,123 +79,101 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
             texts = kept_texts(config, params, spec, report)
             for done, text in enumerate(texts):
                 report(Step(done, len(texts), f"cycles at temperature {heat:g}"))
-                generator = torch.Generator().manual_seed(config.seed + done)
-                found.append(totals(spec, text, pairs, params, generator, config.samples))
+                found.append(totals(spec, text, pairs, params, costs, config))
             groups = np.array([text.group for text in texts])
-            rows += rows_of(pairs, heat, groups, np.array(found))
+            rows += rows_of(pairs, heat, groups, np.array(found), costs)
 
         # 3. The file.
         known = {"config": asdict(config), "environment": describe(spec.target)}
         result = known | {"left_out": left_out, "rows": rows}
         write_json(out / "tau.json", result)
+        write_text(out / "tau.md", markdown(report_of(result)))
+        write_text(out / "tau.html", page(report_of(result), "Tokens per cycle"))
     return result
 
 
-def report_of(found: Mapping[str, Any]) -> Page:
-    """A table by temperature, and how to read it."""
-    tables = []
-    for heat in dict.fromkeys(row["temperature"] for row in found["rows"]):
-        lines = []
-        for row in found["rows"]:
-            if row["temperature"] == heat:
-                deep = {f"α {d}": alpha for d, alpha in enumerate(row["alpha"], 1)}
-                named = {"Tree": row["tree"], "Verifier": row["verifier"]}
-                lines.append(named | {"τ": row["tau"], "of the first": row["ratio"]} | deep)
-        tables.append(
-            Table(f"Tokens per cycle at temperature {heat:g}", ["Tree", "Verifier"], lines)
-        )
-    notes = [
-        "τ: tokens by the expected number of cycles for the target's own texts; draws and coins are integrated out.",
-        "Ranges: 95% bootstrap intervals over questions. Of the first: τ by the first row's, of the same resamples.",
-        "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
-        *(f"Left out: {name}, as {why}." for name, why in found["left_out"].items()),
-    ]
-    return Page(tables, notes)
-
-
-def pairs_of(config: TauConfig) -> tuple[list[Pair], dict[str, str]]:
+def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
     """(what is compared, why other pairs are not). Raises InputError where nothing is left."""
-    pairs, left_out = [], dict[str, str]()
-    for shape, name in product(config.trees, config.schemes):
-        scheme, tree = scheme_by_name(name), cast(StaticTree, policy(shape))
-        if not hasattr(tree, "paths"):
-            raise InputError(f"--tree {shape} has no fixed shape: treespec eval measures it")
-        inner = {path[:-1] for path in tree.paths[1:]}
-        draws = {path: tree.draws(path) for path in inner}
-        if len(tree.paths) - 1 < sum(draws.values()):
-            raise InputError(f"--tree {shape}: a draw without a node; treespec eval measures it")
-        if scheme.max_draws and tree.max_draws > scheme.max_draws:
-            left_out[f"{name}@{shape}"] = f"{name} makes {scheme.max_draws} draws at most"
+    pairs, left_out = list[Measured](), dict[str, str]()
+    for shape, name in product(config.trees, config.verifiers):
+        tree, scheme = policy(shape), scheme_by_name(DRAWN_BY.get(name, name))
+        if why := misfit(name, tree, scheme.max_draws):
+            left_out[f"{name}@{shape}"] = why
+        elif not isinstance(tree, StaticTree):
+            pairs.append(Decoded(name, shape, tree))
         else:
+            inner = {path[:-1] for path in tree.paths[1:]}
+            draws = {path: tree.draws(path) for path in inner}
             pairs.append(Pair(name, shape, scheme, tree, draws))
     if not pairs:
         raise InputError("; ".join(left_out.values()))
     return pairs, left_out
 
 
-def kept_texts(config: TauConfig, params: SamplingParams, spec: Spec, report: Report) -> list[Text]:
-    """The texts of one temperature: those in OUT, if they were written by the same options."""
-    file = Path(config.out) / f"texts-{params.temperature:g}.json"
-    about = {name: getattr(config, name) for name in config.OF_TEXTS}
-    kept = read_json(file, "delete it to write the texts again") if file.exists() else {}
-    if kept.get("about") != about:
-        if config.text:
-            length = min(LENGTH, spec.target.context_length)
-            found = from_file(config.text, spec, config.limit, length)
-        else:
-            found = list(answers(config, params, spec, report))
-        rows = [[p.tokens[:end].tolist(), root, p.group] for p in found for root, end in runs(p)]
-        kept = {"texts": rows}
-        write_json(file, {"about": about, **kept})
-    texts = [Text(torch.tensor(ids), root, group) for ids, root, group in kept["texts"]]
-    if not texts:
-        raise InputError("no text has a token to count: give longer texts")
-    return texts
-
-
-def runs(passage: Passage) -> Iterator[tuple[int, int]]:
-    """Of each run of tokens that count: the place of its first root, and its end."""
-    none = passage.counts.new_zeros(1).int()
-    edges = torch.diff(passage.counts.int(), prepend=none, append=none).nonzero().view(-1, 2)
-    for begin, end in edges.tolist():
-        if end > max(begin, 2):  # a head drafts behind two tokens
-            yield max(begin, 2) - 1, end
+def misfit(name: str, tree: Policy, most: int | None) -> str:
+    """Why a verifier is not measured on a tree; "" if it is. most: draws that it takes at a node."""
+    if not isinstance(tree, StaticTree):
+        fits = name in ("topk", "gumbel", "auto") and not tree.may_draw
+        return "" if fits else f"{name} draws from such trees at random: treespec eval measures it"
+    inner = {path[:-1] for path in tree.paths[1:]}
+    ends = {len(path) for path in tree.paths if path not in inner}
+    if len(tree.paths) - 1 < sum(map(tree.draws, inner)):
+        return "a draw has no node: treespec eval measures it"
+    if name == "auto":
+        return "auto chooses its trees: take --tree auto"
+    if name == "gbv" and (len(ends) > 1 or any(tree.draws(path) > 1 for path in inner if path)):
+        return "gbv takes paths of one length that branch at the root: delayed:0x3x4"
+    return f"{name} makes {most} draws at most" if most and tree.max_draws > most else ""
 
 
 @torch.no_grad()
 def totals(
     spec: Spec,
     text: Text,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Measured],
     params: SamplingParams,
-    generator: torch.Generator,
-    samples: int,
+    costs: dict[int, Cost],
+    config: TauConfig,
 ) -> Array:
-    """[pairs, 2 + D + 1] of a text: its tokens, cycles, and cycles of 1, 2, … tokens that end well before its end."""
-    # 1. What each draw carries of the target's probability of the next token.
-    deepest = max(pair.tree.max_depth for pair in pairs)
-    shares: dict[tuple[str, int, int], Array] = {}
-    for depth, (p, scores, y) in enumerate(along_text(spec, text, deepest, params)):
-        masses = [
-            pad(own, (0, p.shape[1] - own.shape[1]))
-            for own in (probs(scores, params), scores.softmax(-1))
-        ]
-        for pair in pairs:
-            for k in {k for path, k in pair.draws.items() if len(path) == depth}:
-                if (at := (pair.verifier, depth, k)) not in shares:
-                    sure = params.greedy or pair.scheme.deterministic
-                    nodes = Nodes(p, masses[sure], y, generator, samples)
-                    share = topk(nodes, k, pair.scheme) if sure else carried(pair.scheme, nodes, k)
-                    shares[at] = (share / positive(nodes.on(p))[:, None]).double().numpy()
+    """[pairs, 2 + 2 B + D + 1] of a text.
 
-    # 2. Where cycles end.
-    found = np.zeros((len(pairs), 3 + deepest))
-    for row, pair in zip(found, pairs, strict=True):
-        own = {path: shares[pair.verifier, len(path), k] for path, k in pair.draws.items()}
-        w = lengths(pair, own)
-        u, inside = ends(w), max(0, text.count - pair.tree.max_depth)
-        row[:2], row[2 : 2 + w.shape[1]] = (text.count, u.sum()), u[:inside] @ w[:inside]
-    return found
+    Its tokens and nodes; cycles and seconds at each of B batch sizes; cycles of 1, 2, … tokens that end well before
+    its end.
+    """
+    # 1. Trees of fixed shape.
+    fixed = [pair for pair in pairs if isinstance(pair, Pair)]
+    found, seed = dict[Measured, Any](), config.seed + text.group
+    if fixed:
+        generator = torch.Generator().manual_seed(seed)
+        deep = max(pair.tree.max_depth for pair in fixed)
+
+        def steps() -> Iterator[tuple[Nodes, Nodes]]:
+            for p, scores, y in along_text(spec, text, deep, params):
+                rest = pad(scores.softmax(-1), (0, 1)), pad(probs(scores, params), (0, 1))
+                scored, drawn = (Nodes(p, q, y, generator, config.samples) for q in rest)
+                yield drawn, scored
+
+        kept = followed(fixed, steps(), params.greedy)
+        for pair, r in zip(fixed, kept, strict=True):
+            w = (r - pad(r[:, 1:], (0, 1))).numpy()
+            u, inside = ends(w), max(0, text.count - pair.tree.max_depth)
+            tree = pair.tree.size, pair.tree.max_depth, len(pair.draws)
+            steps_of = [(u.sum(), u.sum() * float(cost.seconds(*tree))) for cost in costs.values()]
+            nodes = tree[0] * u.sum()
+            found[pair] = text.count, nodes, *np.ravel(steps_of), *(u[:inside] @ w[:inside])
+
+    # 2. Others.
+    for one in pairs:
+        if isinstance(one, Decoded):
+            each = list[tuple[int, float]]()
+            for cost in reversed(costs.values()):  # the last is of the first batch size
+                cycles = one.cycles(spec, cost, text, params, seed)
+                each.insert(0, (len(cycles), sum(seconds_of(cycle, cost) for cycle in cycles)))
+            counts = np.bincount([cycle.new_tokens - 1 for cycle in cycles[:-1]], minlength=1)
+            nodes = sum(len(cycle.parents) for cycle in cycles)
+            found[one] = text.count, nodes, *np.ravel(each), *counts
+    width = 3 + 2 * len(costs) + max(pair.tree.max_depth for pair in pairs)
+    return np.array([np.pad(found[pair], (0, width - len(found[pair]))) for pair in pairs])
 
 
 def along_text(
@@ -247,18 +207,6 @@ def along_text(
         yield masses[rows], scores, column[longer[begin : begin + n]]
 
 
-def lengths(pair: Pair, shares: Mapping[Path_, Array]) -> Array:
-    """[n, D + 1] w(l) of the cycle behind each token, l = 1 … D + 1. shares: [n, K] at each inner node."""
-    w, reach = np.zeros((len(shares[()]), pair.tree.max_depth + 1)), dict[Path_, Array]()
-    for path in pair.tree.paths:
-        here = reach[path[:-1]] * shares[path[:-1]][:, path[-1]] if path else np.ones(len(w))
-        reach[path] = here
-        w[:, len(path)] += here
-        if path:
-            w[:, len(path) - 1] -= here
-    return w
-
-
 def ends(w: Array) -> Array:
     """[n] u: how often, on average, a cycle begins behind each token. w: as `lengths` gives it."""
     n, longest = w.shape
@@ -269,10 +217,14 @@ def ends(w: Array) -> Array:
     return u[:n]
 
 
-def rows_of(pairs: Sequence[Pair], heat: float, groups: Array, found: Array) -> list[Row]:
-    """Rows with `Figure`s: tau; ratio to the first pair's; alpha by depth; lengths: shares of cycles by tokens.
+def rows_of(
+    pairs: Sequence[Measured], heat: float, groups: Array, found: Array, costs: dict[int, Cost]
+) -> list[Row]:
+    """Rows with `Figure`s, with intervals over groups.
 
-    groups: [texts]. found: [texts, pairs, …], of `totals`. The intervals are over groups.
+    tau; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the cost model, and over
+    those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups: [texts]. found: [texts,
+    pairs, …], of `totals`.
     """
     # 1. Totals of each group, and of resamples of groups.
     _, number = np.unique(groups, return_inverse=True)
@@ -281,15 +233,23 @@ def rows_of(pairs: Sequence[Pair], heat: float, groups: Array, found: Array) -> 
     drawn = np.tensordot(resample(len(summed), RESAMPLES, 0), summed, 1)  # [1 + R, pairs, …]
 
     # 2. Ratios.
-    taus = drawn[..., 0] / drawn[..., 1]
+    taus, first = drawn[..., 0] / drawn[..., 2], 2 + 2 * len(costs)
     rows = []
     for i, pair in enumerate(pairs):
-        counts = drawn[:, i, 2 : 3 + pair.tree.max_depth]
+        counts = drawn[:, i, first : first + 1 + pair.tree.max_depth]
         least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of so many tokens or more
         with np.errstate(divide="ignore", invalid="ignore"):
-            alpha = [interval(least[:, d + 1] / least[:, d]) for d in range(pair.tree.max_depth)]
+            alpha = [interval(b / a) for a, b in pairwise(least.T)]
             shares = [float(x) for x in counts[0] / counts[0].sum()]
+        rates = [drawn[:, i, 0] / drawn[:, i, 3 + 2 * at] for at in range(len(costs))]
+        speed = {
+            batch: {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
+            for rate, (batch, cost) in zip(rates, costs.items(), strict=True)
+        }
         named = {"temperature": heat, "tree": pair.shape, "verifier": pair.verifier}
+        nodes = float(drawn[0, i, 1] / drawn[0, i, 2])
         figures = {"tau": interval(taus[:, i]), "ratio": interval(taus[:, i] / taus[:, 0])}
-        rows.append(named | figures | {"alpha": alpha, "lengths": shares})
+        rows.append(
+            named | figures | {"nodes": nodes, "speed": speed, "alpha": alpha, "lengths": shares}
+        )
     return rows

@@ -115,16 +115,17 @@ def acceptance(config: AcceptanceConfig) -> None:
 
 @takes(TauConfig)
 def tau(config: TauConfig) -> None:
-    """Measure the exact τ of verifiers on trees of fixed shape, from one set of the target's answers."""
+    """Measure the exact τ of verifiers and trees from one set of the target's answers."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)
-    _ = config.schemes
+    _ = config.verifiers
     begin(config, [f"head:{config.head}"])
-    from treespec.eval.acceptance.tau import measure, report_of
+    from treespec.eval.acceptance.tau import measure
+    from treespec.eval.acceptance.tau_table import report_of
 
     show_result(report_of(with_progress(measure, config)))
-    remark(f"The figures are in {Path(config.out).resolve()}")
+    remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
 
 
 @takes(CalibrateConfig)

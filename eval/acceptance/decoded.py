@@ -1,0 +1,108 @@
+"""Cycles of real decoding along a given text, for trees that are drafted anew each cycle; and what cycles cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from treespec.api.spec import Spec
+from treespec.draft.cost.model import Cost, CostBy
+from treespec.eval.acceptance.text import Text
+from treespec.requests.events import Cycle
+from treespec.shaping.sampling import SamplingParams
+from treespec.trees.shape import Policy
+from treespec.trees.tree import TokenTree
+from treespec.verify.topk import TopK
+from treespec.verify.walk import Judging, Verdict, answered, by_token, path_along
+
+SIZES = [2**i for i in range(13)]  # nodes at which a roofline is known
+
+
+@final
+class Along:
+    """Keeps what a tree holds of a given text, where the children are a function of the text before them.
+
+    So an output of the target is a child with the target's probability, as for `topk`: the text has the outputs.
+    """
+
+    name, scheme, coupled = "topk", TopK(), False
+
+    def __init__(self) -> None:
+        self.ahead: Iterator[int] = repeat(0)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.ahead = chain(tokens, repeat(0))
+
+    def __call__(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Verdict:
+        verdict: Verdict = answered([self.at_once(tree, p, generator)])[0]
+        return verdict
+
+    def at_once(self, tree: TokenTree, p: Any, generator: torch.Generator) -> Judging:
+        links = yield torch.stack([tree.parents, tree.tokens])
+        return path_along(by_token(links.mT.tolist()), lambda node: next(self.ahead))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A verifier on a tree without a fixed shape. Its draws are a function of the text, or of noise and the text."""
+
+    verifier: str
+    shape: str
+    tree: Policy
+
+    def cycles(
+        self, spec: Spec, cost: Cost, text: Text, params: SamplingParams, seed: int
+    ) -> list[Cycle]:
+        """The cycles along a text. Under noise its seed writes the text again. cost: trees are chosen by it."""
+        along, cycles = Along(), list[Cycle]()
+        verifier = along if self.verifier == "topk" else self.verifier
+        rest = spec.template, False, spec.calibration, cost
+        own, begin = Spec(spec.target, spec.source, self.tree, verifier, *rest), text.root + 1
+        along.begin(text.tokens[begin:].tolist())
+        own.generate(
+            text.tokens[:begin].tolist(),
+            max_new_tokens=text.count,
+            ignore_eos=True,
+            seed=seed,
+            memory=None,
+            on_cycle=cycles.append,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        )
+        return cycles
+
+
+def seconds_of(cycle: Cycle, cost: Cost) -> float:
+    """Of a cycle with this tree, by the cost model."""
+    depth = [0]
+    for parent in cycle.parents[1:]:
+        depth.append(depth[parent] + 1)
+    return float(cost.seconds(len(depth), max(depth), len(set(cycle.parents[1:]))))
+
+
+def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
+    """The cost by batch size on a processor of these figures, in bytes and operations per second.
+
+    A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
+    """
+    target, head, size = spec.target, spec.head, spec.target.dtype.itemsize
+    assert head
+
+    def seconds(model: nn.Module, rows: int, tokens: int) -> float:
+        """rows: of the output embedding that are used. Embeddings are looked up."""
+        known = {
+            w.data_ptr(): w.nbytes for name, w in model.named_parameters() if "embed" not in name
+        }
+        read = sum(known.values()) + rows * target.model.config.get_text_config().hidden_size * size
+        return max(read / bandwidth, 2 * read / size * tokens / flops)
+
+    def cost(batch: int) -> Cost:
+        forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in SIZES)
+        drafted = target.vocab_size if head.vocabulary is None else len(head.vocabulary)
+        return Cost(tuple(SIZES), forward, seconds(head, drafted, batch))
+
+    return cost

@@ -1,0 +1,168 @@
+"""Ways down a tree along a given text, and how likely a verifier's accepted path follows them.
+
+R_i is Pr(the accepted path has y_1 … y_i), over the target's probability of these tokens. A verifier is
+lossless, so a cycle emits exactly y_1 … y_i with R_(i-1) - R_i, over the same. R is the sum over the ways,
+the nodes of depth i that may hold y_1 … y_i:
+
+    walk         each step: Pr(draw k is y, and the plan's output)
+    traversal    each step: Pr(draw k is y, and all before it are refused); in the end w of the last draw
+    gbv          one way: the path that is selected among K, and w of it
+
+Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
+their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): what hangs
+below the text, and beside it, has no part.
+
+bound: no verifier keeps a path that is not drafted. So R_i is at most R_(i-1), and at most
+Pr(y_1 … y_i is drafted) over the target's. Block verification of one path attains it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from treespec.eval.acceptance.carried import FORMS, Nodes, in_turn, topk
+from treespec.trees.static import StaticTree
+from treespec.verify.distributions import positive
+from treespec.verify.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Way:
+    """reach, weight: [n], whose product is the way's part of R.
+
+    span: [n, 2] the q of all paths below this one in order, and of these and this one; for `gbv`.
+    """
+
+    reach: Tensor
+    weight: Tensor
+    span: Tensor
+
+    @classmethod
+    def root(cls, n: int) -> "Way":
+        one = torch.ones(n, dtype=torch.float64)
+        return cls(one, one, torch.stack([0 * one, one], 1))
+
+
+def shared(columns: Tensor, nodes: Nodes) -> Tensor:
+    """[k, n] in float64, over the target's probability of y. columns: [n, k]."""
+    return (columns / positive(nodes.on(nodes.p))[:, None]).double().T
+
+
+def traversal(way: Way, nodes: Nodes, k: int) -> list[Way]:
+    """Traversal verification; on a chain block verification."""
+    chances, weights = in_turn(nodes, k, way.weight[:, None].to(nodes.p.dtype))
+    columns = zip(shared(chances, nodes), weights.double().T, strict=True)
+    return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
+
+
+def gbv(way: Way, nodes: Nodes, k: int, paths: int) -> list[Way]:
+    """Greedy multi-path block verification (Thomas and Pal 2026, 2602.16961).
+
+    Of K independent paths the last is selected, in the order of p/q of their tokens, the first token first. Block
+    verification of it follows. It has y_1 … y_i with U^K - L^K, where L is q of all paths before these
+    and U that and q of these: q(y_1 … y_i) times the sum of U^a L^b over a + b = K - 1.
+    """
+    # 1. The span of y within that of the path so far.
+    y, p, q = nodes.y[:, None], nodes.p.double(), nodes.q.double()
+    order = p / q.clamp(min=torch.finfo(torch.float64).tiny)
+    own, here = order.gather(1, y), nodes.on(q)
+    before = (order < own) | ((order == own) & (torch.arange(p.shape[1]) < y))
+    low, high = way.span.unbind(1)
+    size = high - low
+    below = low + size * (q * before).sum(1)
+    span = torch.stack([below, below + size * here], 1)
+
+    # 2. Its odds among the selected paths, and w.
+    factor = here * powers(span, paths) / positive(powers(way.span, paths))
+    weight = (way.weight * nodes.on(p) / positive(factor)).clamp(max=1)
+    return [Way(way.reach * factor / positive(nodes.on(p)), weight, span)] * k
+
+
+def powers(span: Tensor, paths: int) -> Tensor:
+    """[n] the sum of U^a L^b over a + b = K - 1. span: [n, 2] L and U."""
+    low, high = span.unbind(1)
+    return sum((high**a * low ** (paths - 1 - a) for a in range(paths)), torch.zeros_like(low))
+
+
+def drafted(way: Way, nodes: Nodes, k: int, replaced: bool) -> list[Way]:
+    """Pr(draw k is the first of y), whatever is verified. replaced: whether draws are independent."""
+    if replaced:
+        here = nodes.on(nodes.q)[:, None]
+        chances = here * (1 - here) ** torch.arange(k)
+    else:
+        chances, _ = in_turn(replace(nodes, p=torch.zeros_like(nodes.p)), k)
+    return [replace(way, reach=way.reach * chance) for chance in shared(chances, nodes)]
+
+
+BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A verifier on a tree of fixed shape. scheme: that makes the draws. draws: of each inner node, by its path."""
+
+    verifier: str
+    shape: str
+    scheme: Scheme
+    tree: StaticTree
+    draws: Mapping[tuple[int, ...], int]
+
+    @property
+    def sure(self) -> bool:
+        """Whether the draws are the most likely tokens."""
+        return self.scheme.deterministic and self.verifier != "gumbel"
+
+    def below(
+        self, way: Way, nodes: Nodes, k: int, sure: bool, known: dict[tuple[str, int], Tensor]
+    ) -> list[Way]:
+        """The ways of k draws below a way at n nodes.
+
+        sure: whether the most likely tokens are the draws, as at temperature 0. known: the shares at these nodes, which
+        are kept there by verifier and k.
+        """
+        if not sure:
+            if self.verifier in ("block", "traversal"):
+                return traversal(way, nodes, k)
+            if self.verifier == "gbv":
+                return gbv(way, nodes, k, self.draws[()])
+            if self.verifier in BOUNDS:
+                return drafted(way, nodes, k, BOUNDS[self.verifier])
+        if (self.verifier, k) not in known:
+            form = topk if sure else FORMS.get(self.verifier, FORMS[self.scheme.name])
+            known[self.verifier, k] = shared(form(nodes, k, self.scheme), nodes)
+        return [replace(way, reach=way.reach * share) for share in known[self.verifier, k]]
+
+
+def followed(
+    pairs: Sequence[Pair], steps: Iterable[tuple[Nodes, Nodes]], greedy: bool
+) -> list[Tensor]:
+    """Of each pair R [n, D + 1] for 0 … D tokens, D the depth of its tree.
+
+    steps: for the draws of the root, of its children, …: p, q and y behind each of n tokens; and with scores for q, by
+    which the most likely tokens are known. greedy: of temperature 0, where these are the draws.
+    """
+    ways, kept = [dict[tuple[int, ...], Way]() for _ in pairs], [list[Tensor]() for _ in pairs]
+    for depth, (nodes, scored) in enumerate(steps):
+        known: dict[tuple[str, int], Tensor] = {}
+        for pair, own, r in zip(pairs, ways, kept, strict=True):
+            # 1. The ways one token further.
+            if not depth:
+                own[()] = Way.root(len(nodes.y))
+                r.append(own[()].reach)
+            if depth == pair.tree.max_depth:
+                continue
+            sure = greedy or pair.sure
+            for path in [path for path in own if len(path) == depth and path in pair.draws]:
+                below = pair.below(
+                    own[path], scored if sure else nodes, pair.draws[path], sure, known
+                )
+                own |= {(*path, i): way for i, way in enumerate(below)}
+
+            # 2. What they keep of the text.
+            here = [way for path, way in own.items() if len(path) == depth + 1]
+            r.append(sum((way.reach * way.weight for way in here), torch.zeros_like(r[0])))
+            if pair.verifier in BOUNDS:
+                r[-1] = torch.minimum(r[-1], r[-2])
+    return [torch.stack(r, 1) for r in kept]

@@ -12,7 +12,7 @@ one of them is y, and the plan's mass on y stands for the coins.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,17 +25,20 @@ from treespec.verify.distributions import (
     keep_first,
     most_likely,
     normalise,
+    one_draft,
     positive,
     scale,
     subtract,
     without,
 )
+from treespec.verify.is_lp import IsLp, select
 from treespec.verify.kseq import shared, smallest_rho
 from treespec.verify.optimal import Optimal
 from treespec.verify.rrs import race
 from treespec.verify.scheme import Scheme, check
 from treespec.verify.traversal import refusals
 
+TINY = 1e-9  # of what tells which draw was selected, where it was none of y
 Form = Callable[["Nodes", int, Scheme], Tensor]
 
 
@@ -156,16 +159,14 @@ def race_of(nodes: Nodes, lists: int) -> Tensor:
 
 def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """Target and draft share a noise: the draws are the k tokens with the least E / q."""
-    q = positive(nodes.q)
-    times = (race_of(nodes, 1)[:, 0] / q).masked_fill(nodes.q == 0, torch.inf)
-    return (most_likely(-times, k) == nodes.y[:, None]).to(q.dtype) * nodes.on(nodes.p)[:, None]
+    drawn = most_likely(nodes.q / race_of(nodes, 1)[:, 0], k) == nodes.y[:, None]
+    return drawn * (nodes.on(nodes.p) * (nodes.on(nodes.q) > 0))[:, None]
 
 
 def gls(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """Gumbel-max list sampling (Rowan, Phan and Khisti 2025, 2506.05632): a noise for each of k independent drafts."""
-    q = nodes.q[:, None]
-    times = (race_of(nodes, k) / positive(q)).masked_fill(q == 0, torch.inf)
-    return nodes.first(times.argmin(-1)).to(q.dtype) * nodes.on(nodes.p)[:, None]
+    drawn = (nodes.q[:, None] / race_of(nodes, k)).argmax(-1)
+    return nodes.first(drawn) * (nodes.on(nodes.p) * (nodes.on(nodes.q) > 0))[:, None]
 
 
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
@@ -227,8 +228,8 @@ def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     many = nodes.repeated()
     tokens, chance = many.containing(many.q, torch.full_like(many.y[:, None], k), k)
-    plan = scheme.plan(many.p, many.q, Draws(tokens))
-    return nodes.averaged(many.first(tokens) * many.on(plan)[:, None] * chance)
+    chosen, selected = select(many.p, many.q, tokens, cast(IsLp, scheme).s)
+    return of_selected(nodes, many, chance, Selection(selected, tokens, chosen))
 
 
 def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
@@ -237,11 +238,34 @@ def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
     tokens, chance = many.containing(rest, number, scheme.most(k))
     draws = scheme.arranged(tops, tokens, nodes.generator)
-    plan = many.on(scheme.plan(many.p, many.q, draws))[:, None] * chance
-    sure = (tops == many.y[:, None]) * many.on(many.p)[:, None]
-    return nodes.averaged(
-        many.first(draws.tokens[:, :k]) * plan * ~sure.any(-1, keepdim=True) + sure
-    )
+    share = of_selected(nodes, many, chance, Selection(*scheme.selection(many.p, many.q, draws)))
+    sure = nodes.averaged((tops == many.y[:, None]) * many.on(many.p)[:, None])
+    return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
+
+
+class Selection(NamedTuple):
+    """selected: [n, V] the selected draw's distribution. tokens: [n, K]. chosen: [n, K] Pr(it is that draw)."""
+
+    selected: Tensor
+    tokens: Tensor
+    chosen: Tensor
+
+
+def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
+    """[n, K] where one draw is selected, and accepted as a draw of its distribution x: y is with min(p, x) in all.
+
+    So the draws tell only which of them it was, and what the residual adds. many: the nodes, each so many times.
+    chance: [., 1] Pr(a draw is y), which these have.
+    """
+    first, drawn = many.first(of.tokens), of.tokens == many.y[:, None]
+    accepted, left = one_draft(many.p, of.selected, of.tokens, of.chosen)
+    refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
+    residual = refused * many.on(left)[:, None] / positive(left.sum(-1, keepdim=True))
+    own = (accepted * drawn).sum(-1, keepdim=True) + TINY
+    which = nodes.averaged(first * own)
+    total = nodes.averaged(torch.minimum(many.on(many.p), many.on(of.selected))[:, None])
+    rest = nodes.averaged(first * residual * chance)
+    return total * which / positive(which.sum(-1, keepdim=True)) + rest
 
 
 FORMS: Mapping[str, Form] = {

@@ -173,8 +173,8 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     out: str = option("folder for the figures and the texts")
     verifier: str = option(
         f"verifiers, separated by commas: all, {either((*WALKED, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
-        "and gbv do not decode yet; bound is the most that any lossless verifier keeps of independent draws, bound-wo of "
-        "draws without replacement",
+        "and gbv are measured only; bound is the most that any lossless verifier keeps of independent draws, "
+        "bound-wo of draws without replacement",
         "all",
     )
     tree: str = option(
@@ -200,7 +200,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     top_p: float = shared(AcceptanceConfig, "top_p", 1.0)
     samples: int = option(
         "samples of draws at each position, for schemes without a closed form",
-        8,
+        1,
         least=1,
         most=MANY,
     )

@@ -142,7 +142,7 @@ def totals(
     """
     # 1. Trees of fixed shape.
     fixed = [pair for pair in pairs if isinstance(pair, Pair)]
-    found, seed = dict[Measured, Any](), config.seed + text.group
+    found, seed = dict[int, Any](), config.seed + text.group
     if fixed:
         generator = torch.Generator().manual_seed(seed)
         deep = max(pair.tree.max_depth for pair in fixed)
@@ -160,7 +160,7 @@ def totals(
             tree = pair.tree.size, pair.tree.max_depth, len(pair.draws)
             steps_of = [(u.sum(), u.sum() * float(cost.seconds(*tree))) for cost in costs.values()]
             nodes = tree[0] * u.sum()
-            found[pair] = text.count, nodes, *np.ravel(steps_of), *(u[:inside] @ w[:inside])
+            found[id(pair)] = text.count, nodes, *np.ravel(steps_of), *(u[:inside] @ w[:inside])
 
     # 2. Others.
     for one in pairs:
@@ -171,9 +171,10 @@ def totals(
                 each.insert(0, (len(cycles), sum(seconds_of(cycle, cost) for cycle in cycles)))
             counts = np.bincount([cycle.new_tokens - 1 for cycle in cycles[:-1]], minlength=1)
             nodes = sum(len(cycle.parents) for cycle in cycles)
-            found[one] = text.count, nodes, *np.ravel(each), *counts
+            found[id(one)] = text.count, nodes, *np.ravel(each), *counts
     width = 3 + 2 * len(costs) + max(pair.tree.max_depth for pair in pairs)
-    return np.array([np.pad(found[pair], (0, width - len(found[pair]))) for pair in pairs])
+    own = (found[id(pair)] for pair in pairs)
+    return np.array([np.pad(one, (0, width - len(one))) for one in own])
 
 
 def along_text(

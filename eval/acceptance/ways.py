@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import FORMS, Nodes, in_turn, topk
+from treespec.eval.acceptance.carried import FORMS, Nodes, in_turn
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
 from treespec.verify.scheme import Scheme
@@ -57,7 +57,7 @@ def traversal(way: Way, nodes: Nodes, k: int) -> list[Way]:
     return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
 
 
-def gbv(way: Way, nodes: Nodes, k: int, paths: int) -> list[Way]:
+def gbv(way: Way, nodes: Nodes, paths: int) -> Way:
     """Greedy multi-path block verification (Thomas and Pal 2026, 2602.16961).
 
     Of K independent paths the last is selected, in the order of p/q of their tokens, the first token first. Block
@@ -77,7 +77,7 @@ def gbv(way: Way, nodes: Nodes, k: int, paths: int) -> list[Way]:
     # 2. Its odds among the selected paths, and w.
     factor = here * powers(span, paths) / positive(powers(way.span, paths))
     weight = (way.weight * nodes.on(p) / positive(factor)).clamp(max=1)
-    return [Way(way.reach * factor / positive(nodes.on(p)), weight, span)] * k
+    return Way(way.reach * factor / positive(nodes.on(p)), weight, span)
 
 
 def powers(span: Tensor, paths: int) -> Tensor:
@@ -86,16 +86,19 @@ def powers(span: Tensor, paths: int) -> Tensor:
     return sum((high**a * low ** (paths - 1 - a) for a in range(paths)), torch.zeros_like(low))
 
 
-def drafted(way: Way, nodes: Nodes, k: int, replaced: bool) -> list[Way]:
-    """Pr(draw k is the first of y), whatever is verified. replaced: whether draws are independent."""
+def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
+    """[n, k] Pr(draw i is the first of y), whatever is verified. replaced: whether draws are independent."""
     if replaced:
         here = nodes.on(nodes.q)[:, None]
-        chances = here * (1 - here) ** torch.arange(k)
-    else:
-        chances, _ = in_turn(replace(nodes, p=torch.zeros_like(nodes.p)), k)
-    return [replace(way, reach=way.reach * chance) for chance in shared(chances, nodes)]
+        return here * (1 - here) ** torch.arange(k)
+    many = replace(nodes, p=torch.zeros_like(nodes.p), samples=SAMPLES if k > 1 else 1)
+    return many.averaged(in_turn(many.repeated(), k)[0])
 
 
+SAMPLES = (
+    4  # of draws without replacement for the bound: their noise lowers it, where it is cut at 1
+)
+RACES = ("gumbel", "gls")  # verifiers over noise
 BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
 
 
@@ -122,17 +125,22 @@ class Pair:
         sure: whether the most likely tokens are the draws, as at temperature 0. known: the shares at these nodes, which
         are kept there by verifier and k.
         """
-        if not sure:
-            if self.verifier in ("block", "traversal"):
-                return traversal(way, nodes, k)
-            if self.verifier == "gbv":
-                return gbv(way, nodes, k, self.draws[()])
-            if self.verifier in BOUNDS:
-                return drafted(way, nodes, k, BOUNDS[self.verifier])
-        if (self.verifier, k) not in known:
-            form = topk if sure else FORMS.get(self.verifier, FORMS[self.scheme.name])
-            known[self.verifier, k] = shared(form(nodes, k, self.scheme), nodes)
-        return [replace(way, reach=way.reach * share) for share in known[self.verifier, k]]
+        # 1. Verifiers of whole paths.
+        if not sure and self.verifier in ("block", "traversal"):
+            return traversal(way, nodes, k)
+        if not sure and self.verifier == "gbv":
+            return [gbv(way, nodes, self.draws[()])]
+
+        # 2. Others step by step. Of one draw, all schemes make the same.
+        alike = k == 1 and self.verifier not in (*RACES, *BOUNDS)
+        name = "topk" if sure else "single" if alike else self.verifier
+        if (name, k) not in known:
+            if name in BOUNDS:
+                share = drafted(nodes, k, BOUNDS[name])
+            else:
+                share = FORMS.get(name, FORMS[self.scheme.name])(nodes, k, self.scheme)
+            known[name, k] = shared(share, nodes)
+        return [replace(way, reach=way.reach * share) for share in known[name, k]]
 
 
 def followed(

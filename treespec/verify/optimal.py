@@ -133,14 +133,14 @@ class Optimal(SureScheme, LayerScheme):
         return tops, needed * (number > 0), rest
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return single_draft(p, *self._selected(p, q, draws))
+        return single_draft(p, *self.selection(p, q, draws))
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         assert draws.sure is not None
-        selected, tokens, chosen = self._selected(p, q, draws)
+        selected, tokens, chosen = self.selection(p, q, draws)
         return partial_draft(p, selected, tokens, chosen > 0, (tokens >= 0) & draws.sure)
 
-    def _selected(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+    def selection(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
         """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K]."""
         # 1. Which draws are independent [B, K], and their distribution: q without the sure tokens.
         assert draws.sure is not None

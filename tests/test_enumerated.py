@@ -25,7 +25,7 @@ REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp")]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
-FOUND = ["rest", "suffix", "lookup", "recycling", "lookahead:window=1,ngram=3"]
+FOUND = ["rest", "suffix", "lookup", "recycling"]
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),
     ("suffix+model", "topk", "auto:depth=2,topk=2"),
@@ -67,7 +67,7 @@ def enumerate_texts(spec, way="top-k", batch=64, **how):
 
 
 def enumerate_setup(drafter, verifier, tree, way, batch, **how):
-    how |= {"merged": not drafter.startswith(("lookahead", "recycling"))}
+    how |= {"merged": not drafter.startswith("recycling")}
     if drafter.startswith("suffix"):
         how |= {"recall": True, "memory": "texts"}
     return enumerate_texts(spec_of(drafter, tree, verifier, WAYS[way].end), way, batch, **how)
@@ -159,7 +159,6 @@ LONG = [
     ("suffix+model", "topk", "2x2"),
     ("suffix+eagle", "rrs-wo", "2x2"),
     ("lookup", "topk", None),
-    ("lookahead:window=3,ngram=3", "topk", None),
 ]
 
 

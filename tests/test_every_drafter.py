@@ -24,7 +24,6 @@ DRAFTERS = {
     "model": "model:{home}/small",
     "rest": "rest:{home}/store",
     "lookup": "lookup:matches=3",
-    "lookahead": "lookahead:window=4,ngram=3,guesses=4",
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {

@@ -22,7 +22,6 @@ SETUPS = {
     ("lookup", None, "topk", 1): 1,
     ("suffix", None, "auto", 0): 1,
     ("recycling", None, "topk", 1): 2,
-    ("lookahead:window=3,ngram=3", None, "topk", 1): 2,
     ("eagle", "chain:3", "single", 1): 1,
     ("eagle", "chain:3", "block", 1): 2,
     ("eagle", "eagle", "rrs", 1): 1,

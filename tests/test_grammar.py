@@ -133,7 +133,7 @@ def test_forced_tokens_are_accepted_by_every_verifier(letters, verifier):
         assert stats.cycles <= 2
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "lookahead:window=4,ngram=3,guesses=4"])
+@pytest.mark.parametrize("drafter", ["lookup", "recycling"])
 def test_drafters_without_a_model_draft_below_forced_tokens(letters, drafter):
     spec = Spec(letters.target, source_of(drafter, letters.target), verifier="topk")
     answers = spec.generate([PROMPT, [2, 0, 3, 0, 3]], regex=f"({FORCED}){{3}}")

@@ -34,7 +34,7 @@ packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 @pytest.mark.parametrize(
     "drafter, way",
     [
-        *((drafter, "cut") for drafter in [*DRAFTERS, "lookup", "lookahead:window=2,ngram=3", "recycling"]),
+        *((drafter, "cut") for drafter in [*DRAFTERS, "lookup", "recycling"]),
         *product(("model", "eagle, half the tokens", "medusa", "suffix+eagle"), ("plain", "habits")),
     ],
 )

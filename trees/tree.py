@@ -80,24 +80,6 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """M extra tokens in the target's forward, behind a tree's N nodes (lookahead's n-gram pool).
-
-    The verifier does not judge them and the cache does not keep them.
-
-    tokens: [M] int64.
-    depth: [M] int64, positions from the root to the row's token.
-    mask: [M, N + M] bool, the nodes and rows that each row sees. No node sees a row.
-    asked: number of rows, from the first, whose logits the forward returns.
-    """
-
-    tokens: Tensor
-    depth: Tensor
-    mask: Tensor
-    asked: int
-
-
-@dataclass(frozen=True)
 class TokenTree:
     """N nodes; node 0 is the root, the last committed token.
 
@@ -107,7 +89,6 @@ class TokenTree:
     ancestors: [N, N] bool; row i marks node i and its ancestors.
     drafts: the distributions and draws; None where the children are a deterministic function of the text
     (top-k, retrieval).
-    rows: extra tokens that the drafter asks the target to score; None: there are none.
 
     A verifier takes a node's first child with a token, so it never reaches the node of a repeat.
     """
@@ -117,25 +98,6 @@ class TokenTree:
     depth: Tensor
     ancestors: Tensor
     drafts: Drafts | None = None
-    rows: Rows | None = None
-
-    def forwarded(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens [N + M], depths [N + M] and mask [N + M, N + M] of the target's forward.
-
-        A tree of three nodes, and two rows d and e. Row d sees the root and itself, row e also d:
-
-            a ─┬─ b          a b c d e
-               └─ c      a   x
-                         b   x x
-                         c   x . x
-                         d   x . . x
-                         e   x . . x x
-        """
-        rows = self.rows
-        if rows is None:
-            return self.tokens, self.depth, self.ancestors
-        seen = torch.cat([pad(self.ancestors, (0, len(rows.tokens))), rows.mask])
-        return torch.cat([self.tokens, rows.tokens]), torch.cat([self.depth, rows.depth]), seen
 
 
 def root_only(token: Tensor) -> TokenTree:
@@ -163,13 +125,9 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))
     ancestors = torch.cat([chained, pad(tree.ancestors, (n, 0), value=True)])
 
-    # 2. Laws and draws move with their nodes. Extra rows see the chain as they see the text.
-    drafts, rows = tree.drafts, tree.rows
-    if drafts:
-        drafts = replace(drafts, nodes=drafts.nodes + n)
-    if rows:
-        rows = Rows(rows.tokens, rows.depth + n, pad(rows.mask, (n, 0), value=True), rows.asked)
-    return TokenTree(tokens, parents, depth, ancestors, drafts, rows)
+    # 2. Laws and draws move with their nodes.
+    drafts = tree.drafts and replace(tree.drafts, nodes=tree.drafts.nodes + n)
+    return TokenTree(tokens, parents, depth, ancestors, drafts)
 
 
 def best_first(scores: Tensor, count: int | None = None) -> Tensor:

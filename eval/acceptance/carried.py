@@ -34,10 +34,11 @@ from treespec.verify.distributions import (
 from treespec.verify.is_lp import IsLp, select
 from treespec.verify.kseq import shared, smallest_rho
 from treespec.verify.optimal import Optimal
-from treespec.verify.rrs import race
+from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme, check
 from treespec.verify.traversal import refusals
 
+DRAWS = RRSWithoutReplacement()
 TINY = 1e-9  # of what tells which draw was selected, where it was none of y
 Form = Callable[["Nodes", int, Scheme], Tensor]
 
@@ -114,9 +115,10 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     # 1. Tokens that may be refused before y, and what each leaves of q.
     weight = torch.ones_like(nodes.p[:, :1]) if weight is None else weight
     y, here = nodes.y[:, None], nodes.on(nodes.q)[:, None]
-    others = race(without(nodes.q, y), k - 1, nodes.generator) if k > 1 else y[:, :0]
+    rest = without(nodes.q, y)
+    others = y[:, :0] if k == 1 else DRAWS.draw(rest, k - 1, nodes.generator).tokens
     at_q = nodes.q.gather(1, others.clamp(min=0)) * (others >= 0)
-    rest = without(without(nodes.q, others), y).sum(-1, keepdim=True)
+    rest = without(rest, others).sum(-1, keepdim=True)
     other = rest + pad(at_q, (0, 1)).flip(1).cumsum(1).flip(1)  # [n, k] the mass without y
     left = positive(other + here)
 

@@ -65,13 +65,6 @@ class RestOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class LookaheadOptions(DrafterOptions):
-    window: int = option("tokens of a row", 15, least=1, most=1024)
-    ngram: int = option("tokens of an n-gram", 5, least=2, most=64)
-    guesses: int = option("n-grams that are kept of each first token", 15, least=1, most=1024)
-
-
-@dataclass(frozen=True)
 class SuffixOptions(DrafterOptions):
     tokens: int = option(
         "of earlier completions to draft from; 0: from the sequence at hand alone",
@@ -121,15 +114,6 @@ ROWS = (
         f"{CHECKS}:check_datastore",
         "must",
         RestOptions,
-        one_hot=True,
-    ),
-    DrafterKind(
-        "lookahead",
-        ("lookahead",),
-        f"{FREE}.lookahead:load_lookahead",
-        "n-grams that the target makes on the side, in the same forward",
-        "Lookahead, Fu et al. 2024",
-        options=LookaheadOptions,
         one_hot=True,
     ),
     DrafterKind(

@@ -59,7 +59,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, N], depths [B, N] and ancestors [B, N, N] of B trees (`TokenTree.forwarded`).
+    """Tokens [B, N], depths [B, N] and ancestors [B, N, N] of B trees.
 
     Smaller trees are padded with nodes of token 0 that see only themselves. Trees of five nodes
     and of three, behind texts of three tokens and of one:

@@ -19,12 +19,10 @@ class TreeOutput:
     logits: [N, V].
     features: [N, H] hidden states after the final norm, or [N, aux_layers * H] for a head that reads
     layers.
-    rows: [asked, V] logits of the tree's extra rows.
     """
 
     logits: Tensor
     features: Tensor
-    rows: Tensor
 
 
 @contextmanager

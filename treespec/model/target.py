@@ -223,20 +223,18 @@ class Target:
         """The one forward of a cycle: a tree for each text of the cache.
 
         The trees' keys and values are written behind the longest text, for `cache.commit` to keep.
-        A tree's extra rows are written behind its nodes.
 
         trees: one for each text. aux_layers: as for `prefill`.
         """
-        tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
+        tokens, depth, ancestors = batched(
+            [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
+        )
         places = positions(depth, cache.lengths)
         hidden, features = self._forward(cache, tokens, places, ancestors, aux_layers)
-        sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
+        sizes = [len(tree.tokens) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        outputs = []
-        for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
-            n = len(tree.tokens)
-            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], tree_logits[n:]))
-        return outputs
+        parts = zip(logits, features, sizes, strict=True)
+        return [TreeOutput(own, of_nodes[:n]) for own, of_nodes, n in parts]
 
     @torch.no_grad()
     def forward_nodes(

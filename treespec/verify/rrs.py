@@ -95,9 +95,10 @@ class RRSWithoutReplacement(SureScheme):
         if width == 1:
             return Draws(keep_first(independent(q, 1, generator), number))
         tokens = distinct(independent(q, SPARE * width, generator))[:, :width]
-        if ((tokens < 0) & (torch.arange(width) < number)).any():
-            more = race(without(q, tokens), width, generator)
-            tokens = distinct(torch.cat([tokens, more], dim=1))[:, :width]
+        few = ((tokens < 0) & (torch.arange(width) < number)).any(-1)
+        if few.any():
+            more = race(without(q[few], tokens[few]), width, generator)
+            tokens[few] = distinct(torch.cat([tokens[few], more], dim=1))[:, :width]
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from treespec.trees.tree import Rows, TokenTree
+    from treespec.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Guess:
 
     tokens, parents: of each node but the root. probabilities: [N] Pr(a node is accepted | its parent
     is); None: nobody knows. shares: of the places that reach a node's parent, those that reach the
-    node, too. length: tokens of the match that it continues. rows: extra rows of the forward.
+    node, too. length: tokens of the match that it continues.
 
         root ─┬─ a ─── c        tokens   a b c
               └─ b              parents  0 0 1
@@ -29,7 +29,6 @@ class Guess:
     probabilities: np.ndarray | None = None
     shares: Sequence[float] = ()
     length: int = 0
-    rows: "Rows | None" = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "Guess":
@@ -56,18 +55,15 @@ class Guess:
         number = {node: new for new, node in enumerate(kept.tolist())}
         parents = [number[self.parents[node - 1]] for node in kept[1:]]
         tokens = [self.tokens[node - 1] for node in kept[1:]]
-        return Guess(tokens, parents, probabilities[kept], rows=self.rows)
+        return Guess(tokens, parents, probabilities[kept])
 
     def tree(self, root: int, device: "torch.device") -> "TokenTree":
         """The tree on a device, without draft distributions. root: its token."""
-        from treespec.trees.tree import Rows, TokenTree, sent  # checks before loading need no torch
+        from treespec.trees.tree import TokenTree, sent  # checks before loading need no torch
 
         ancestors = np.eye(1 + len(self.tokens), dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             ancestors[node] |= ancestors[parent]
-        seen, rows = sent(ancestors, device), self.rows
-        if rows:
-            tokens, depth, mask = (sent(x, device) for x in (rows.tokens, rows.depth, rows.mask))
-            rows = Rows(tokens, depth, mask, rows.asked)
+        seen = sent(ancestors, device)
         tokens, parents = sent([[root, *self.tokens], [-1, *self.parents]], device)
-        return TokenTree(tokens, parents, seen.sum(1) - 1, seen, rows=rows)
+        return TokenTree(tokens, parents, seen.sum(1) - 1, seen)

@@ -33,18 +33,14 @@ from treespec.verify.walk import Judging
 
 # Pr(accepted) of the first, second, … child before any feedback; the last is for all further ones.
 RATES = (0.6, 0.12, 0.06, 0.03)
-# Tokens a cycle of a drafter with rows of its own (Lookahead in Spec-Bench, 2401.07851).
-ROWS_BRING = 1.6
 
 
 class TextDrafter(Renewed, ABC):
     """Drafts for one sequence.
 
-    widest: the most nodes and rows of a forward with extra rows; 0: it adds no rows. predicts: whether
-    its guesses have probabilities.
+    predicts: whether its guesses have probabilities.
     """
 
-    widest: int = 0
     predicts: bool = False
 
     @abstractmethod
@@ -112,7 +108,7 @@ class OneHotDrafter(ForcedDrafter):
         trees = []
         for number, (root, by) in enumerate(zip(roots.tolist(), distributions, strict=True)):
             model, row = self.cost_model(number), self.rows[number]
-            waits = model and not row.drafter.predicts and pauses(model, row.drafter.widest)
+            waits = model and not row.drafter.predicts and pauses(model)
             row.guess, last = None, [root, *self.chains[number]]
             if not (waits or by.over):
                 row.guess = self.guess(number, last, model)
@@ -163,8 +159,8 @@ class OneHotDrafter(ForcedDrafter):
 def part(guess: Guess, model: CostModel) -> Guess:
     """The nodes worth their time in the forward, with their probabilities.
 
-    A guess with extra rows stays whole. The cost model hears what this cycle's tree brings. Where
-    the drafter has no probabilities, those by rank are corrected by what was accepted so far.
+    The cost model hears what this cycle's tree brings. Where the drafter has no probabilities, those by rank are
+    corrected by what was accepted so far.
     """
     # 1. The probability that each node is reached.
     known, parents = guess.probabilities, np.array([-1, *guess.parents])
@@ -180,20 +176,17 @@ def part(guess: Guess, model: CostModel) -> Guess:
     order = np.argsort(
         -reach, kind="stable"
     )  # a parent, and first of all the root, before its children
-    size = len(reach)
-    if not guess.rows:
-        size = best_size(reach[order[1:]], model.forward, model.plain)
-        if known is None and model.trying:
-            size = max(size, min(2, len(reach)))
+    size = best_size(reach[order[1:]], model.forward, model.plain)
+    if known is None and model.trying:
+        size = max(size, min(2, len(reach)))
     shorter = guess.part(np.sort(order[:size]), probabilities)
 
     # 3. Predict what they bring; of known probabilities there is nothing to learn.
     if known is not None:
         model.prediction = None
-    elif size > 1 or guess.rows:
+    elif size > 1:
         assert shorter.probabilities is not None
-        rows = len(guess.rows.tokens) if guess.rows else 0
-        seconds, kept = float(model.cost.seconds(size + rows, 0)), np.array([-1, *shorter.parents])
+        seconds, kept = float(model.cost.seconds(size, 0)), np.array([-1, *shorter.parents])
         model.predict(Prediction(seconds, kept, shorter.probabilities), model.by_law)
     return shorter
 
@@ -207,15 +200,8 @@ def by_rank(guess: Guess) -> np.ndarray:
     return np.array(probabilities)
 
 
-def pauses(model: CostModel, widest: int) -> bool:
-    """Whether a sequence goes without drafts this cycle; asked before they are looked for.
-
-    widest: nodes and rows of a forward, for a drafter with rows of its own; 0 for others.
-    """
-    if widest:
-        nodes = len(model.forward)
-        wide = float(model.forward[min(widest, nodes) - 1]) * max(widest / nodes, 1)
-        return model.pauses(ROWS_BRING / wide)
+def pauses(model: CostModel) -> bool:
+    """Whether a sequence goes without drafts this cycle; asked before they are looked for."""
     first, deeper = (RATES[0] * model.by_law.factors[:, 0]).clip(max=CERTAIN)
     # [n] tokens that a chain of 0, 1, … draft tokens brings.
     tokens = 1 + first * (deeper ** np.arange(len(model.forward) - 1)).cumsum()

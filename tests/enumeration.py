@@ -7,11 +7,10 @@ import torch
 from equality import seeded
 from scipy.optimize import linprog
 
-from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.trees.tree import Draws
 from treespec.verify import registry
 
-SCHEMES = registry.SCHEMES | {"otm-lp": OtmLp()}
+SCHEMES = registry.SCHEMES
 LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
 ENUMERABLE = [name for name in LOSSLESS if name != "optimal"]  # its draws carry scores: see test_optimal.py
 STOCHASTIC = [name for name, scheme in registry.SCHEMES.items() if not scheme.deterministic]
@@ -120,14 +119,14 @@ def with_tops(q, draws, tops):
 
 
 def scheme_by_name(spec, allow_lossy=False):
-    return SCHEMES[spec] if spec == "otm-lp" else registry.scheme_by_name(spec, allow_lossy)
+    return registry.scheme_by_name(spec, allow_lossy)
 
 
 def outcomes(name, q, k):
     """The law of k draws that have positive probability. q: [V]."""
     laws = q.tolist()
     match name:
-        case "single" | "rrs" | "is-lp" | "kseq" | "otm-lp":
+        case "single" | "rrs" | "is-lp" | "kseq":
             found = independent([laws] * k)
         case "rrs-wo":
             found = sequential(laws, k)

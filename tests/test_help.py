@@ -51,7 +51,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
     "to": {f"{name} ({project})" for name, project in ENGINES.items()},
 }
 OTHERS = {  # options of one name and another meaning
-    ("acceptance", "verifier"): {"all", *LOSSLESS, "otm-lp"},
+    ("acceptance", "verifier"): {"all", *LOSSLESS},
     ("tau", "verifier"): {"all", *LOSSLESS},
     ("tau", "tree"): {"chain:5", "2x4", "eagle", "medusa", "a JSON file of paths"},
     ("train", "head"): set(TRAINING),

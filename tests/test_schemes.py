@@ -26,7 +26,6 @@ from oracle import chances_of, deviation
 from refusals import complains
 
 from treespec.api.spec import Spec
-from treespec.eval.acceptance import otm_lp
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
@@ -94,7 +93,7 @@ def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name):
     torch.testing.assert_close(plan, p)
 
 
-@pytest.mark.parametrize("name", [name for name in [*NAMES, *OPTIMAL, "typical"] if name != "otm-lp"])
+@pytest.mark.parametrize("name", [*NAMES, *OPTIMAL, "typical"])
 def test_float32_plans_at_vocabulary_size_are_laws(name):
     generator = seeded(3)
     scheme = scheme_by_name(name, allow_lossy=True)
@@ -133,7 +132,6 @@ MUTATIONS = [  # scheme, draws, the module that is changed, what stands there, a
     ("greedy", 2, single, "without(q, draws.tokens.scatter(1, last, -1))", "q"),
     ("is-lp", 2, is_lp, "(wins * pairs).sum(-1)", "pairs.triu().sum(-1)"),
     ("is-lp", 3, is_lp, "selected = new.selected.where(present, selected)", "selected = selected.clone()"),
-    ("otm-lp", 2, otm_lp, "left = np.maximum(target - mass.sum(0), 0)", "left = target"),
     ("topk", 2, topk, "return p\n", "return p.roll(1, -1)\n"),
 ]
 
@@ -163,15 +161,6 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
 def test_options_have_the_type_of_their_field():
     assert scheme_by_name("is-lp:s=8") == IsLp(s=8)
     assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
-
-
-def test_a_program_that_is_too_large_is_refused():
-    q = torch.full((1, 100), 0.01)
-    draws = Draws(torch.tensor([[1, 2, 3]]))
-    with complains(r"3 draws of 100 tokens make 166750 sets.*take optimal"):
-        SCHEMES["otm-lp"].plan(q, q, draws)
-    one_hot = torch.eye(100)[:1]
-    torch.testing.assert_close(SCHEMES["otm-lp"].plan(q, one_hot, Draws(torch.zeros_like(draws.tokens))), q)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

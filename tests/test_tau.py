@@ -170,6 +170,53 @@ def test_no_verifier_keeps_more_than_the_bound(shape):
         torch.testing.assert_close(r["block"], r["bound"])
 
 
+def test_hsd_as_released_changes_the_distribution():
+    """Hierarchical Speculative Decoding (2601.05724) keeps more than block verification, which is the bound.
+
+    By the rule of its repository (algorithm_clean.py): the whole draft is kept with min(1, P/Q) of its tokens. Refused,
+    one goes back from its end. At t one stops with the mass D+ of (min(P, Q) p - Q q)+ over the larger of D+ and D-,
+    or surely where P/Q up to t is 1 or more; the next token comes from that difference.
+    """
+    size, length, generator = 3, 2, seeded(10)
+    p, q = ({y: random_law(size, generator) for n in range(3) for y in product(range(size), repeat=n)} for _ in "pq")
+    found, tokens, block = dict.fromkeys(product(range(size), repeat=length + 1), 0.0), 0.0, 0.0
+
+    def joint(table, y):
+        return math.prod(float(table[y[:i]][y[i]]) for i in range(len(y)))
+
+    def emit(y, mass):
+        for rest in product(range(size), repeat=length + 1 - len(y)):
+            whole = y + rest
+            found[whole] += mass * math.prod(float(p[whole[:i]][whole[i]]) for i in range(len(y), length + 1))
+        return mass * len(y)
+
+    for x in product(range(size), repeat=length):
+        left = joint(q, x)
+        if not left:
+            continue
+        kept = left * min(1, joint(p, x) / left)
+        tokens += sum(emit((*x, z), kept * float(p[x][z])) for z in range(size))
+        left -= kept
+        for t in reversed(range(length)):
+            head, both = x[:t], (joint(p, x[:t]), joint(q, x[:t]))
+            difference = min(both) * p[head] - both[1] * q[head]
+            more, less = difference.clamp(min=0), (-difference).clamp(min=0)
+            stop = float(more.sum() / max(more.sum(), less.sum())) if more.sum() else 0.0
+            here = left * (1.0 if joint(p, x[: t + 1]) >= joint(q, x[: t + 1]) else stop)
+            left -= here
+            if more.sum():
+                tokens += sum(emit((*head, z), here * float(more[z] / more.sum())) for z in range(size))
+            else:
+                tokens += emit(x[: t + 1], here)
+        w = 1.0
+        for i in range(length):
+            w = min(1.0, w * float(p[x[:i]][x[i]] / q[x[:i]][x[i]]))
+            block += joint(q, x) * w
+    assert sum(found.values()) == pytest.approx(1)
+    assert max(abs(mass - joint(p, y)) for y, mass in found.items()) > 0.01
+    assert tokens > 1 + block
+
+
 def test_trees_that_are_drafted_anew_follow_the_text():
     """The cycles of `topk` along a text cut it where no child is its next token, whatever the generator draws."""
     spec = spec_of("eagle", "2x2", "topk")

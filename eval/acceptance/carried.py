@@ -173,14 +173,12 @@ def gls(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """A draw of y is accepted, or refused; a later one of y, or the residual, may output it then, too."""
-    # 1. In float64: of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
-    p, q = nodes.p.double(), nodes.q.double()
-    number = torch.full_like(nodes.y[:, None], k)
-    rho = smallest_rho(p, q, number)
-    both, beta = shared(p, q, rho)
+    # 1. Of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
+    p, q, number = nodes.p, nodes.q, torch.full_like(nodes.y[:, None], k)
+    both, beta = shared(p, q, smallest_rho(p, q, number))
     paid = (1 - (1 - beta) ** number) / positive(beta)
-    residual = subtract(p, both, paid)
-    last = nodes.on(residual * scale(residual, torch.ones_like(beta)))
+    residual = subtract(p, both, paid.to(p.dtype))
+    last = nodes.on(residual) / positive(residual.sum(-1))
     accepted, miss = nodes.on(both), 1 - beta.squeeze(1)
     refused = nodes.on(q) - accepted
 
@@ -190,7 +188,7 @@ def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
         later = sum((miss**j * accepted for j in range(k - i - 1)), torch.zeros_like(miss))
         then = accepted + refused * (later + miss ** (k - i - 1) * last)
         columns.append((miss - refused) ** i * then)
-    return torch.stack(columns, 1).to(nodes.p.dtype)
+    return torch.stack(columns, 1).to(p.dtype)
 
 
 def topk(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:

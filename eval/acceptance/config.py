@@ -16,11 +16,9 @@ from treespec.api.options import (
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
+from treespec.verify.facts import SCHEMES, known_scheme
 
-LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
-
-WALKED = tuple(name for name in LOSSLESS if name != REFERENCE)
+LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
 
 DRAWN_BY = {  # verifiers beyond the node, and bounds of all: the scheme that makes the draws
     "block": "single",
@@ -144,7 +142,7 @@ def schemes_in(verifiers: str) -> list[str]:
     names: list[str] = []
     for name in listed("verifier", verifiers):
         names += LOSSLESS if name == "all" else [name]
-        if name not in ("all", REFERENCE):
+        if name != "all":
             scheme, _ = known_scheme(name, allow_lossy=True)
             if not scheme.lossless:
                 raise InputError(
@@ -172,7 +170,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     out: str = option("folder for the figures and the texts")
     verifier: str = option(
-        f"verifiers, separated by commas: all, {either((*WALKED, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
+        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
         "and gbv are measured only; bound is the most that any lossless verifier keeps of independent draws, "
         "bound-wo of draws without replacement",
         "all",
@@ -232,8 +230,6 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     def verifiers(self) -> list[str]:
         """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
         names = [name for name in listed("verifier", self.verifier) if name not in DRAWN_BY]
-        schemes = (
-            [name for name in schemes_in(",".join(names)) if name != REFERENCE] if names else []
-        )
+        schemes = schemes_in(",".join(names)) if names else []
         asked = [*DRAWN_BY] if "all" in names else listed("verifier", self.verifier)
         return [*schemes, *(name for name in DRAWN_BY if name in asked)]

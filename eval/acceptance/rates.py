@@ -12,7 +12,6 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
-from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.eval.acceptance.sources import Logits, collected, given
 from treespec.eval.acceptance.table import Row, report_of
 from treespec.eval.common import Report, Step, silent
@@ -20,7 +19,6 @@ from treespec.eval.intervals import Figure, Z
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.verify.facts import REFERENCE
 from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
@@ -56,7 +54,7 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
         for done, (sweep, case, names) in enumerate(planned):
             text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
             report(Step(done, len(planned), text))
-            schemes = {n: OtmLp() if n == REFERENCE else scheme_by_name(n) for n in names}
+            schemes = {name: scheme_by_name(name) for name in names}
             rated, refused = rate(logits, sweep, case, schemes, generator)
             left_out = refused | left_out
             if not rated:

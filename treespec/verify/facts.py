@@ -10,7 +10,6 @@ from treespec.errors import InputError
 from treespec.options import installed, nearest
 from treespec.trees.ranges import Range
 
-REFERENCE = "otm-lp"  # a scheme of `treespec acceptance` alone
 SWITCH = Range(least=0, most=1, whole=True)
 SHARE = Range(above=0, most=1)
 
@@ -131,10 +130,6 @@ def known_scheme(
     """
     # 1. The scheme.
     name, _, rest = spec.partition(":")
-    if name == REFERENCE:
-        raise InputError(
-            f"verifier {name} does not decode: see its rates by treespec acceptance --verifier {name}"
-        )
     if name not in SCHEMES:
         names = [*SCHEMES, *others]
         raise InputError(

@@ -13,7 +13,7 @@ from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINES
 from treespec.draft.options import DRAFTERS as ROWS
-from treespec.eval.acceptance.config import PRESETS
+from treespec.eval.acceptance.config import DRAWN_BY, PRESETS
 from treespec.eval.suites import SUITES
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.train.config import TRACKERS, TrainConfig
@@ -52,8 +52,8 @@ LISTS = {  # what the help of an option lists, wherever the option is
 }
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
-    ("tau", "verifier"): {"all", *LOSSLESS},
-    ("tau", "tree"): {"chain:5", "2x4", "eagle", "medusa", "a JSON file of paths"},
+    ("tau", "verifier"): {"all", *LOSSLESS, *DRAWN_BY},
+    ("tau", "tree"): {"chain:5", "2x4", "delayed:2x3x2", "eagle", "medusa", "a JSON file of paths"},
     ("train", "head"): set(TRAINING),
 }
 

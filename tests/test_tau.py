@@ -9,14 +9,15 @@ import torch
 from enumeration import every_pair, outcomes, random_law, scheme_by_name
 from equality import seeded
 from oracle import outcomes as decoded
+from refusals import complains
 from tiny_pairs import NEW, PROMPT, spec_of
 from torch.nn.functional import pad
 
 from treespec.draft.cost.model import Cost
 from treespec.eval.acceptance.carried import FORMS, Nodes
-from treespec.eval.acceptance.config import DRAWN_BY
+from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
 from treespec.eval.acceptance.decoded import Decoded
-from treespec.eval.acceptance.tau import along_text, ends
+from treespec.eval.acceptance.tau import along_text, ends, measure
 from treespec.eval.acceptance.text import Text
 from treespec.eval.acceptance.ways import Pair, Way, followed, gbv
 from treespec.shaping.sampling import SamplingParams, probs
@@ -225,6 +226,30 @@ def test_trees_that_are_drafted_anew_follow_the_text():
     again = Decoded("topk", "2x2", policy("2x2")).cycles(spec, Cost((1, 2), (1.0, 1.0)), text, SamplingParams(1.0), 5)
     assert len(again) == round(float(fixed))
     assert [token for cycle in again for piece in cycle.answer for token in piece.token_ids] == [2, 1, 3]
+
+
+def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
+    models = {"target": f"{home}/target", "head": f"{home}/head", "questions": f"{home}/questions.jsonl"}
+    models |= {"out": str(tmp_path), "max_new_tokens": 8, "dtype": "float32", "temperature": "1"}
+    asked = {"verifier": "rrs,block,traversal,topk,bound", "tree": "chain:2;2x2;dynamic:depth=2,topk=2,nodes=4"}
+    config = TauConfig(**models, **asked, batch="1,4", bandwidth=100.0, flops=1.0)
+    found, texts = measure(config), (tmp_path / "texts-1.json").read_text()
+    pairs = [(row["tree"][:7], row["verifier"]) for row in found["rows"]]
+    kept = [("2x2", name) for name in ("rrs", "topk", "traversal", "bound")]
+    assert pairs == [("chain:2", name) for name in asked["verifier"].split(",")[:1]] + pairs[1:5] + kept + [
+        ("dynamic", "topk")
+    ]
+    assert all(row["tau"]["value"] >= 1 and set(row["speed"]) == {1, 4} for row in found["rows"])
+    assert measure(config)["rows"] == found["rows"]
+    assert (tmp_path / "texts-1.json").read_text() == texts
+    assert "<polyline" in (tmp_path / "tau.html").read_text()
+    for wrong, message in {"typical": "not lossless", "nothing": "unknown verifier"}.items():
+        with complains(message):
+            measure(TauConfig(**models, verifier=wrong))
+    with complains("--bandwidth and --flops"):
+        TauConfig(**models, flops=1.0)
+    with complains("draws from such trees at random"):
+        measure(TauConfig(**models, verifier="rrs", tree="sampled"))
 
 
 def test_cycles_end_as_all_ways_to_cut_a_text_do():

@@ -170,13 +170,6 @@ def test_children_are_reached_no_more_often_than_their_parent(price):
         assert (children.sum(-1) <= reach + 1e-12).all()
 
 
-def test_at_temperature_0_it_is_the_dynamic_tree(table):
-    sampled = grow(table, "sampled:nodes=12,depth=3", "rrs-wo", calibration=USUAL)
-    dynamic = grow(table, "dynamic:nodes=12,depth=3")
-    assert sampled.drafts is None
-    assert all(torch.equal(vars(sampled)[name], vars(dynamic)[name]) for name in ("tokens", "parents", "depth"))
-
-
 def test_without_a_calibration_it_is_refused_with_a_remedy(table):
     with complains("treespec calibrate"):
         grow(table, "sampled", "rrs-wo", 1.0)

@@ -69,15 +69,6 @@ def bytes_each(target, head, kind, loss):
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 
-def test_what_is_counted_is_what_is_alive():
-    """A peak of two arrays of 4,000 bytes, where three are made."""
-    with Live() as live:
-        first = torch.zeros(1000)
-        first = first + 1
-        first[:10].add_(1)
-    assert live.peak == 8000
-
-
 CASES = [
     *((kind, "published") for kind in ("eagle", "eagle3", "medusa", "hydra", "hydra++")),
     *(("hydra", loss) for loss in ("tv", "log-acceptance", "lk", "acceptance:4")),

@@ -144,16 +144,17 @@ def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 def race_of(nodes: Nodes, lists: int) -> Tensor:
     """[n, lists, V] exponential times E given that y is the output: the token with the least E / p of all lists.
 
-    The least is E / lists, in any of the lists; every other one is that much later than nothing.
+    The least is exponential, of rate `lists`, and lies in any list. Every other E is its p times that, and an
+    exponential time more.
     """
-    # 1. The winner's time by its p, its list, and what the others take beyond.
+    # 1. The least, where it lies, and what the others take beyond.
     n, size = nodes.p.shape
     uniform = uniforms((n, lists, size), nodes.generator, nodes.p.device)
     first = -uniforms((n, 1, 1), nodes.generator, nodes.p.device).log() / lists
     won = torch.randint(lists, (n,), generator=nodes.generator, device=nodes.p.device)
     times = first * nodes.p[:, None] - uniform.log()
 
-    # 2. Nothing beyond for the winner.
+    # 2. The winner takes nothing beyond.
     rows = torch.arange(n, device=nodes.p.device)
     times[rows, won, nodes.y] = first[:, 0, 0] * nodes.on(nodes.p)
     return times

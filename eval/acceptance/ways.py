@@ -27,6 +27,10 @@ from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
 from treespec.verify.scheme import Scheme
 
+RACES = ("gumbel", "gls")  # verifiers over noise
+BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
+SAMPLES = 4  # of draws without replacement for the bound: noise lowers it, where it is cut
+
 
 @dataclass(frozen=True)
 class Way:
@@ -93,13 +97,6 @@ def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
         return here * (1 - here) ** torch.arange(k)
     many = replace(nodes, p=torch.zeros_like(nodes.p), samples=SAMPLES if k > 1 else 1)
     return many.averaged(in_turn(many.repeated(), k)[0])
-
-
-SAMPLES = (
-    4  # of draws without replacement for the bound: their noise lowers it, where it is cut at 1
-)
-RACES = ("gumbel", "gls")  # verifiers over noise
-BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
 
 
 @dataclass(frozen=True)

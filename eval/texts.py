@@ -15,7 +15,7 @@ from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Report, Step
 from treespec.eval.questions import load_questions
-from treespec.files.atomic import check_writable
+from treespec.files.atomic import check_writable, read_json, write_json
 from treespec.model.processor import processor
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
@@ -23,6 +23,7 @@ from treespec.text.conversations import CONVERSATIONS, content_of, read_conversa
 from treespec.text.encoding import encode_conversations
 
 BATCH = 16  # answers at a time
+LENGTH = 1024  # most tokens of a conversation whose cycles are counted
 MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 
@@ -112,6 +113,49 @@ def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Pas
     tokens = torch.tensor(ids, dtype=torch.int64)
     pieces = enumerate(tokens.split(length) if len(tokens) else ())
     return [Passage(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in pieces]
+
+
+@dataclass(frozen=True)
+class Text:
+    """tokens: [T] int64. root: the place of the token below which the first cycle drafts."""
+
+    tokens: Tensor
+    root: int
+    group: int
+
+    @property
+    def count(self) -> int:
+        """n: the tokens that count."""
+        return len(self.tokens) - 1 - self.root
+
+
+def kept_texts(config: Any, params: SamplingParams, spec: Spec, report: Report) -> list[Text]:
+    """The texts of one temperature: those in OUT, if they were written by the same options."""
+    file = Path(config.out) / f"texts-{params.temperature:g}.json"
+    about = {name: getattr(config, name) for name in config.OF_TEXTS}
+    kept = read_json(file, "delete it to write the texts again") if file.exists() else {}
+    if kept.get("about") != about:
+        if config.text:
+            length = min(LENGTH, spec.target.context_length)
+            found = from_file(config.text, spec, config.limit, length)
+        else:
+            found = list(answers(config, params, spec, report))
+        rows = [[p.tokens[:end].tolist(), root, p.group] for p in found for root, end in runs(p)]
+        kept = {"texts": rows}
+        write_json(file, {"about": about, **kept})
+    texts = [Text(torch.tensor(ids), root, group) for ids, root, group in kept["texts"]]
+    if not texts:
+        raise InputError("no text has a token to count: give longer texts")
+    return texts
+
+
+def runs(passage: Passage) -> Iterator[tuple[int, int]]:
+    """Of each run of tokens that count: the place of its first root, and its end."""
+    none = passage.counts.new_zeros(1).int()
+    edges = torch.diff(passage.counts.int(), prepend=none, append=none).nonzero().view(-1, 2)
+    for begin, end in edges.tolist():
+        if end > max(begin, 2):  # a head drafts behind two tokens
+            yield max(begin, 2) - 1, end
 
 
 def describe(target: Target) -> dict[str, object]:

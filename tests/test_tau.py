@@ -19,8 +19,8 @@ from treespec.eval.acceptance.carried import FORMS, Nodes
 from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
 from treespec.eval.acceptance.decoded import Decoded
 from treespec.eval.acceptance.tau import along_text, ends, measure
-from treespec.eval.acceptance.text import Text
 from treespec.eval.acceptance.ways import Pair, Way, followed, gbv
+from treespec.eval.texts import Text
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
 from treespec.trees.tree import Draws

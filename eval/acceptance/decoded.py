@@ -10,7 +10,7 @@ from torch import nn
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost, CostBy
-from treespec.eval.acceptance.text import Text
+from treespec.eval.texts import Text
 from treespec.requests.events import Cycle
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.shape import Policy

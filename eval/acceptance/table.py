@@ -2,13 +2,13 @@
 
 The layout is that of Table 1 of Hu et al. 2025: a line per method, with α* below the methods that
 draw in its way, and a column per temperature and number of draws. Given distributions have a line per distribution
-and a column per method.
+and a column per method. τ has a table for each temperature, and plots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treespec.eval.report import Cell, Report, Table, notes, percent
+from treespec.eval.report import Cell, Plot, Report, Table, notes, percent
 
 Row = dict[str, Any]  # one method at one combination, as `rows_of` makes it
 KINDS = {  # of figures in a row, by what their tables are called
@@ -38,3 +38,69 @@ def table_of(rows: Sequence[Row], kind: str) -> Table:
         if row[kind] is not None:
             lines.setdefault(line, {"": line})[column] = percent(row[kind])
     return Table(KINDS[kind], [""], [*lines.values()])
+
+
+def report_of_tau(found: Mapping[str, Any]) -> Report:
+    """A table by temperature, τ by temperature and by number of nodes, and how to read them."""
+    # 1. The tables.
+    heats, tables = list(dict.fromkeys(row["temperature"] for row in found["rows"])), []
+    for heat in heats:
+        lines = list[Mapping[str, Cell]]()
+        for row in found["rows"]:
+            if row["temperature"] == heat:
+                cells: dict[str, Cell] = {"Tree": row["tree"], "Verifier": row["verifier"]}
+                cells |= {
+                    "Nodes": f"{row['nodes']:.1f}",
+                    "τ": row["tau"],
+                    "Of the first": row["ratio"],
+                }
+                for batch, speed in row["speed"].items():
+                    cells |= {f"Speed, batch {batch}": speed["over_one"]}
+                lines.append(cells | {f"α {d}": alpha for d, alpha in enumerate(row["alpha"], 1)})
+        title = f"Tokens per cycle at temperature {heat:g}"
+        tables.append(Table(title, ["Tree", "Verifier"], lines))
+
+    # 2. The plots: a line for each verifier over trees, and for each pair over temperatures.
+    plots = [
+        Plot(
+            f"τ by nodes, temperature {heat:g}",
+            "nodes",
+            lines_of(found, "verifier", "nodes", temperature=heat),
+        )
+        for heat in heats
+    ]
+    plots += [
+        Plot(
+            f"τ by temperature, {tree}",
+            "temperature",
+            lines_of(found, "verifier", "temperature", tree=tree),
+        )
+        for tree in dict.fromkeys(row["tree"] for row in found["rows"])
+    ]
+
+    # 3. The notes.
+    machine = "a processor of the given figures" if found["config"]["bandwidth"] else "this machine"
+    notes = [
+        "τ: tokens by the expected number of cycles for the target's own texts; draws and coins are integrated out.",
+        "Ranges: 95% bootstrap intervals over questions. Of the first: τ by the first row's, of the same resamples.",
+        f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
+        "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
+        "bound, bound-wo: no lossless verifier keeps more of independent draws, of draws without replacement.",
+        *(f"Left out: {name}, as {why}." for name, why in found["left_out"].items()),
+    ]
+    return Report(
+        tables,
+        notes,
+        plots=[plot for plot in plots if any(len(x) > 1 for x in plot.lines.values())],
+    )
+
+
+def lines_of(
+    found: Mapping[str, Any], by: str, along: str, **where: Any
+) -> dict[str, list[tuple[float, Any]]]:
+    """{name: (place, τ) in order} of the rows with these fields."""
+    lines: dict[str, list[tuple[float, Any]]] = {}
+    for row in found["rows"]:
+        if all(row[name] == value for name, value in where.items()):
+            lines.setdefault(row[by], []).append((row[along], row["tau"]))
+    return {name: sorted(line, key=lambda point: point[0]) for name, line in lines.items()}

@@ -33,13 +33,12 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
 from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
 from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
-from treespec.eval.acceptance.tau_table import report_of
-from treespec.eval.acceptance.text import Text, kept_texts
+from treespec.eval.acceptance.table import report_of_tau
 from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Array, interval, resample
 from treespec.eval.report import markdown, page
-from treespec.eval.texts import describe, load_models
+from treespec.eval.texts import Text, describe, kept_texts, load_models
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
@@ -87,8 +86,8 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
         known = {"config": asdict(config), "environment": describe(spec.target)}
         result = known | {"left_out": left_out, "rows": rows}
         write_json(out / "tau.json", result)
-        write_text(out / "tau.md", markdown(report_of(result)))
-        write_text(out / "tau.html", page(report_of(result), "Tokens per cycle"))
+        write_text(out / "tau.md", markdown(report_of_tau(result)))
+        write_text(out / "tau.html", page(report_of_tau(result), "Tokens per cycle"))
     return result
 
 

@@ -121,10 +121,10 @@ def tau(config: TauConfig) -> None:
     check_questions(config.questions)
     _ = config.verifiers
     begin(config, [f"head:{config.head}"])
+    from treespec.eval.acceptance.table import report_of_tau
     from treespec.eval.acceptance.tau import measure
-    from treespec.eval.acceptance.tau_table import report_of
 
-    show_result(report_of(with_progress(measure, config)))
+    show_result(report_of_tau(with_progress(measure, config)))
     remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
 
 

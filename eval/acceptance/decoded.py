@@ -93,11 +93,11 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     assert head
 
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
-        """rows: of the output embedding that are used. Embeddings are looked up."""
-        known = {
-            w.data_ptr(): w.nbytes for name, w in model.named_parameters() if "embed" not in name
-        }
-        read = sum(known.values()) + rows * target.model.config.get_text_config().hidden_size * size
+        """rows: of the output embedding that are used. The input embedding is looked up."""
+        named = dict(model.named_parameters())
+        inner = [w for name, w in named.items() if "embed" not in name and "lm_head" not in name]
+        width = target.model.config.get_text_config().hidden_size
+        read = sum(w.nbytes for w in inner) + rows * width * size
         return max(read / bandwidth, 2 * read / size * tokens / flops)
 
     def cost(batch: int) -> Cost:

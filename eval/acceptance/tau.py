@@ -96,7 +96,7 @@ def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
     pairs, left_out = list[Measured](), dict[str, str]()
     for shape, name in product(config.trees, config.verifiers):
         tree, scheme = policy(shape), scheme_by_name(DRAWN_BY.get(name, name))
-        if why := misfit(name, tree, scheme.max_draws):
+        if why := misfit(name, tree, scheme.max_draws, bool(config.text)):
             left_out[f"{name}@{shape}"] = why
         elif not isinstance(tree, StaticTree):
             pairs.append(Decoded(name, shape, tree))
@@ -109,9 +109,11 @@ def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
     return pairs, left_out
 
 
-def misfit(name: str, tree: Policy, most: int | None) -> str:
-    """Why a verifier is not measured on a tree; "" if it is. most: draws that it takes at a node."""
+def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
+    """Why a verifier is not measured on a tree; "" if it is. most: draws that it takes at a node. given: by `--text`."""
     if not isinstance(tree, StaticTree):
+        if given and name in ("gumbel", "auto"):
+            return f"{name} writes texts of its own on such trees: leave out --text"
         fits = name in ("topk", "gumbel", "auto") and not tree.may_draw
         return "" if fits else f"{name} draws from such trees at random: treespec eval measures it"
     inner = {path[:-1] for path in tree.paths[1:]}

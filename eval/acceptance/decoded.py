@@ -18,6 +18,7 @@ from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Judging, Verdict, answered, by_token, path_along
 
+APART = ("embed", "lm_head", "output.")  # embeddings, in names of parameters
 SIZES = [2**i for i in range(13)]  # nodes at which a roofline is known
 
 
@@ -95,7 +96,7 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
         """rows: of the output embedding that are used. The input embedding is looked up."""
         named = dict(model.named_parameters())
-        inner = [w for name, w in named.items() if "embed" not in name and "lm_head" not in name]
+        inner = [w for name, w in named.items() if not any(part in name for part in APART)]
         width = target.model.config.get_text_config().hidden_size
         read = sum(w.nbytes for w in inner) + rows * width * size
         return max(read / bandwidth, 2 * read / size * tokens / flops)

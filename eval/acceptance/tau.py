@@ -110,7 +110,10 @@ def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
 
 
 def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
-    """Why a verifier is not measured on a tree; "" if it is. most: draws that it takes at a node. given: by `--text`."""
+    """Why a verifier is not measured on a tree; "" if it is.
+
+    most: draws that it takes at a node. given: whether the texts are `--text`'s.
+    """
     if not isinstance(tree, StaticTree):
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"

@@ -1,4 +1,4 @@
-"""Cycles of real decoding along a given text, for trees that are drafted anew each cycle; and what cycles cost."""
+"""Cycles of real decoding along a given text, for trees that are drafted again each cycle; and what cycles cost."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -98,9 +98,10 @@ def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
         tree, scheme = policy(shape), scheme_by_name(DRAWN_BY.get(name, name))
         if why := misfit(name, tree, scheme.max_draws, bool(config.text)):
             left_out[f"{name}@{shape}"] = why
-        elif not isinstance(tree, StaticTree):
+        elif not hasattr(tree, "paths"):
             pairs.append(Decoded(name, shape, tree))
         else:
+            tree = cast(StaticTree, tree)
             inner = {path[:-1] for path in tree.paths[1:]}
             draws = {path: tree.draws(path) for path in inner}
             pairs.append(Pair(name, shape, scheme, tree, draws))
@@ -114,11 +115,12 @@ def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
 
     most: draws that it takes at a node. given: whether the texts are `--text`'s.
     """
-    if not isinstance(tree, StaticTree):
+    if not hasattr(tree, "paths"):
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
         fits = name in ("topk", "gumbel", "auto") and not tree.may_draw
         return "" if fits else f"{name} draws from such trees at random: treespec eval measures it"
+    tree = cast(StaticTree, tree)
     inner = {path[:-1] for path in tree.paths[1:]}
     ends = {len(path) for path in tree.paths if path not in inner}
     if len(tree.paths) - 1 < sum(map(tree.draws, inner)):

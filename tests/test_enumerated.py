@@ -21,7 +21,7 @@ CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
 
 SHAPED = ("top-k", "penalties", "processor", "end")
 WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub", "layer:greedy")]
-REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp")]
+REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "gbv")]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
@@ -32,6 +32,7 @@ GROWN = [
     ("suffix+eagle", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "eagle"),
+    ("model", "gbv", "delayed:1x2x1"),
     ("model", "single", "confident:depth=3,threshold=.5,step=.3"),
     ("model", "rrs-wo", "confident:depth=3,threshold=.5,step=.3"),
     ("eagle", "rrs-wo", "sampled:price=.1,depth=2"),

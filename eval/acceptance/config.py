@@ -171,7 +171,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     out: str = option("folder for the figures and the texts")
     verifier: str = option(
         f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
-        "and gbv are measured only; bound is the most that any lossless verifier keeps of independent draws, "
+        "is measured only; bound is the most that any lossless verifier keeps of independent draws, "
         "bound-wo of draws without replacement",
         "all",
     )

@@ -122,13 +122,10 @@ def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
         return "" if fits else f"{name} draws from such trees at random: treespec eval measures it"
     tree = cast(StaticTree, tree)
     inner = {path[:-1] for path in tree.paths[1:]}
-    ends = {len(path) for path in tree.paths if path not in inner}
     if len(tree.paths) - 1 < sum(map(tree.draws, inner)):
         return "a draw has no node: treespec eval measures it"
     if name == "auto":
         return "auto chooses its trees: take --tree auto"
-    if name == "gbv" and (len(ends) > 1 or any(tree.draws(path) > 1 for path in inner if path)):
-        return "gbv takes paths of one length that branch at the root: delayed:0x3x4"
     return f"{name} makes {most} draws at most" if most and tree.max_draws > most else ""
 
 

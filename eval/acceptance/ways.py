@@ -6,7 +6,7 @@ the nodes of depth i that may hold y_1 … y_i:
 
     walk         each step: Pr(draw k is y, and the plan's output)
     traversal    each step: Pr(draw k is y, and all before it are refused); in the end w of the last draw
-    gbv          one way: the path that is selected among K, and w of it
+    gbv          each step: Pr(the selected draw is y); in the end w of it
 
 Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
 their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): what hangs
@@ -34,19 +34,10 @@ SAMPLES = 4  # of draws without replacement for the bound: noise lowers it, wher
 
 @dataclass(frozen=True)
 class Way:
-    """reach, weight: [n], whose product is the way's part of R.
-
-    span: [n, 2] the q of all paths below this one in order, and of these and this one; for `gbv`.
-    """
+    """reach, weight: [n], whose product is the way's part of R."""
 
     reach: Tensor
     weight: Tensor
-    span: Tensor
-
-    @classmethod
-    def root(cls, n: int) -> "Way":
-        one = torch.ones(n, dtype=torch.float64)
-        return cls(one, one, torch.stack([0 * one, one], 1))
 
 
 def shared(columns: Tensor, nodes: Nodes) -> Tensor:
@@ -61,33 +52,20 @@ def traversal(way: Way, nodes: Nodes, k: int) -> list[Way]:
     return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
 
 
-def gbv(way: Way, nodes: Nodes, paths: int) -> Way:
-    """Greedy multi-path block verification (Thomas and Pal 2026, 2602.16961).
+def gbv(way: Way, nodes: Nodes, k: int) -> list[Way]:
+    """`treespec.verify.gbv`. The selected draw is y, for the first time at draw i, with L^i q U^(K-1-i).
 
-    Of K independent paths the last is selected, in the order of p/q of their tokens, the first token first. Block
-    verification of it follows. It has y_1 … y_i with U^K - L^K, where L is q of all paths before these
-    and U that and q of these: q(y_1 … y_i) times the sum of U^a L^b over a + b = K - 1.
+    L: q of the tokens with a smaller p/q. U: that and q of y.
     """
-    # 1. The span of y within that of the path so far.
-    y, p, q = nodes.y[:, None], nodes.p.double(), nodes.q.double()
-    order = p / q.clamp(min=torch.finfo(torch.float64).tiny)
+    p, q = nodes.p.double(), nodes.q.double()
+    order, y = p / positive(q), nodes.y[:, None]
     own, here = order.gather(1, y), nodes.on(q)
     before = (order < own) | ((order == own) & (torch.arange(p.shape[1]) < y))
-    low, high = way.span.unbind(1)
-    size = high - low
-    below = low + size * (q * before).sum(1)
-    span = torch.stack([below, below + size * here], 1)
-
-    # 2. Its odds among the selected paths, and w.
-    factor = here * powers(span, paths) / positive(powers(way.span, paths))
-    weight = (way.weight * nodes.on(p) / positive(factor)).clamp(max=1)
-    return Way(way.reach * factor / positive(nodes.on(p)), weight, span)
-
-
-def powers(span: Tensor, paths: int) -> Tensor:
-    """[n] the sum of U^a L^b over a + b = K - 1. span: [n, 2] L and U."""
-    low, high = span.unbind(1)
-    return sum((high**a * low ** (paths - 1 - a) for a in range(paths)), torch.zeros_like(low))
+    low = (q * before).sum(1)
+    high, at_p = low + here, positive(nodes.on(p))
+    chances = [low**i * here * high ** (k - 1 - i) for i in range(k)]
+    weight = (way.weight * at_p / positive(torch.stack(chances).sum(0))).clamp(max=1)
+    return [replace(way, reach=way.reach * chance / at_p, weight=weight) for chance in chances]
 
 
 def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
@@ -126,7 +104,7 @@ class Pair:
         if not sure and self.verifier in ("block", "traversal"):
             return traversal(way, nodes, k)
         if not sure and self.verifier == "gbv":
-            return [gbv(way, nodes, self.draws[()])]
+            return gbv(way, nodes, k)
 
         # 2. Others step by step. Of one draw, all schemes make the same.
         alike = k == 1 and self.verifier not in (*RACES, *BOUNDS)
@@ -154,8 +132,8 @@ def followed(
         for pair, own, r in zip(pairs, ways, kept, strict=True):
             # 1. The ways one token further.
             if not depth:
-                own[()] = Way.root(len(nodes.y))
-                r.append(own[()].reach)
+                r.append(torch.ones(len(nodes.y), dtype=torch.float64))
+                own[()] = Way(r[0], r[0])
             if depth == pair.tree.max_depth:
                 continue
             sure = greedy or pair.sure

@@ -86,6 +86,7 @@ BEYOND_THE_NODE: dict[str, Known] = {
         Known("gumbel", SCHEMES["topk"], "treespec.verify.gumbel:GUMBEL", coupled=True),
         Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
         Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
+        Known("gbv", SCHEMES["rrs"], "treespec.verify.gbv:GBV"),
     )
 } | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)

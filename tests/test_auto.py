@@ -201,17 +201,12 @@ def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
 
 def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_not():
     wrong, right = CostModel(times(2e-3)), CostModel(times(2e-3))
-    assert not pauses(wrong, 0)
+    assert not pauses(wrong)
     for _ in range(30):
         for pace, path in ((wrong, []), (right, [1])):
-            if not pauses(pace, 0):
+            if not pauses(pace):
                 part(given_tree(), pace)
                 pace.update(path)
-    assert pauses(wrong, 0)
-    assert not pauses(right, 0)
+    assert pauses(wrong)
+    assert not pauses(right)
     assert wrong.by_law.factors[0, 0] < ACCEPTED[0] < right.by_law.factors[0, 0]
-
-
-def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
-    assert pauses(CostModel(times(1e-3)), 120)
-    assert not pauses(CostModel(times(1e-6)), 60)

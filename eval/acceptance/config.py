@@ -191,8 +191,11 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         "GB per second of a processor whose speeds are modelled, with --flops; default: this machine is measured",
         None,
         above=0,
+        most=1e6,
     )
-    flops: float | None = option("10^12 operations per second of that processor", None, above=0)
+    flops: float | None = option(
+        "10^12 operations per second of that processor", None, above=0, most=1e6
+    )
     temperature: str = option("temperatures, separated by commas", "0.3,0.6,1", least=0, most=100)
     top_k: int = shared(AcceptanceConfig, "top_k", 0)
     top_p: float = shared(AcceptanceConfig, "top_p", 1.0)

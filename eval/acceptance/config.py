@@ -1,6 +1,7 @@
 """The options of `treespec acceptance`, and the cases that follow from them."""
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -134,8 +135,8 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
     ]
 
 
-def schemes_in(verifiers: str) -> list[str]:
-    """The distinct names in `--verifier`, all of them for "all".
+def schemes_in(verifiers: str, others: Iterable[str] = ()) -> list[str]:
+    """The distinct names in `--verifier`, all of them for "all". others: to offer in the error about an unknown one.
 
     Raises InputError for an unknown or lossy scheme.
     """
@@ -143,7 +144,7 @@ def schemes_in(verifiers: str) -> list[str]:
     for name in listed("verifier", verifiers):
         names += LOSSLESS if name == "all" else [name]
         if name != "all":
-            scheme, _ = known_scheme(name, allow_lossy=True)
+            scheme, _ = known_scheme(name, True, others)
             if not scheme.lossless:
                 raise InputError(
                     f"verifier {name} is not lossless: its rate is not comparable; leave it out"
@@ -233,6 +234,6 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     def verifiers(self) -> list[str]:
         """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
         names = [name for name in listed("verifier", self.verifier) if name not in DRAWN_BY]
-        schemes = schemes_in(",".join(names)) if names else []
+        schemes = schemes_in(",".join(names), DRAWN_BY) if names else []
         asked = [*DRAWN_BY] if "all" in names else listed("verifier", self.verifier)
         return [*schemes, *(name for name in DRAWN_BY if name in asked)]

@@ -118,8 +118,7 @@ def with_tops(q, draws, tops):
     return Draws(torch.tensor(tokens, dtype=torch.int64), torch.tensor(is_sure, dtype=torch.bool)), law(chances)
 
 
-def scheme_by_name(spec, allow_lossy=False):
-    return registry.scheme_by_name(spec, allow_lossy)
+scheme_by_name = registry.scheme_by_name
 
 
 def outcomes(name, q, k):

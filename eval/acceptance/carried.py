@@ -35,7 +35,7 @@ from treespec.verify.is_lp import IsLp, select
 from treespec.verify.kseq import shared, smallest_rho
 from treespec.verify.optimal import Optimal
 from treespec.verify.rrs import RRSWithoutReplacement
-from treespec.verify.scheme import Scheme, check
+from treespec.verify.scheme import Scheme
 from treespec.verify.traversal import refusals
 
 DRAWS = RRSWithoutReplacement()
@@ -282,9 +282,3 @@ FORMS: Mapping[str, Form] = {
     "is-lp": is_lp,
     "optimal": optimal,
 }
-
-
-def carried(scheme: Scheme, nodes: Nodes, k: int) -> Tensor:
-    """[n, k] Pr(the output is y, and draw i is the first draw of y). Raises InputError as `check`."""
-    check(scheme, k)
-    return FORMS[scheme.name](nodes, k, scheme)

@@ -40,7 +40,8 @@ def select(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = (p / positive(q)).argsort(dim=-1, stable=True)
     mass = q.gather(1, order).double()
-    high = mass.cumsum(-1) / positive(mass.sum(-1, keepdim=True))
+    mass = mass / positive(mass.sum(-1, keepdim=True))
+    high = mass.cumsum(-1)
     low, number = (high - mass).clamp(min=0), (tokens >= 0).sum(-1, keepdim=True)
     power = sum(
         (

@@ -107,7 +107,7 @@ class Frontier:
         return self.places if self.children == 1 else self.places // self.children
 
 
-Grow = Callable[[Tensor, Sequence[Tensor | None]], list[TokenTree]]
+Grow = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], list[TokenTree]]
 Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
 
 
@@ -182,13 +182,14 @@ class Proposer(Observer):
         """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
 
     def repeated(
-        self, grow: Grow, roots: Tensor, logits: list[Tensor], key: Any
+        self, grow: Grow, roots: Tensor, logits: list[Tensor], noise: Tensor | None, key: Any
     ) -> list[TokenTree]:
         """The trees below the roots [B] int64, on the host, and `logits`, of `begin`.
 
         grow: grows them by `extend`; they depend on these arguments, what was observed, and the key alone.
+        noise: [B, D, N] of the levels, where it decides with the logits.
         """
-        return grow(roots, logits)
+        return grow(roots, logits, noise)
 
     def levels(self, row: int) -> Tensor:
         """[D, N] draft logits of all levels of a sequence's tree, between `begin` and `extend`."""

@@ -30,6 +30,7 @@ from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
+from treespec.shaping.noise import Noise
 from treespec.shaping.options import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only, sent
@@ -88,6 +89,7 @@ class TreeDrafter(ForcedDrafter):
         self.distributions, self.now = distributions, now
         self.paths: list[list[Path]] = [[] for _ in distributions]
         self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
+        self.noise: Tensor | None = None  # of all levels, where they have been made
 
         # 1. The cache's trees where they are preferred, and sequences without drafts this cycle.
         each = roots.tolist()
@@ -107,17 +109,25 @@ class TreeDrafter(ForcedDrafter):
 
         # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         logits = [row for row in begun if row is not None]
-        changed = any(by.shapers or by.noise or by.reported is not None for by in distributions)
-        apart = changed or any(pauses) or any(self.chains) or self.proposer.at_once
+        noises, params = [by.noise for by in distributions if by.noise], distributions[0].params
+        apart = any(by.shapers or by.reported is not None for by in distributions)
+        apart = apart or any(pauses) or any(self.chains) or self.proposer.at_once
         apart = apart or len(logits) < len(each)
+        if noises:  # a CPU makes the noise of a level when the tree gets there
+            same = len(noises) == len(each) and all(by.params == params for by in distributions)
+            apart = apart or not same or device.type == "cpu"
         alike = self.policy.reranks and not apart and len(each) > 1
-        params = distributions[0].params
 
-        def grown(ends: Tensor, begun: Sequence[Tensor | None]) -> list[TokenTree]:
-            if alike:  # they depend on nothing but the draft logits, level by level
+        def grown(
+            ends: Tensor, begun: Sequence[Tensor | None], noise: Tensor | None = None
+        ) -> list[TokenTree]:
+            self.noise = noise
+            if alike:  # they depend on nothing but the draft logits and noise, level by level
                 whole = torch.stack([row for row in begun if row is not None])
-                root = sent(ends[:, None], whole.device)
-                growths = [self.builders[0].grow(root, whole, params, generators[0])]
+                root, self.depths[0] = sent(ends[:, None], whole.device), -1
+                as_scored = params if noise is None else SamplingParams(1.0)
+                first = self._scored(0, whole)
+                growths = [self.builders[0].grow(root, first, as_scored, generators[0])]
             else:
                 by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
                 growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
@@ -127,14 +137,16 @@ class TreeDrafter(ForcedDrafter):
             return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
 
         # 4. By a graph, where nothing else decides them.
+        noise = None if apart or not noises else self._noise(noises)
         greedy = self.scheme.deterministic or all(by.params.greedy for by in distributions)
         settled = [builder.settled() for builder in self.builders] if greedy and not apart else []
         if settled and all(settled):
-            trees = self.proposer.repeated(grown, roots, logits, (*settled,))
+            by_noise = params if noises else None
+            trees = self.proposer.repeated(grown, roots, logits, noise, (*settled, by_noise))
         else:
             ends = torch.tensor(list(map(self.end, range(len(each)), each)))
             drafting = [None if pause else row for pause, row in zip(pauses, begun, strict=True)]
-            trees = grown(ends, drafting)
+            trees = grown(ends, drafting, noise)
         if alike:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)
@@ -203,10 +215,26 @@ class TreeDrafter(ForcedDrafter):
         return logits
 
     def _scored(self, row: int, logits: Tensor) -> Tensor:
-        """[F, N] draft logits of the next level, or their scores by noise: the largest are the children."""
+        """[F, N] draft logits of the next level, or their scores by noise: the largest are the children.
+
+        [B, F, N] of sequences that grow as one.
+        """
         by = self.distributions[row]
         self.depths[row] += 1
-        return by.scores(logits, self.depths[row], self.proposer.vocabulary) if by.noise else logits
+        if not by.noise:
+            return logits
+        depth = self.depths[row]
+        if self.noise is None:
+            return by.scores(logits, depth, self.proposer.vocabulary)
+        noise = self.noise[row] if logits.dim() == 2 else self.noise  # [..., D, N]
+        return by.noisy(logits, noise[..., depth : depth + 1, :])
+
+    def _noise(self, noises: Sequence[Noise]) -> Tensor:
+        """[B, D, N] the noise of all levels that a tree may have."""
+        levels = range(self.policy.max_depth)
+        noise = torch.stack([torch.stack([own.at(depth) for depth in levels]) for own in noises])
+        vocabulary = self.proposer.vocabulary
+        return noise if vocabulary is None else noise[..., vocabulary]
 
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""

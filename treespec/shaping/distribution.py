@@ -45,6 +45,11 @@ class Distribution:
     def greedy(self) -> bool:
         return self.params.greedy
 
+    @property
+    def settled(self) -> bool:
+        """Whether the logits of a node alone, with its noise, decide the output there."""
+        return (self.greedy or self.noise is not None) and not self.shapers
+
     def grow(self, tokens: Sequence[int]) -> None:
         """The answer grew by these tokens."""
         if self.noise:
@@ -59,10 +64,14 @@ class Distribution:
         logits: [F, N] shaped. vocabulary: [N] the tokens, in order; None: all V.
         """
         assert self.noise
-        rows = logits[:1] if logits.stride(0) == 0 else logits
-        rows = truncated(rows if rows.dtype == torch.float64 else rows.float(), self.params)
-        noise = self.noise.at(depth)
-        return (rows + (noise if vocabulary is None else noise[vocabulary])).expand_as(logits)
+        rows, noise = logits[:1] if logits.stride(0) == 0 else logits, self.noise.at(depth)
+        noise = noise if vocabulary is None else noise[vocabulary]
+        return self.noisy(rows, noise).expand_as(logits)
+
+    def noisy(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """[..., N] log-probabilities up to a constant, with noise that fits their shape."""
+        rows = logits if logits.dtype == torch.float64 else logits.float()
+        return truncated(rows, self.params) + noise
 
     def forced(self) -> list[int]:
         """The tokens that must follow the answer, as far as a grammar leaves no choice.

@@ -6,13 +6,17 @@ noise              -0.9    1.1    0.4
 sum                -1.4   -0.1   -1.9     the output is b, with probability p(b) over the noise
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import final
 
 import torch
 from torch import Tensor
 
+from treespec.trees.tree import sent
+
 KEPT = 64  # positions whose noise is kept: more than a tree is deep
+TOGETHER = 8  # positions made at once on an accelerator, where they take no longer than one
 STEP, SKIP = (
     0x9E3779B97F4A7C15,
     0xD1342543DE82EF95,
@@ -46,16 +50,18 @@ class Noise:
         if place not in self.made:
             if len(self.made) >= KEPT:
                 self.made = {at: noise for at, noise in self.made.items() if at >= self.position}
-            self.made[place] = gumbel(self.seed + place * SKIP, self.size, self.device)
+            places = range(place, place + (1 if self.device.type == "cpu" else TOGETHER))
+            rows = gumbel([self.seed + at * SKIP for at in places], self.size, self.device)
+            self.made.update(zip(places, rows, strict=True))
         return self.made[place]
 
 
-def gumbel(start: int, size: int, device: torch.device) -> Tensor:
-    """[size] float32 independent Gumbel numbers: the SplitMix64 stream from `start`.
+def gumbel(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """[P, size] float32 independent Gumbel numbers: the SplitMix64 streams from P starts.
 
     The uniform below them has 53 bits, so that its tail is that of the distribution.
     """
-    bits = multiples(size, device) + signed(start)
+    bits = multiples(size, device) + sent([[signed(start)] for start in starts], device)
     for shift, factor in MIX:
         bits ^= (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # a shift that brings zeros
         bits *= signed(factor)

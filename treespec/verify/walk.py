@@ -1,6 +1,7 @@
 """The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, final
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from treespec.shaping.distribution import Distribution, TargetDistributions
 from treespec.shaping.sampling import greedy_choice, sample
-from treespec.trees.tree import Draws, TokenTree
+from treespec.trees.tree import Draws, TokenTree, columns
 from treespec.verify.scheme import Scheme
 
 Probabilities: TypeAlias = (
@@ -224,14 +225,23 @@ def judge_all(
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
     """A verdict for each sequence's tree, or the error at it. logits: by sequence [N, V], the target's."""
-    # 1. All are judged together. Each reads the rows that its verifier visits.
+    # 1. An accelerator finds the settled outputs of all sequences at once.
     rows = zip(logits, distributions, trees, strict=True)
     targets = [TargetDistributions(*row) for row in rows]
-    parts = zip(trees, targets, generators, strict=True)
-    judgings = [judged(verifier, *part) for part in parts]
-    found = together([*judgings, *map(counted, trees)])
+    chosen = dict[int, Tensor]()
+    counts, counting = list[Any](), [*map(counted, trees)]
+    if targets[0].device.type != "cpu":
+        settled = [at for at, by in enumerate(distributions) if by.settled]
+        if any(distributions[at].noise and len(logits[at]) > 1 for at in settled):
+            counts, counting = together(counting), []
+        depths = {at: 1 + len(counts[at]) if counts else 1 for at in settled}
+        chosen = outputs(trees, targets, depths)
 
-    # 2. What they say, and where every token is forbidden.
+    # 2. All are judged together. Each reads the rows that its verifier visits.
+    parts = zip(trees, targets, generators, map(chosen.get, range(len(trees))), strict=True)
+    found = together([*(judged(verifier, *part) for part in parts), *counting]) + counts
+
+    # 3. What they say, and where every token is forbidden.
     verdicts = list[Verdict | Exception]()
     for row, (by, p, verdict) in enumerate(zip(distributions, targets, found, strict=False)):
         if not isinstance(verdict, Exception):
@@ -243,18 +253,44 @@ def judge_all(
 
 
 def judged(
-    verifier: Verifier, tree: TokenTree, p: TargetDistributions, generator: torch.Generator
+    verifier: Verifier,
+    tree: TokenTree,
+    p: TargetDistributions,
+    generator: torch.Generator,
+    choice: Tensor | None = None,
 ) -> Judging:
-    """A sequence's verdict, by the verifier; at temperature 0 and with noise by the largest scores."""
-    on_cpu = p.device.type == "cpu"
-    if p.by.greedy and not p.by.shapers:
-        return (yield from follow(tree, greedy_choice(p.raw)))
+    """A sequence's verdict, by the verifier; at temperature 0 and with noise by the outputs of the nodes.
+
+    choice: [N] int64, these outputs, where they are known.
+    """
+    if choice is None and p.by.greedy and p.by.settled:
+        choice = greedy_choice(p.raw)
+    if choice is not None:
+        return (yield from follow(tree, choice))
     if p.by.greedy or p.by.noise:
         depth = (yield tree.depth).tolist()
-        if on_cpu or p.by.shapers:
-            return path_along(children_by_token(tree), lambda node: p.choice(node, depth[node]))
-        scores = [p.by.scores(p.raw[n : n + 1], at) for n, at in enumerate(depth)]
-        return (yield from follow(tree, greedy_choice(torch.cat(scores))))
-    if on_cpu:
+        return path_along(children_by_token(tree), lambda node: p.choice(node, depth[node]))
+    if p.device.type == "cpu":
         return verifier(tree, p, generator)
     return (yield from verifier.at_once(tree, p, generator))
+
+
+def outputs(
+    trees: Sequence[TokenTree], targets: Sequence[TargetDistributions], depths: Mapping[int, int]
+) -> dict[int, Tensor]:
+    """{sequence: [N] int64 the output at each node}, of settled sequences, alike ones together.
+
+    depths: by sequence, of its tree: 1 + the deepest node's depth, where noise decides.
+    """
+    groups, found = defaultdict[Any, list[int]](list), dict[int, Tensor]()
+    for row, deep in depths.items():
+        groups[targets[row].by.params, len(targets[row]), deep].append(row)
+    for (_, _, deep), rows in groups.items():
+        scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
+        if noises := [made for row in rows if (made := targets[row].by.noise)]:
+            noise = torch.stack([made.at(depth) for made in noises for depth in range(deep)])
+            first = deep * columns(len(rows), noise.device)[:, None]
+            places = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
+            scores = targets[rows[0]].by.noisy(scores, noise[places])
+        found.update(zip(rows, greedy_choice(scores), strict=True))
+    return found

@@ -87,23 +87,25 @@ class EagleProposer(DeepeningProposer):
         return self.logits(self.frontiers[0])
 
     def repeated(
-        self, grow: Grow, roots: Tensor, logits: list[Tensor], key: Any
+        self, grow: Grow, roots: Tensor, logits: list[Tensor], noise: Tensor | None, key: Any
     ) -> list[TokenTree]:
         if not self.graphs:
-            return grow(roots, logits)
+            return grow(roots, logits, noise)
         layers = self.cache.tree_layers
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             """The fields of all trees, and the features of the first drafted level."""
             self.frontiers, self.places = [given["frontier"]], given["places"]
             self.drafted = Levels(given["mask"][:, 0], layers[0].columns)
-            trees = grow(given["tokens"][:, 0], given["logits"].unbind(0))
+            rows = given["logits"].unbind(0)
+            trees = grow(given["tokens"][:, 0], rows, given.get("noise"))
             fields = [(t.tokens, t.parents, t.depth, t.ancestors) for t in trees]
             return (*chain.from_iterable(fields), self.frontiers[:2][-1])
 
         inputs = {"tokens": sent(roots[:, None], logits[0].device), "logits": torch.stack(logits)}
         inputs |= {"frontier": self.frontiers[0], "places": self.places}
-        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in {*key}]
+        inputs |= {} if noise is None else {"noise": noise}
+        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in {*key[:-1]}]
         known = {"mask": (None, self.drafted.seen[:, None])}
         fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), key))[:-1]
         by_field = (fields[i::4] for i in range(4))

@@ -1,7 +1,7 @@
 """What a measurement loads: models by its options, and a text, of a file or the target's own answers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.api.load import load
-from treespec.api.options import PlacementOptions, TargetOptions
+from treespec.api.load import calibration_of, load_sources
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Report, Step
@@ -24,7 +23,6 @@ from treespec.text.encoding import encode_conversations
 
 BATCH = 16  # answers at a time
 LENGTH = 1024  # most tokens of a conversation whose cycles are counted
-MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,28 @@ def load_models(config: Any, head: str | None, out: Path | str, report: Report) 
 
     Raises InputError, before that, where `out` cannot be written or `--text` not be read.
     """
+    return load_specs(config, [f"head:{head}" if head else None], out, report)[0]
+
+
+def load_specs(
+    config: Any, drafters: Sequence[str | None], out: Path | str, report: Report
+) -> list[Spec]:
+    """One target with several drafters, each `kind:value`; None: nothing drafts. As `load_models`."""
     check_writable(out)
     if config.text:
         content_of(config.text)
-    report(Step(0, 1, f"loading {config.target}" + (f" and {head}" if head else "")))
-    return load(head=head, **{name: getattr(config, name) for name in MODELS})
+    names = [name for name in drafters if name]
+    report(Step(0, 1, " and ".join(["loading " + config.target, *names])))
+    target, sources = load_sources(config.target, names, config.placement)
+    return [
+        Spec(
+            target,
+            sources[name] if name else None,
+            template=config.template,
+            calibration=calibration_of(sources[name], name) if name else None,
+        )
+        for name in drafters
+    ]
 
 
 def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:

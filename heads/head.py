@@ -93,8 +93,9 @@ class Head(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the features that it takes; its embedding may have the target's dtype."""
-        weights = self.named_parameters()
-        return next(weight.dtype for name, weight in weights if name != EMBEDDING)
+        parts = (part for name, part in self.named_modules() if f"{name}.weight" != EMBEDDING)
+        weights = (getattr(part, "weight", None) for part in parts)  # of a packed part: as it was
+        return next(weight.dtype for weight in weights if isinstance(weight, Tensor))
 
     @property
     def lacks_embedding(self) -> bool:

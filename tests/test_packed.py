@@ -5,12 +5,15 @@ import weakref
 import pytest
 import torch
 from equality import close
-from models import save_model
+from models import CONFIGS, random_model, save_model
 from torch import nn
 
 from treespec.api.load import load
+from treespec.draft.trained.kinds import new_head
+from treespec.heads.registry import HEADS
 from treespec.model import kernels, packed
 from treespec.model.packed import pack, packed_layer
+from treespec.model.target import Target
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding
 
@@ -46,6 +49,16 @@ def test_a_packed_layer_is_the_plain_one(monkeypatch, shape, outputs, bias, dtyp
     assert (found.dtype, found.shape) == (dtype, expected.shape)
     error = (found.float() - expected).abs()
     assert bool((error <= WITHIN[dtype] * expected.abs().amax() if x.numel() else error == 0).all())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_packed_head_takes_features_of_the_same_dtype(kind):
+    """Weights in float32 with values of 16 bits may be packed as these; the head computes in float32."""
+    head = new_head(kind, Target(random_model(CONFIGS["llama"]()))).eval()
+    for weight in head.parameters():
+        weight.data = weight.data.bfloat16().float()
+    pack(head)
+    assert head.dtype == torch.float32
 
 
 @pytest.mark.parametrize("own", ["forward", "hook"])

@@ -210,8 +210,39 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
             measure(TauConfig(**models, verifier=wrong))
     with complains("--bandwidth and --flops"):
         TauConfig(**models, flops=1.0)
-    with complains("draws from such trees at random"):
+    with complains("topk, gumbel and auto are measured"):
         measure(TauConfig(**models, verifier="rrs", tree="sampled"))
+    with complains("both --head and --drafter"):
+        TauConfig(**models, drafter="lookup")
+
+
+def test_drafters_are_measured_on_the_same_texts_as_each_alone(home, tmp_path):
+    head = f"eagle:{home}/head"
+    shared = {
+        "target": f"{home}/target",
+        "questions": f"{home}/questions.jsonl",
+        "max_new_tokens": 8,
+        "dtype": "float32",
+    }
+    shared |= {
+        "temperature": "1",
+        "verifier": "topk,rrs",
+        "tree": "2x2;dynamic:depth=2,topk=2,nodes=4",
+        "bandwidth": 100.0,
+    }
+
+    def rows(drafter):
+        config = TauConfig(**shared, flops=1.0, drafter=drafter, out=str(tmp_path / str(len(drafter))))
+        found = measure(config)["rows"]
+        places = [(row["drafter"], row["tree"][:7], row["verifier"]) for row in found]
+        return dict(zip(places, [(row["tau"], row["nodes"], row["alpha"]) for row in found], strict=True))
+
+    together = rows(f"{head},lookup,suffix+{head}")
+    apart = rows(head) | rows("lookup") | rows(f"suffix+{head}")
+    assert together == apart
+    assert [place[1:] for place in together] == [
+        ("2x2", "topk"), ("2x2", "rrs"), ("dynamic", "topk"), ("its own", "topk"), ("dynamic", "topk")
+    ]  # fmt: skip
 
 
 def test_cycles_end_as_all_ways_to_cut_a_text_do():

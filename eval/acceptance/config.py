@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from treespec.api.options import (
+    DRAFTER,
     HeadOptions,
     PlacementOptions,
     TargetOptions,
     TextOptions,
     VariantOptions,
 )
+from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
@@ -170,6 +172,10 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     )
 
     out: str = option("folder for the figures and the texts")
+    drafter: str | None = option(
+        f"{DRAFTER}; several are separated by commas; those without a draft distribution have trees of their own",
+        None,
+    )
     verifier: str = option(
         f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
         "is measured only; bound is the most that any lossless verifier keeps of independent draws, "
@@ -209,8 +215,12 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
+        both = self.head is not None and self.drafter is not None
         super().__post_init__()
-        self.check_head()
+        if both:
+            raise InputError("both --head and --drafter are given: leave out one")
+        if self.drafter is None:
+            self.check_head()
         if (self.bandwidth is None) != (self.flops is None):
             raise InputError("give --bandwidth and --flops, or neither")
         if self.text and "0" in (f"{float(heat):g}" for heat in self.temperatures):
@@ -221,6 +231,10 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     @property
     def temperatures(self) -> list[str]:
         return listed("temperature", self.temperature)
+
+    @property
+    def drafters(self) -> list[DrafterSpec]:
+        return DrafterSpec.parse_all(self.drafter or f"head:{self.head}")
 
     @property
     def trees(self) -> list[str]:

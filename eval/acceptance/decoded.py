@@ -48,11 +48,14 @@ class Along:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verifier on a tree without a fixed shape. Its draws are a function of the text, or of noise and the text."""
+    """A verifier on a tree without a fixed shape. Its draws are a function of the text, or of noise and the text.
+
+    tree: None is the drafter's own.
+    """
 
     verifier: str
     shape: str
-    tree: Policy
+    tree: Policy | None
 
     def cycles(
         self, spec: Spec, cost: Cost, text: Text, params: SamplingParams, seed: int
@@ -91,7 +94,6 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
     """
     target, head, size = spec.target, spec.head, spec.target.dtype.itemsize
-    assert head
 
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
         """rows: of the output embedding that are used. The input embedding is looked up."""
@@ -103,6 +105,8 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
 
     def cost(batch: int) -> Cost:
         forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in SIZES)
+        if head is None:
+            return Cost(tuple(SIZES), forward)
         drafted = target.vocab_size if head.vocabulary is None else len(head.vocabulary)
         return Cost(tuple(SIZES), forward, seconds(head, drafted, batch))
 

@@ -16,6 +16,7 @@ KINDS = {  # of figures in a row, by what their tables are called
     "gap": "Below α* of its own draws, in points",
 }
 SHORT = {"temperature": "T", "draws": "K"}
+SHOWN = 8  # depths whose α a table has
 
 
 def report_of(result: dict[str, Any]) -> Report:
@@ -44,11 +45,13 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
     """A table by temperature, τ by temperature and by number of nodes, and how to read them."""
     # 1. The tables.
     heats, tables = list(dict.fromkeys(row["temperature"] for row in found["rows"])), []
+    several = len({row["drafter"] for row in found["rows"]}) > 1
+    naming = ["drafter", "tree", "verifier"] if several else ["tree", "verifier"]
     for heat in heats:
         lines = list[Mapping[str, Cell]]()
         for row in found["rows"]:
             if row["temperature"] == heat:
-                cells: dict[str, Cell] = {"Tree": row["tree"], "Verifier": row["verifier"]}
+                cells: dict[str, Cell] = {name.capitalize(): row[name] for name in naming}
                 cells |= {
                     "Nodes": f"{row['nodes']:.1f}",
                     "τ": row["tau"],
@@ -56,16 +59,17 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
                 }
                 for batch, speed in row["speed"].items():
                     cells |= {f"Speed, batch {batch}": speed["over_one"]}
-                lines.append(cells | {f"α {d}": alpha for d, alpha in enumerate(row["alpha"], 1)})
+                alphas = enumerate(row["alpha"][:SHOWN], 1)
+                lines.append(cells | {f"α {d}": alpha for d, alpha in alphas})
         title = f"Tokens per cycle at temperature {heat:g}"
-        tables.append(Table(title, ["Tree", "Verifier"], lines))
+        tables.append(Table(title, [name.capitalize() for name in naming], lines))
 
     # 2. The plots: a line for each verifier over trees, and for each pair over temperatures.
     plots = [
         Plot(
             f"τ by nodes, temperature {heat:g}",
             "nodes",
-            lines_of(found, "verifier", "nodes", temperature=heat),
+            lines_of(found, naming, "nodes", temperature=heat),
         )
         for heat in heats
     ]
@@ -73,7 +77,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
         Plot(
             f"τ by temperature, {tree}",
             "temperature",
-            lines_of(found, "verifier", "temperature", tree=tree),
+            lines_of(found, naming, "temperature", tree=tree),
         )
         for tree in dict.fromkeys(row["tree"] for row in found["rows"])
     ]
@@ -96,11 +100,12 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
 
 
 def lines_of(
-    found: Mapping[str, Any], by: str, along: str, **where: Any
+    found: Mapping[str, Any], by: Sequence[str], along: str, **where: Any
 ) -> dict[str, list[tuple[float, Any]]]:
     """{name: (place, τ) in order} of the rows with these fields."""
     lines: dict[str, list[tuple[float, Any]]] = {}
     for row in found["rows"]:
         if all(row[name] == value for name, value in where.items()):
-            lines.setdefault(row[by], []).append((row[along], row["tau"]))
+            name = " ".join(row[part] for part in by if part != "tree")
+            lines.setdefault(name, []).append((row[along], row["tau"]))
     return {name: sorted(line, key=lambda point: point[0]) for name, line in lines.items()}

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.kinds import draft_steps, proposer_of
 from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
@@ -38,7 +39,7 @@ from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Array, interval, resample
 from treespec.eval.report import markdown, page
-from treespec.eval.texts import Text, describe, kept_texts, load_models
+from treespec.eval.texts import Text, describe, kept_texts, load_specs
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
@@ -49,41 +50,45 @@ from treespec.verify.registry import scheme_by_name
 RESAMPLES = 1000
 Row = dict[str, Any]
 Measured: TypeAlias = Pair | Decoded
+Costs: TypeAlias = dict[int, Cost]  # by batch size
+OWN = "its own"  # the tree of a drafter without a head
 
 
 def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
-    """Write and return OUT/tau.json: config, environment, left_out, and rows by temperature, tree and verifier.
+    """Write and return OUT/tau.json: config, environment, left_out, and rows by heat, drafter, tree and verifier.
 
     Also writes OUT/tau.md and .html. Raises InputError for bad input.
     """
     # 1. The models, and what is compared.
-    out, rows = Path(config.out), list[Row]()
-    pairs, left_out = pairs_of(config)
+    out, rows, drafters = Path(config.out), list[Row](), config.drafters
+    every, left_out = pairs_of(config)
     with locked(out):
-        spec = load_models(config, config.head, out / "tau.json", report)
-        deepest, head = max(pair.tree.max_depth for pair in pairs), spec.head
-        assert head
-        if draft_steps(head, deepest) < deepest:
-            raise InputError(
-                f"--tree is {deepest} deep, {head.known_as} draft {head.max_depth} ahead"
-            )
-        times = spec.times
-        if config.bandwidth and config.flops:
-            times = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
-        costs = {batch: times(batch) for batch in config.batches}
+        specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
+        for spec, pairs in zip(specs, every, strict=True):
+            deepest = max([pair.tree.max_depth for pair in pairs if pair.tree] or [0])
+            if spec.head and draft_steps(spec.head, deepest) < deepest:
+                raise InputError(
+                    f"--tree is {deepest} deep, {spec.head.known_as} draft {spec.head.max_depth} ahead"
+                )
+        costs = [costs_of(spec, config) for spec in specs]
 
         # 2. Cycles and tokens of each text.
         for heat in map(float, config.temperatures):
-            params, found = SamplingParams(heat, config.top_k, config.top_p), []
-            texts = kept_texts(config, params, spec, report)
+            params, found = SamplingParams(heat, config.top_k, config.top_p), list[list[Array]]()
+            texts = kept_texts(config, params, specs[0], report)
             for done, text in enumerate(texts):
                 report(Step(done, len(texts), f"cycles at temperature {heat:g}"))
-                found.append(totals(spec, text, pairs, params, costs, config))
+                parts = zip(specs, every, costs, strict=True)
+                found += [[x for part in parts for x in totals(text, *part, params, config)]]
             groups = np.array([text.group for text in texts])
-            rows += rows_of(pairs, heat, groups, np.array(found), costs)
+            named = [
+                (one.short, pair) for one, own in zip(drafters, every, strict=True) for pair in own
+            ]
+            each = [cost for cost, own in zip(costs, every, strict=True) for _ in own]
+            rows += rows_of(named, heat, groups, padded(found), each)
 
         # 3. The file.
-        known = {"config": asdict(config), "environment": describe(spec.target)}
+        known = {"config": asdict(config), "environment": describe(specs[0].target)}
         result = known | {"left_out": left_out, "rows": rows}
         write_json(out / "tau.json", result)
         write_text(out / "tau.md", markdown(report_of_tau(result)))
@@ -91,35 +96,54 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     return result
 
 
-def pairs_of(config: TauConfig) -> tuple[list[Measured], dict[str, str]]:
-    """(what is compared, why other pairs are not). Raises InputError where nothing is left."""
-    pairs, left_out = list[Measured](), dict[str, str]()
-    for shape, name in product(config.trees, config.verifiers):
-        tree, scheme = policy(shape), scheme_by_name(DRAWN_BY.get(name, name))
-        if why := misfit(name, tree, scheme.max_draws, bool(config.text)):
-            left_out[f"{name}@{shape}"] = why
-        elif not hasattr(tree, "paths"):
-            pairs.append(Decoded(name, shape, tree))
-        else:
-            tree = cast(StaticTree, tree)
-            inner = {path[:-1] for path in tree.paths[1:]}
-            draws = {path: tree.draws(path) for path in inner}
-            pairs.append(Pair(name, shape, scheme, tree, draws))
-    if not pairs:
+def costs_of(spec: Spec, config: TauConfig) -> Costs:
+    """By batch size, of this machine or of the given figures."""
+    times = spec.times
+    if config.bandwidth and config.flops:
+        times = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
+    return {batch: times(batch) for batch in config.batches}
+
+
+def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
+    """(what is compared of each drafter, why other pairs are not). Raises InputError where nothing is left."""
+    every, left_out = list[list[Measured]](), dict[str, str]()
+    for drafter in config.drafters:
+        pairs, own = list[Measured](), drafter.tree or (drafter.kind.one_hot and OWN)
+        for shape, name in product([own] if own else config.trees, config.verifiers):
+            tree = None if shape == OWN else policy(shape)
+            scheme = scheme_by_name(DRAWN_BY.get(name, name))
+            if why := misfit(name, tree, scheme.max_draws, drafter, bool(config.text)):
+                left_out[f"{drafter.short} {name}@{shape}"] = why
+            elif tree is None or not hasattr(tree, "paths"):
+                pairs.append(Decoded(name, shape, tree))
+            else:
+                tree = cast(StaticTree, tree)
+                inner = {path[:-1] for path in tree.paths[1:]}
+                draws = {path: tree.draws(path) for path in inner}
+                pairs.append(Pair(name, shape, scheme, tree, draws))
+        every.append(pairs)
+    if not any(every):
         raise InputError("; ".join(left_out.values()))
-    return pairs, left_out
+    return every, left_out
 
 
-def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
-    """Why a verifier is not measured on a tree; "" if it is.
+def misfit(
+    name: str, tree: Policy | None, most: int | None, drafter: DrafterSpec, given: bool
+) -> str:
+    """Why a verifier is not measured on a drafter's tree; "" if it is.
 
-    most: draws that it takes at a node. given: whether the texts are `--text`'s.
+    tree: None is the drafter's own. most: draws that it takes at a node. given: whether the texts are `--text`'s.
     """
-    if not hasattr(tree, "paths"):
+    if tree is None or not hasattr(tree, "paths"):
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
-        fits = name in ("topk", "gumbel", "auto") and not tree.may_draw
-        return "" if fits else f"{name} draws from such trees at random: treespec eval measures it"
+        fits = name in ("topk", "gumbel", "auto") and not (tree and tree.may_draw)
+        others = "topk, gumbel and auto are measured on such trees, the others by treespec eval"
+        return "" if fits else others
+    if drafter.cache or not drafter.kind.is_head:
+        return (
+            "it has no draft distribution along a text: take another tree, such as dynamic or auto"
+        )
     tree = cast(StaticTree, tree)
     inner = {path[:-1] for path in tree.paths[1:]}
     if len(tree.paths) - 1 < sum(map(tree.draws, inner)):
@@ -131,14 +155,14 @@ def misfit(name: str, tree: Policy, most: int | None, given: bool) -> str:
 
 @torch.no_grad()
 def totals(
-    spec: Spec,
     text: Text,
+    spec: Spec,
     pairs: Sequence[Measured],
+    costs: Costs,
     params: SamplingParams,
-    costs: dict[int, Cost],
     config: TauConfig,
-) -> Array:
-    """[pairs, 2 + 2 B + D + 1] of a text.
+) -> list[Array]:
+    """Of a text [2 + 2 B + D + 1] for each pair, D the most drafted tokens that a cycle keeps.
 
     Its tokens and nodes; cycles and seconds at each of B batch sizes; cycles of 1, 2, … tokens that end well before
     its end.
@@ -175,9 +199,13 @@ def totals(
             counts = np.bincount([cycle.new_tokens - 1 for cycle in cycles[:-1]], minlength=1)
             nodes = sum(len(cycle.parents) for cycle in cycles)
             found[id(one)] = text.count, nodes, *np.ravel(each), *counts
-    width = 3 + 2 * len(costs) + max(pair.tree.max_depth for pair in pairs)
-    own = (found[id(pair)] for pair in pairs)
-    return np.array([np.pad(one, (0, width - len(one))) for one in own])
+    return [np.array(found[id(pair)]) for pair in pairs]
+
+
+def padded(found: Sequence[Sequence[Array]]) -> Array:
+    """[texts, pairs, the longest], with zeros behind the shorter ones."""
+    width = max(len(one) for own in found for one in own)
+    return np.array([[np.pad(one, (0, width - len(one))) for one in own] for own in found])
 
 
 def along_text(
@@ -222,9 +250,13 @@ def ends(w: Array) -> Array:
 
 
 def rows_of(
-    pairs: Sequence[Measured], heat: float, groups: Array, found: Array, costs: dict[int, Cost]
+    pairs: Sequence[tuple[str, Measured]],
+    heat: float,
+    groups: Array,
+    found: Array,
+    costs: Sequence[Costs],
 ) -> list[Row]:
-    """Rows with `Figure`s, with intervals over groups.
+    """Rows with `Figure`s, with intervals over groups. pairs: with their drafter. costs: of each.
 
     tau; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the cost model, and over
     those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups: [texts]. found: [texts,
@@ -237,20 +269,27 @@ def rows_of(
     drawn = np.tensordot(resample(len(summed), RESAMPLES, 0), summed, 1)  # [1 + R, pairs, …]
 
     # 2. Ratios.
-    taus, first = drawn[..., 0] / drawn[..., 2], 2 + 2 * len(costs)
+    taus, first = drawn[..., 0] / drawn[..., 2], 2 + 2 * len(costs[0])
     rows = []
-    for i, pair in enumerate(pairs):
-        counts = drawn[:, i, first : first + 1 + pair.tree.max_depth]
+    for i, ((drafter, pair), own) in enumerate(zip(pairs, costs, strict=True)):
+        kept = drawn[0, i, first:].nonzero()[0].max(initial=0)
+        deepest = pair.tree.max_depth if isinstance(pair, Pair) else int(kept)
+        counts = drawn[:, i, first : first + 1 + deepest]
         least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of so many tokens or more
         with np.errstate(divide="ignore", invalid="ignore"):
             alpha = [interval(b / a) for a, b in pairwise(least.T)]
             shares = [float(x) for x in counts[0] / counts[0].sum()]
-        rates = [drawn[:, i, 0] / drawn[:, i, 3 + 2 * at] for at in range(len(costs))]
+        rates = [drawn[:, i, 0] / drawn[:, i, 3 + 2 * at] for at in range(len(own))]
         speed = {
             batch: {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
-            for rate, (batch, cost) in zip(rates, costs.items(), strict=True)
+            for rate, (batch, cost) in zip(rates, own.items(), strict=True)
         }
-        named = {"temperature": heat, "tree": pair.shape, "verifier": pair.verifier}
+        named = {
+            "temperature": heat,
+            "drafter": drafter,
+            "tree": pair.shape,
+            "verifier": pair.verifier,
+        }
         nodes = float(drawn[0, i, 1] / drawn[0, i, 2])
         figures = {"tau": interval(taus[:, i]), "ratio": interval(taus[:, i] / taus[:, 0])}
         rows.append(

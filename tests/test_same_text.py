@@ -78,6 +78,15 @@ def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
         assert float((many > bound).double().mean()) == pytest.approx(above, abs=error)
 
 
+def test_noise_of_the_kernels_is_that_of_torch():
+    """To the rounding of logarithms, at sizes within a block and across several."""
+    for size in (1, 7, 1024, 3000, 200_000):
+        starts = [0, 5, -(2**63) + 7]
+        torch.testing.assert_close(
+            kernels.noise(starts, size), gumbel(starts, size, torch.device("cpu")), rtol=1e-5, atol=1e-6
+        )
+
+
 @pytest.fixture(scope="module")
 def half():
     """A packed Llama in bfloat16 with a random head."""

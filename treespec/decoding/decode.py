@@ -15,6 +15,7 @@ from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
+from treespec.model import kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import node_paths
@@ -105,9 +106,9 @@ class Decoder:
         began = time.perf_counter()
         for text in entering:
             if self.verifier.coupled and not text.distribution.greedy:
-                noise = Noise(
-                    text.generator.initial_seed(), self.target.vocab_size, self.target.output_device
-                )
+                seed, device = text.generator.initial_seed(), self.target.output_device
+                kernel = kernels.noise if device.type == "cpu" and kernels.library() else None
+                noise = Noise(seed, self.target.vocab_size, device, kernel)
                 text.distribution.noise = noise
         rows.exchange(entering, self.stretch)
         entered = time.perf_counter()

@@ -99,6 +99,49 @@ void rms_norm(const void *x, const void *weight, void *y, long n, long width, fl
   for (long r = 0; r < n; r++) norm_row(x, weight, y, r, width, eps, half);
 }
 
+// --- Noise ----------------------------------------------------------------------------------------
+// The natural logarithm of a normal number above 0 by the series of atanh, to 13 digits and to 7.
+INLINE double ln(double x) {
+  int64_t bits, exponent;
+  memcpy(&bits, &x, 8);
+  exponent = (bits - 0x3fe6a09e667f3bcdLL) >> 52;  // what is left lies within sqrt(1/2) and sqrt(2)
+  bits -= exponent * (1LL << 52);
+  memcpy(&x, &bits, 8);
+  double s = (x - 1) / (x + 1), z = s * s;
+  double sum = 1. / 3 + z * (1. / 5 + z * (1. / 7 + z * (1. / 9 + z * (1. / 11 + z * (1. / 13 + z / 15)))));
+  return exponent * 0.693147180559945309417 + 2 * s * (1 + z * sum);
+}
+
+INLINE float lnf(float x) {
+  int32_t bits, exponent;
+  memcpy(&bits, &x, 4);
+  exponent = (bits - 0x3f3504f3) >> 23;
+  bits -= exponent * (1 << 23);
+  memcpy(&x, &bits, 4);
+  float s = (x - 1) / (x + 1), z = s * s;
+  return exponent * 0.693147181f + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z / 9))));
+}
+
+// Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.shaping.noise`).
+void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
+  long blocks = (size + 1023) / 1024;
+#pragma omp parallel for num_threads(threads)
+  for (long block = 0; block < rows * blocks; block++) {
+    long first = block % blocks * 1024, many = MIN(1024, size - first);
+    uint64_t start = starts[block / blocks] + (first + 1) * 0x9E3779B97F4A7C15ULL;
+    float *to = y + block / blocks * size + first;
+#pragma omp simd
+    for (int64_t i = 0; i < many; i++) {
+      uint64_t z = start + (uint64_t)i * 0x9E3779B97F4A7C15ULL;
+      z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
+      z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
+      int64_t bits = (z ^ z >> 31) >> 11;
+      bits -= bits >> 53 - 1 & bits == 0x1fffffffffffff;  // the largest would round to 1
+      to[i] = -lnf(-ln((bits + .5) * 0x1p-53));
+    }
+  }
+}
+
 // --- Products -----------------------------------------------------------------------------------
 // A weight [out, in] lies in blocks of L outputs; `in` is padded to a multiple of 32, `out` of L. In
 // bfloat16 a block holds pairs of inputs, [out/L, in/2, L, 2]; in other forms [out/L, in, L].

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -62,6 +63,7 @@ def library() -> Any:
         compiled.linear.argtypes = [ctypes.c_char_p, POINTER, POINTER, LONG]
         compiled.layer.argtypes = [ctypes.c_char_p]
         compiled.rms_norm.argtypes = [POINTER] * 3 + [LONG, LONG, ctypes.c_float, INT, INT]
+        compiled.noise.argtypes = [POINTER, POINTER, LONG, LONG, INT]
         return compiled
     except (OSError, InputError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -123,6 +125,14 @@ def linear(
     modes = form, HALF[x.dtype], torch.get_num_threads()
     options = LINEAR.pack(*pointers, inputs, outputs, *modes)
     library().linear(options, x.data_ptr(), out.data_ptr(), x.numel() // inputs)
+    return out
+
+
+def noise(starts: Sequence[int], size: int) -> Tensor:
+    """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.shaping.noise`."""
+    given, out = torch.tensor(starts), torch.empty(len(starts), size)
+    pointers = given.data_ptr(), out.data_ptr()
+    library().noise(*pointers, len(starts), size, torch.get_num_threads())
     return out
 
 

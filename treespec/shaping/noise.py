@@ -6,7 +6,7 @@ noise              -0.9    1.1    0.4
 sum                -1.4   -0.1   -1.9     the output is b, with probability p(b) over the noise
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import final
 
@@ -27,6 +27,8 @@ MIX = (
     (31, 1),
 )  # SplitMix64 (Steele et al. 2014)
 
+Kernel = Callable[[Sequence[int], int], Tensor]
+
 
 @final
 class Noise:
@@ -39,9 +41,12 @@ class Noise:
     position: of the next token, 0 for the first of the completion.
     """
 
-    def __init__(self, seed: int, size: int, device: torch.device) -> None:
-        """seed: of the sequence, in [0, 2^64). size: V."""
+    def __init__(
+        self, seed: int, size: int, device: torch.device, kernel: Kernel | None = None
+    ) -> None:
+        """seed: of the sequence, in [0, 2^64). size: V. kernel: gives a CPU the numbers of `gumbel`."""
         self.seed, self.size, self.device, self.position = seed, size, device, 0
+        self.kernel = kernel
         self.made: dict[int, Tensor] = {}
 
     def at(self, depth: int) -> Tensor:
@@ -51,17 +56,22 @@ class Noise:
             if len(self.made) >= KEPT:
                 self.made = {at: noise for at, noise in self.made.items() if at >= self.position}
             places = range(place, place + (1 if self.device.type == "cpu" else TOGETHER))
-            rows = gumbel([self.seed + at * SKIP for at in places], self.size, self.device)
+            starts = [signed(self.seed + at * SKIP) for at in places]
+            rows = (
+                self.kernel(starts, self.size)
+                if self.kernel
+                else gumbel(starts, self.size, self.device)
+            )
             self.made.update(zip(places, rows, strict=True))
         return self.made[place]
 
 
 def gumbel(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """[P, size] float32 independent Gumbel numbers: the SplitMix64 streams from P starts.
+    """[P, size] float32 independent Gumbel numbers: the SplitMix64 streams from P starts, as int64.
 
     The uniform below them has 53 bits, so that its tail is that of the distribution.
     """
-    bits = multiples(size, device) + sent([[signed(start)] for start in starts], device)
+    bits = multiples(size, device) + sent([[start] for start in starts], device)
     for shift, factor in MIX:
         bits ^= (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # a shift that brings zeros
         bits *= signed(factor)

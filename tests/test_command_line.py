@@ -13,12 +13,14 @@ import pytest
 import typer
 from commands import treespec
 from refusals import complains
+from serving import interrupted
 
 from treespec.cli import run
 from treespec.cli.make import ENGINES
 from treespec.cli.options import takes
 from treespec.errors import InputError
 from treespec.heads.registry import HEADS
+from treespec.model.target import Target
 from treespec.options import CommandOptions, option
 from treespec.text.strings import printable, readable
 
@@ -146,6 +148,18 @@ def test_standard_input_is_utf_8_whatever_the_locale(folders, monkeypatch, capsy
     monkeypatch.setattr(sys, "stdin", typed(b"caf\xe9"))
     assert treespec(line) == 2
     assert capsys.readouterr().err == "treespec: standard input is not UTF-8 text: byte 3 is 0xe9\n"
+
+
+@pytest.mark.parametrize("command", ["eval --temperature 0", "tau --temperature 1 --tree chain:2 --verifier rrs"])
+def test_ctrl_c_is_answered_by_a_line_and_the_same_command_goes_on(home, tmp_path, monkeypatch, capsys, command):
+    line = f"{command} --target {home}/target --head {home}/head --questions {home}/questions.jsonl --out {tmp_path}"
+    line += " --max-new-tokens 4 --dtype float32"
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "prefill", interrupted(Target.prefill, 3))
+        assert treespec(line) == 130
+    stopped = f"\nStopped. The same command goes on; what is there lies in {tmp_path}\n"
+    assert capsys.readouterr().err.endswith(stopped)
+    assert treespec(line) == 0
 
 
 def test_a_prompt_is_utf_8_whatever_the_locale(folders, capsys):

@@ -16,7 +16,7 @@ from treespec.cli.early import (
     folder_of,
 )
 from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, remark, with_progress
+from treespec.cli.terminal import end_notice, remark, resumes, with_progress
 from treespec.demo.known import head_of, name_elsewhere
 from treespec.draft.checks import check_width
 from treespec.errors import InputError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from treespec.eval.common import Step
     from treespec.train.regenerate.run import Result
 
-STOPPED = "Stopped. The same command goes on"
 LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 ENGINES = {
     "sglang": "SGLang",
@@ -58,11 +57,8 @@ def train(config: TrainConfig) -> None:
     from treespec.train.run import train
 
     end_notice()
-    try:
+    with resumes(config.out):
         train(config)
-    except KeyboardInterrupt:
-        print(f"\n{STOPPED} from the last checkpoint in {config.out}")
-        raise
 
 
 @takes(RegenerateConfig)
@@ -76,11 +72,8 @@ def regenerate(config: RegenerateConfig) -> None:
         check_data(config.data, answered=False)
     if config.endpoint is None:
         begin_answers(config)
-    try:
+    with resumes(config.out):
         print(with_progress(regenerated, config))
-    except KeyboardInterrupt:
-        print(f"\n{STOPPED}; what is there lies in {config.out}")
-        raise
 
 
 def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":

@@ -1,4 +1,4 @@
-"""The commands that measure: eval, certify, acceptance, calibrate, tree, skip."""
+"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from treespec.cli.early import (
     check_text,
 )
 from treespec.cli.options import takes
-from treespec.cli.terminal import notice, remark, show_result, with_progress
+from treespec.cli.terminal import notice, remark, resumes, show_result, with_progress
 from treespec.draft.checks import check_there
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig, cases, schemes_in, sweeps
@@ -48,7 +48,8 @@ def evaluate(config: EvalConfig) -> None:
     from treespec.eval.run import evaluate as run
     from treespec.eval.tables import report_of
 
-    summary = with_progress(run, config)
+    with resumes(config.out):
+        summary = with_progress(run, config)
     if summary is not None:
         remark(*(f"left out: {problem}" for problem in summary["left_out"]))
         show_result(report_of(summary))
@@ -120,11 +121,13 @@ def tau(config: TauConfig) -> None:
     check_text(config.text)
     check_questions(config.questions)
     _ = config.verifiers
-    begin(config, [f"head:{config.head}"])
+    begin(config, [drafter.written for drafter in config.drafters])
     from treespec.eval.acceptance.table import report_of_tau
     from treespec.eval.acceptance.tau import measure
 
-    show_result(report_of_tau(with_progress(measure, config)))
+    with resumes(config.out):
+        result = with_progress(measure, config)
+    show_result(report_of_tau(result))
     remark(f"The figures are in {Path(config.out).resolve()}; look at tau.html there")
 
 

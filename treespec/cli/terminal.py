@@ -4,7 +4,8 @@ Progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
@@ -51,6 +52,17 @@ def end_notice() -> None:
     if Notice.shown:
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         Notice.shown = False
+
+
+@contextmanager
+def resumes(out: str) -> Iterator[None]:
+    """Ctrl-C within is answered by a line: the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        end_notice()
+        print(f"\nStopped. The same command goes on; what is there lies in {out}", file=sys.stderr)
+        raise
 
 
 def with_progress(

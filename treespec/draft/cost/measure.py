@@ -28,7 +28,8 @@ from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import TokenTree
+from treespec.trees.static import StaticTree, chain
+from treespec.trees.tree import TokenTree, sent
 from treespec.verify.gumbel import AUTO
 from treespec.verify.walk import judge_all
 
@@ -84,8 +85,8 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
 
     # 1. Drafts: chains of one level and of several.
     for name, depth in (("level", 1), ("levels", levels)) if proposer else ():
-        chain = Ranked(depth, topk=10, nodes=depth + 1, expanded=1)
-        steps[name] = before, partial(bench.draft, chain.grow)
+        ranked = Ranked(depth, topk=10, nodes=depth + 1, expanded=1)
+        steps[name] = before, partial(bench.draft, ranked.grow, chain(depth))
     earlier = steps["levels"][1] if proposer else before
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
@@ -133,15 +134,18 @@ class Bench:
     def forward(self, tree: TokenTree) -> Tensor:
         return self.target.forward_trees(self.cache, [tree])[0].logits
 
-    def draft(self, grow: Trees) -> None:
-        """Draft a tree after observing a few new tokens."""
+    def draft(self, grow: Trees, shape: StaticTree) -> None:
+        """Draft a chain after observing a few new tokens, by a graph where decoding has one. shape: the chain's."""
         proposer, root = self.proposer, self.ids[:1]
         proposer.rewind([len(self.tokens) - 1 - WAITING])
         proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
-        begun = proposer.begin(self.tokens[-1:], self.cache)
-        grow_together(
-            proposer.extend, [grow(root, logits) for logits in begun if logits is not None]
-        )
+        begun = [row for row in proposer.begin(self.tokens[-1:], self.cache) if row is not None]
+
+        def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
+            growths = [grow(sent(ends, root.device), row) for row in rows if row is not None]
+            return [tree for tree, kept in grow_together(proposer.extend, growths)]
+
+        proposer.repeated(grown, self.tokens[-1:], begun, None, (shape, None))
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """A tree is verified and the path `kept` committed."""

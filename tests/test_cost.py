@@ -46,6 +46,7 @@ def test_a_cycle_costs_its_forward_its_levels_and_an_overhead():
     assert cost.seconds(11, 3) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5)
     assert cost.seconds(11, 3, inner=5) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5 + 2 * cost.row)
     assert cost.seconds(11, 0) == pytest.approx(1.1 + 0.1)  # without a draft model
+    assert cost.seconds(1, 0) == pytest.approx(1 / cost.plain)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.1, 1.0])

@@ -96,7 +96,7 @@ class Cost:
 
         levels: 0 where no draft model runs. inner: nodes with children.
         """
-        tree = np.interp(nodes, *self._line) + self.overhead
+        tree = np.interp(nodes, *self._line) + self.overhead * (np.asarray(nodes) > 1)
         drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
         return tree + drafts + self.row * np.maximum(inner - levels, 0)
 

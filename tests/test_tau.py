@@ -147,6 +147,10 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
         TauConfig(**models, flops=1.0)
     with complains("topk, gumbel and auto are measured"):
         measure(TauConfig(**models, verifier="rrs", tree="sampled"))
+    with complains("model no draft model"):
+        own = {name: value for name, value in models.items() if name != "head"}
+        drafter = f"model:{home}/target"
+        measure(TauConfig(**own, drafter=drafter, verifier="topk", tree="auto", bandwidth=100.0, flops=1.0))
     with complains("both --head and --drafter"):
         TauConfig(**models, drafter="lookup")
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost, CostBy
+from treespec.errors import InputError
 from treespec.eval.texts import Text
 from treespec.requests.events import Cycle
 from treespec.shaping.sampling import SamplingParams
@@ -92,8 +93,11 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     """The cost by batch size on a processor of these figures, in bytes and operations per second.
 
     A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
+    Raises InputError for a draft model.
     """
     target, head, size = spec.target, spec.head, spec.target.dtype.itemsize
+    if head is None and spec.source and spec.source.models:
+        raise InputError("--bandwidth and --flops model no draft model: leave them out")
 
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
         """rows: of the output embedding that are used. The input embedding is looked up."""

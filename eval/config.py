@@ -54,9 +54,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         "ask only the questions of these categories, separated by commas", None
     )
     per_category: int | None = option(PER_CATEGORY, None, least=1, most=MANY)
-    turns: int | None = option(
-        "ask only the first N turns of each question", None, least=1, most=MANY
-    )
+    turns: int | None = option("ask only the first N turns per question", None, least=1, most=MANY)
     batch: str = option(
         "batch sizes, separated by commas: questions answered together, in one target forward",
         "1",
@@ -123,7 +121,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     questions: str = option(f"prompts: {QUESTION_FILE}", "builtin")
     limit: int = shared(QuestionOptions, "limit", 8)
     tokens: int = option("tokens to sample: more find smaller faults", 20_000, least=1, most=MANY)
-    length: int = option("tokens of each greedy or sampled answer", 64, least=1, most=TOKENS)
+    length: int = option("tokens per answer, greedy or sampled", 64, least=1, most=TOKENS)
     batch: int = option(
         "batch size for half of the samples; with 1 all texts are sampled alone",
         4,

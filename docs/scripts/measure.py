@@ -157,12 +157,16 @@ def verify(
     for name in verifiers.split(","):
         verifier: Any = verifier_by_name(name)
         tree = drafted(verifier.scheme, shape, logits, generator)
-        at_once = lambda *given, by=verifier: answered([by.at_once(*given)])  # noqa: E731
-        ways = [at_once] if name.startswith("layer:") else [verifier, at_once]
+        together = partial(at_once, verifier)
+        ways = [together] if name.startswith("layer:") else [verifier, together]
         sides = {way: partial(milliseconds, partial(way, tree, p, generator)) for way in ways}
         times = [f"{ms:.1f}" for ms in medians(sides, rounds).values()]
         rows.append([f"`{name}`", *times, *[""] * (2 - len(ways))])
     show(["", "step by step", "at once"], rows)
+
+
+def at_once(verifier: Any, *tree_and_masses: Any) -> Any:
+    return answered([verifier.at_once(*tree_and_masses)])
 
 
 def drafted(

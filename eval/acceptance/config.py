@@ -215,11 +215,10 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
-        both = self.head is not None and self.drafter is not None
-        super().__post_init__()
-        if both:
+        if self.head and self.drafter:
             raise InputError("both --head and --drafter are given: leave out one")
-        if self.drafter is None:
+        super().__post_init__()
+        if not self.drafter:
             self.check_head()
         if (self.bandwidth is None) != (self.flops is None):
             raise InputError("give --bandwidth and --flops, or neither")

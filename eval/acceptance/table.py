@@ -59,8 +59,8 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
                 }
                 for batch, speed in row["speed"].items():
                     cells |= {f"Speed, batch {batch}": speed["over_one"]}
-                alphas = enumerate(row["alpha"][:SHOWN], 1)
-                lines.append(cells | {f"α {d}": alpha for d, alpha in alphas})
+                alphas = {f"α {d}": alpha for d, alpha in enumerate(row["alpha"][:SHOWN], 1)}
+                lines.append(cells | alphas)
         title = f"Tokens per cycle at temperature {heat:g}"
         tables.append(Table(title, [name.capitalize() for name in naming], lines))
 

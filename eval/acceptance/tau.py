@@ -65,7 +65,7 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     with locked(out):
         specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
         for spec, pairs in zip(specs, every, strict=True):
-            deepest = max([pair.tree.max_depth for pair in pairs if pair.tree] or [0])
+            deepest = max((pair.tree.max_depth for pair in pairs if pair.tree), default=0)
             if spec.head and draft_steps(spec.head, deepest) < deepest:
                 raise InputError(
                     f"--tree is {deepest} deep, {spec.head.known_as} draft {spec.head.max_depth} ahead"
@@ -98,9 +98,8 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
 
 def costs_of(spec: Spec, config: TauConfig) -> Costs:
     """By batch size, of this machine or of the given figures."""
-    times = spec.times
-    if config.bandwidth and config.flops:
-        times = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
+    wide, fast = config.bandwidth, config.flops
+    times = roofline(spec, wide * 1e9, fast * 1e12) if wide and fast else spec.times
     return {batch: times(batch) for batch in config.batches}
 
 
@@ -138,8 +137,9 @@ def misfit(
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
         fits = name in ("topk", "gumbel", "auto") and not (tree and tree.may_draw)
-        others = "topk, gumbel and auto are measured on such trees, the others by treespec eval"
-        return "" if fits else others
+        return (
+            "" if fits else "topk, gumbel and auto are measured here, the others by treespec eval"
+        )
     if drafter.cache or not drafter.kind.is_head:
         return (
             "it has no draft distribution along a text: take another tree, such as dynamic or auto"

@@ -35,7 +35,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         None,
     )
     turns: int = option(
-        "questions asked of each conversation; 1 with --from-template", 2, least=1, most=TOKENS
+        "questions asked per conversation; 1 with --from-template", 2, least=1, most=TOKENS
     )
     limit: int | None = option("ask only the first N conversations", None, least=1, most=MANY)
     filter: str = option(

@@ -32,7 +32,7 @@ TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), *OWN_TREES, T
 MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
 VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
 FASTEST = "auto takes the fastest, chosen again in every cycle"
-PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
+PER_CATEGORY = "ask only the first N questions per category, or per task of Spec-Bench"
 QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
 
 

@@ -104,12 +104,12 @@ class Decoder:
             rows.clear()
         self.sound = False
         began = time.perf_counter()
+        size, device = self.target.vocab_size, self.target.output_device
+        kernel = kernels.noise if device.type == "cpu" and kernels.library() else None
         for text in entering:
             if self.verifier.coupled and not text.distribution.greedy:
-                seed, device = text.generator.initial_seed(), self.target.output_device
-                kernel = kernels.noise if device.type == "cpu" and kernels.library() else None
-                noise = Noise(seed, self.target.vocab_size, device, kernel)
-                text.distribution.noise = noise
+                seed = text.generator.initial_seed()
+                text.distribution.noise = Noise(seed, size, device, kernel)
         rows.exchange(entering, self.stretch)
         entered = time.perf_counter()
         pieces = self._cycle() if rows.running else []

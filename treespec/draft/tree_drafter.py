@@ -119,7 +119,7 @@ class TreeDrafter(ForcedDrafter):
         alike = self.policy.reranks and not apart and len(each) > 1
 
         def grown(
-            ends: Tensor, begun: Sequence[Tensor | None], noise: Tensor | None = None
+            ends: Tensor, begun: Sequence[Tensor | None], noise: Tensor | None
         ) -> list[TokenTree]:
             self.noise = noise
             if alike:  # they depend on nothing but the draft logits and noise, level by level
@@ -220,21 +220,20 @@ class TreeDrafter(ForcedDrafter):
         [B, F, N] of sequences that grow as one.
         """
         by = self.distributions[row]
-        self.depths[row] += 1
+        self.depths[row] = depth = self.depths[row] + 1
         if not by.noise:
             return logits
-        depth = self.depths[row]
         if self.noise is None:
             return by.scores(logits, depth, self.proposer.vocabulary)
-        noise = self.noise[row] if logits.dim() == 2 else self.noise  # [..., D, N]
-        return by.noisy(logits, noise[..., depth : depth + 1, :])
+        noise = self.noise[:, depth, None]  # [B, 1, N]
+        return by.noisy(logits, noise[row] if logits.dim() == 2 else noise)
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""
-        levels = range(self.policy.max_depth)
-        noise = torch.stack([torch.stack([own.at(depth) for depth in levels]) for own in noises])
-        vocabulary = self.proposer.vocabulary
-        return noise if vocabulary is None else noise[..., vocabulary]
+        deep, vocabulary = self.policy.max_depth, self.proposer.vocabulary
+        noise = torch.stack([own.at(depth) for own in noises for depth in range(deep)])
+        noise = noise if vocabulary is None else noise[:, vocabulary]
+        return noise.unflatten(0, (-1, deep))
 
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""

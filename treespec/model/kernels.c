@@ -136,7 +136,7 @@ void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
       z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
       z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
       int64_t bits = (z ^ z >> 31) >> 11;
-      bits -= bits >> 53 - 1 & bits == 0x1fffffffffffff;  // the largest would round to 1
+      bits -= bits == 0x1fffffffffffff;  // the largest would round to 1
       to[i] = -lnf(-ln((bits + .5) * 0x1p-53));
     }
   }

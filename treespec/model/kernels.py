@@ -131,8 +131,8 @@ def linear(
 def noise(starts: Sequence[int], size: int) -> Tensor:
     """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.shaping.noise`."""
     given, out = torch.tensor(starts), torch.empty(len(starts), size)
-    pointers = given.data_ptr(), out.data_ptr()
-    library().noise(*pointers, len(starts), size, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    library().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
     return out
 
 

@@ -117,12 +117,11 @@ class Recurrent:
 
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
-        if self.indexed:
-            masks = {"indexed_attention": masks}  # type: ignore[dict-item]
-        if not isinstance(masks, dict):
-            return masks
-        names = {HYBRID[kind]: mask for kind, mask in masks.items() if kind in HYBRID}
-        return {"linear_attention": None, "conv": None} | names | masks
+        by_type: Any = {"indexed_attention": masks} if self.indexed else masks
+        if not isinstance(by_type, dict):
+            return by_type
+        names = {HYBRID[kind]: mask for kind, mask in by_type.items() if kind in HYBRID}
+        return {"linear_attention": None, "conv": None} | names | by_type
 
     @contextmanager
     def running(self, cache: TreeCache, places: Tensor, seen: Tensor) -> Iterator[None]:

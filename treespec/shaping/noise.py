@@ -7,7 +7,7 @@ sum                -1.4   -0.1   -1.9     the output is b, with probability p(b)
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import final
 
 import torch
@@ -46,7 +46,7 @@ class Noise:
     ) -> None:
         """seed: of the sequence, in [0, 2^64). size: V. kernel: gives a CPU the numbers of `gumbel`."""
         self.seed, self.size, self.device, self.position = seed, size, device, 0
-        self.kernel = kernel
+        self.make = kernel or partial(gumbel, device=device)
         self.made: dict[int, Tensor] = {}
 
     def at(self, depth: int) -> Tensor:
@@ -57,12 +57,7 @@ class Noise:
                 self.made = {at: noise for at, noise in self.made.items() if at >= self.position}
             places = range(place, place + (1 if self.device.type == "cpu" else TOGETHER))
             starts = [signed(self.seed + at * SKIP) for at in places]
-            rows = (
-                self.kernel(starts, self.size)
-                if self.kernel
-                else gumbel(starts, self.size, self.device)
-            )
-            self.made.update(zip(places, rows, strict=True))
+            self.made.update(zip(places, self.make(starts, self.size), strict=True))
         return self.made[place]
 
 

@@ -143,7 +143,7 @@ class Bench:
 
         def grown(ends: Tensor, rows: Sequence[Tensor | None], _: Tensor | None) -> list[TokenTree]:
             growths = [grow(sent(ends, root.device), row) for row in rows if row is not None]
-            return [tree for tree, kept in grow_together(proposer.extend, growths)]
+            return [tree for tree, _ in grow_together(proposer.extend, growths)]
 
         proposer.repeated(grown, self.tokens[-1:], begun, None, (shape, None))
 

@@ -40,7 +40,7 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
 
     def step(row: int, logits: Tensor | None) -> Frontier | None:
         try:
-            return growths[row].send(logits)  # type: ignore[arg-type]  # None begins
+            return next(growths[row]) if logits is None else growths[row].send(logits)
         except StopIteration as end:
             grown[row] = end.value
             return None

@@ -1,0 +1,290 @@
+"""Does a verifier keep the target's distribution? A test of anybody's, by what it puts out.
+
+Target and draft are tables of two or three tokens: a distribution after each text of at most D
+tokens. A tree is drafted from one table, the verifier answers, and what it leaves open is drawn from the
+other. The D + 1 tokens must then have the target's distribution, which is known for each text.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod, sqrt
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.stats import chi2, ncx2
+
+# p [N, V], q [N, V], tokens [N], parents [N] -> the accepted tokens and one more
+Judge = Callable[[Any, Any, Any, Any], Sequence[int]]
+Drawn = Literal["independent", "without replacement", "greedy"]
+Text = tuple[int, ...]
+Table = Mapping[Text, np.ndarray]  # a distribution [V] after each text
+SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))  # tokens and levels, the smallest first
+SHARPNESS = ((1.0, 1.0), (0.3, 1.0), (1.0, 0.3))  # of random p and q; below 1 nearly one-hot
+TABLES = len(SHARPNESS) + 3
+POWER = 0.99
+LEAST = 5  # runs that a text of a χ² test is expected in; rarer ones count together
+FAULTS = (
+    "likelier drafts accepted for sure",
+    "a refused draft answered by p",
+    "the residual not normalised",
+    "one uniform number for all drafts",
+    "the last token by p squared",
+)
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """Tables on which the texts are wrong. p, q: by text. should, are: probabilities by text."""
+
+    p: Table
+    q: Table
+    should: Mapping[Text, float]
+    are: Mapping[Text, float]
+    p_value: float
+
+    @property
+    def shifted(self) -> float:
+        """The probability that stands at the wrong texts (total variation)."""
+        return sum(abs(self.should[text] - self.are[text]) for text in self.should) / 2
+
+    def __str__(self) -> str:
+        rows = [f"{self.shifted:.1%} of the probability is shifted (p-value {self.p_value:.1e})"]
+        for text, q in self.q.items():
+            rows.append(f"after {text}: p = {self.p[text].round(3)}, q = {q.round(3)}")
+        for text, share in self.should.items():
+            rows.append(f"text {text}: {self.are[text]:.3f}, should be {share:.3f}")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What `check` found. counterexample: of the smallest tables that failed; None: all passed.
+
+    runs: cycles on each pair of tables. finds: the shift of probability that they find with probability
+    `POWER`. missed: the planted faults that they did not find.
+    """
+
+    counterexample: Counterexample | None
+    tables: int
+    runs: int
+    error: float
+    finds: float
+    missed: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return self.counterexample is None
+
+    def __str__(self) -> str:
+        if self.counterexample:
+            return f"not the target's distribution: {self.counterexample}"
+        found = len(FAULTS) - len(self.missed)
+        return (
+            f"the target's distribution on {self.tables} pairs of tables, {self.runs:,} cycles on "
+            f"each, at error {self.error:g}; a shift of {self.finds:.1%} would be found with "
+            f"probability {POWER}. The same cycles find {found} of {len(FAULTS)} planted faults"
+            + "".join(f"; not: {name}" for name in self.missed)
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How trees are drafted, and how often. error: of each pair of tables."""
+
+    widths: Sequence[int]
+    draws: Drawn
+    runs: int
+    error: float
+    generator: np.random.Generator
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The tokens and levels of the tables, where siblings that differ find enough tokens."""
+        same = self.draws == "independent"
+        return [
+            (v, d)
+            for v, d in SIZES
+            if d <= len(self.widths) and (same or v >= max(self.widths[:d]))
+        ]
+
+
+def check(
+    verifier: Judge,
+    widths: Sequence[int] = (1, 1),
+    draws: Drawn = "independent",
+    array: Callable[[np.ndarray], Any] = torch.from_numpy,
+    runs: int = 4000,
+    error: float = 0.001,
+) -> Conformance:
+    """Whether a verifier's texts have the target's distribution. An exact one fails with probability `error`.
+
+    Drafts of five nodes for `widths` (2, 1), whose root carries no token:
+
+        0 ─┬─ 1 ─── 3        tokens     -1  1  0  1  1
+           └─ 2 ─── 4        parents    -1  0  0  1  2
+
+    verifier: called with p and q [N, V] float64 probabilities, the target's and the draft's after each
+    node, and tokens and parents [N] int64. Children of node i were drawn from q[i]; no child
+    was drawn from the q of a leaf. Returns the accepted tokens and one more. Its random numbers are its own.
+    widths: children of each node, by level. draws: how siblings are drawn. array: makes what the
+    verifier takes of numpy's arrays, such as `numpy.asarray`.
+    Raises ValueError for an answer that no path could give.
+    """
+
+    # 1. The verifier, on tables of growing size. The tests share the error.
+    def given(
+        p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray
+    ) -> Sequence[int]:
+        return verifier(array(p), array(q), array(tokens), array(parents))
+
+    trial = Trial(widths, draws, runs, error, np.random.default_rng(0))
+    tests = len(trial.sizes) * TABLES
+    trial = replace(trial, error=error / tests)
+    wrong = first_wrong(given, trial)
+
+    # 2. Planted faults, which show what so many cycles find.
+    trial = replace(trial, draws="independent")
+    missed = [
+        fault
+        for fault in FAULTS
+        if not wrong and not first_wrong(recursive_rejection(trial.generator, fault), trial)
+    ]
+    finds = least_shift(runs, trial.error, trial.sizes[-1])
+    return Conformance(wrong, tests, runs, error, finds, missed)
+
+
+def first_wrong(judge: Judge, trial: Trial) -> Counterexample | None:
+    """The first pair of tables on which the texts of the trial's cycles are wrong."""
+    for vocab, depth in trial.sizes:
+        for p, q in tables(vocab, depth, trial.generator):
+            should = {
+                text: prod(float(p[text[:i]][token]) for i, token in enumerate(text))
+                for text in product(range(vocab), repeat=depth + 1)
+            }
+            counts = dict.fromkeys(should, 0)
+            for _ in range(trial.runs):
+                counts[cycle(judge, p, q, depth, trial)] += 1
+            p_value = fit(counts, should, trial.runs)
+            if p_value < trial.error:
+                are = {text: count / trial.runs for text, count in counts.items()}
+                return Counterexample(p, q, should, are, p_value)
+    return None
+
+
+def tables(vocab: int, depth: int, generator: np.random.Generator) -> Iterator[tuple[Table, Table]]:
+    """Pairs p, q: random ones, equal ones, a sharper q, and p without the token that q likes most."""
+    whole = [text for n in range(depth + 1) for text in product(range(vocab), repeat=n)]
+    for sharpness in SHARPNESS:
+        p, q = ({t: generator.dirichlet([s] * vocab) for t in whole} for s in sharpness)
+        yield p, q
+    yield q, q
+    yield p, {text: row**2 / (row**2).sum() for text, row in p.items()}
+    for text, row in q.items():
+        p[text] = np.where(np.arange(vocab) == row.argmax(), 0, p[text] + 1e-3)
+        p[text] /= p[text].sum()
+    yield p, q
+
+
+def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
+    """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
+    # 1. Draft a tree.
+    texts, parents, level, generator = list[Text]([()]), [-1], [0], trial.generator
+    for width in trial.widths[:depth]:
+        before, level = level, []
+        for node in before:
+            for token in drawn(q[texts[node]], width, trial.draws, generator):
+                level.append(len(texts))
+                texts.append((*texts[node], token))
+                parents.append(node)
+    tokens = [text[-1] if text else -1 for text in texts]
+
+    # 2. Judge it.
+    at_nodes, drafted = (np.stack([table[text] for text in texts]) for table in (p, q))
+    answer = judge(at_nodes, drafted, np.array(tokens), np.array(parents))
+    output, vocab = tuple(int(token) for token in answer), at_nodes.shape[1]
+    if not 0 < len(output) <= depth + 1 or not all(0 <= token < vocab for token in output):
+        raise ValueError(
+            f"the verifier gives {output}: 1 to {depth + 1} tokens below {vocab} were due"
+        )
+
+    # 3. Draw the rest from p.
+    while len(output) <= depth:
+        output += (one_of(p[output], generator),)
+    return output
+
+
+def drawn(q: np.ndarray, width: int, draws: Drawn, generator: np.random.Generator) -> list[int]:
+    """Tokens of one node's children."""
+    if draws == "independent":
+        return [one_of(q, generator) for _ in range(width)]
+    if draws == "greedy":
+        return (-q).argsort(kind="stable")[:width].tolist()
+    race = generator.exponential(size=len(q)) / q  # the first of a race: without replacement
+    return race.argsort()[:width].tolist()
+
+
+def one_of(weights: np.ndarray, generator: np.random.Generator) -> int:
+    """A token in proportion to the weights [V]."""
+    sums = weights.cumsum()
+    return int(
+        sums.searchsorted(generator.random() * sums[-1], side="right").clip(max=len(sums) - 1)
+    )
+
+
+def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> float:
+    """p-value of counts: χ², rare texts counted together; 0 for a text that cannot be."""
+    if any(counts[text] for text, share in should.items() if not share):
+        return 0.0
+    pairs, rare = list[tuple[int, float]](), (0, 0.0)
+    for text, share in should.items():
+        if runs * share >= LEAST:
+            pairs.append((counts[text], runs * share))
+        else:
+            rare = rare[0] + counts[text], rare[1] + runs * share
+    pairs += [rare] if rare[1] >= LEAST else []
+    statistic = sum((count - due) ** 2 / due for count, due in pairs)
+    return float(chi2.sf(statistic, max(1, len(pairs) - 1)))
+
+
+def least_shift(runs: int, error: float, size: tuple[int, int]) -> float:
+    """The total variation that is found with probability `POWER`: Σ δ²/p is at least (Σ |δ|)²."""
+    degrees = size[0] ** (size[1] + 1) - 1
+    critical = chi2.isf(error, degrees)
+    needed = brentq(lambda x: ncx2.sf(critical, degrees, x) - POWER, 1e-9, 9 * critical + 100)
+    return min(1.0, sqrt(needed / runs) / 2)
+
+
+def recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judge:
+    """Recursive rejection sampling of independent draws (SpecInfer, 2305.09781, algorithm 2).
+
+    fault: one of `FAULTS`, planted; none by default.
+    """
+    sure, answered_by_p, unscaled, repeated, squared = (fault == name for name in FAULTS)
+
+    def judge(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> list[int]:
+        # Down the tree, and at each node one child after the other.
+        node, output, uniform = 0, list[int](), generator.random()
+        while True:
+            left, accepted = p[node], None
+            for child in np.flatnonzero(parents == node):
+                token = tokens[child]
+                coin = uniform if repeated else generator.random()
+                if (sure and left[token] == left.max()) or coin * q[node, token] < left[token]:
+                    accepted = child
+                    break
+                rest = np.maximum(left - q[node], 0)
+                left = p[node] if answered_by_p else rest / (1 if unscaled else rest.sum() or 1)
+            if accepted is None:
+                break
+            output.append(int(tokens[accepted]))
+            node = int(accepted)
+        if squared:
+            left = left**2
+        if unscaled:  # the mass that is missing goes to the last token
+            left = np.append(left[:-1], max(left[-1], 1 - left[:-1].sum()))
+        return [*output, one_of(left, generator)]
+
+    return judge

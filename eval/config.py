@@ -117,6 +117,16 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     """Raises InputError for a number out of its range, and unless one drafter option is given."""
 
     out: str = option("JSON file for the report", "certificate.json")
+    endpoint: str | None = option(
+        "test a server of the target instead: its address with its model, as in "
+        "http://localhost:8000/v1,MODEL; --dtype should be the server's",
+        None,
+    )
+    plain: str | None = option(
+        "the address of the same server without drafts, to compare --endpoint with; default: "
+        "the target itself",
+        None,
+    )
     temperature: float = option("temperature of the sampled texts; above 0", 1.0, above=0, most=100)
     questions: str = option(f"prompts: {QUESTION_FILE}", "builtin")
     limit: int = shared(QuestionOptions, "limit", 8)
@@ -143,7 +153,12 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_source()
+        if self.plain and not self.endpoint:
+            raise InputError("--plain is what --endpoint is compared with: give that, too")
+        if self.endpoint is None:
+            self.check_one_source()
+        elif self.head:
+            raise InputError("a server drafts by itself: give --endpoint or --head")
 
 
 @dataclass(frozen=True, kw_only=True)

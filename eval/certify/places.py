@@ -38,6 +38,7 @@ QUESTIONS = {
     **dict.fromkeys((TOKENS, CYCLES, PATHS), PAIRS),
 }
 RANK = "samples look like model.generate's, by the draft's rank"
+ALIKE = "samples look like plain ones, by p"
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ uniform whatever the distribution, so all samples answer the same questions:
 The questions share the error. docs/verification.md says what they find.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import count, product
 from typing import Any, final
 
 import torch
@@ -25,14 +26,16 @@ from treespec.api.load import load_options
 from treespec.api.spec import Spec
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.certify import statistics
-from treespec.eval.certify.places import QUESTIONS, RANK, places
+from treespec.eval.certify.places import ALIKE, BY_P, BY_RATIO, QUESTIONS, RANK, TOKENS, places
 from treespec.eval.certify.samples import (
     Sample,
+    difference,
     greedy_output,
     own_samples,
     own_settings,
     plain_outputs,
 )
+from treespec.eval.certify.served import Asked, Served, reply_of, tokens_of
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CertifyConfig
 from treespec.eval.questions import load_questions
@@ -40,6 +43,7 @@ from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
 from treespec.model.plain import has_equal_bits
 from treespec.options import chosen
+from treespec.requests.endpoint import Reply
 from treespec.shaping.options import LogitOptions
 from treespec.shaping.sampling import SamplingParams
 
@@ -53,11 +57,15 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     asked = load_questions(config.questions)[0][: config.limit]
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     spec = load_options(config)
-    prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in asked]
+    questions = {
+        tuple(spec.encode([{"role": "user", "content": one.turns[0]}])): one.turns[0]
+        for one in asked
+    }
+    examined = Examination(spec, [[*prompt] for prompt in questions], config, report)
     certificate = {
         "config": asdict(config),
         "environment": describe(spec.target),
-        **Examination(spec, prompts, config, report).verdict(),
+        **(examined_server(examined, questions) if config.endpoint else examined.verdict()),
     }
     write_json(config.out, certificate)
     return certificate
@@ -134,15 +142,21 @@ class Examination:
         return samples
 
     def judge(
-        self, outputs: list[dict[str, Any]], ours: Sequence[Sample], plain: Sequence[Sample]
+        self,
+        outputs: list[dict[str, Any]],
+        ours: Sequence[Sample],
+        plain: Sequence[Sample],
+        asked: Iterable[str] = QUESTIONS,
+        alike: tuple[str, str] = (RANK, RANK),
     ) -> dict[str, Any]:
         """The verdict of each test, on greedy outputs and on the samples of both sides.
 
         outputs: as from `greedy_output`. An empty `plain` leaves out the comparison of both sides.
+        asked: questions about ours. alike: by which numbers both sides are compared, and its name.
         """
         # 1. Greedy outputs must be equal, but for rounding.
         greedy: dict[str, Any] = {
-            "test": "greedy answers are model.generate's, token for token",
+            "test": "greedy answers are the plain ones, token for token",
             "answers": len(outputs),
             "different": [output for output in outputs if output["different_at"] is not None],
             "passed": all(output["explained"] for output in outputs),
@@ -152,7 +166,7 @@ class Examination:
         mine = list(places(self.spec, ours, **self.changes))
         numbers = {
             name: torch.cat(own)
-            for name in QUESTIONS
+            for name in asked
             if sum(map(len, own := [found[name] for found in mine if name in found]))
         }
         error, found = self.config.error / (len(numbers) + 1), []
@@ -161,8 +175,8 @@ class Examination:
             found.append((name, len(rows), p_value(rows), least(len(rows), error)))
         if plain:
             sides = mine, places(self.spec, plain, **self.changes)
-            ranks = ([numbers[RANK] for numbers in side] for side in sides)
-            found.append((RANK, len(ours), *statistics.exchangeable(ranks, error)))
+            ranks = ([numbers[alike[0]] for numbers in side] for side in sides)
+            found.append((alike[1], len(ours), *statistics.exchangeable(ranks, error)))
         tests = [
             {
                 "test": name,
@@ -187,3 +201,67 @@ class Examination:
             "passed": all(test["passed"] for test in [greedy, *tests]),
             "tests": [greedy, *tests],
         }
+
+
+def examined_server(
+    examined: Examination, questions: Mapping[tuple[int, ...], str]
+) -> dict[str, Any]:
+    """The verdict on a server, beside the same one without drafts or the target itself.
+
+    Where a side tells no token ids, the words of both are tokenised again, and are compared with each
+    other alone. questions: by prompt.
+    """
+    # 1. What both sides answer: the greedy answers, then samples in the order of their groups.
+    spec, config, changes = examined.spec, examined.config, examined.changes
+    server = Served("endpoint", str(config.endpoint), config.length, changes)
+    ours, theirs = asked_of(server, examined, questions), list[Reply]()
+    if config.plain:
+        other = Served("plain", config.plain, config.length, changes)
+        theirs = asked_of(other, examined, questions)
+    else:
+        params = SamplingParams()
+        for own in examined.prompts:
+            [output] = plain_outputs(spec, own, config.length, params, **changes)
+            theirs.append(reply_of(output, spec))
+        theirs += [reply_of(sample.output, spec) for sample in examined.sample_plain()]
+
+    # 2. As tokens.
+    exact = all(reply.token_ids for reply in [*ours, *theirs])
+    mine, plain = ([tokens_of(reply, exact, spec) for reply in side] for side in (ours, theirs))
+    outputs = list[dict[str, Any]]()
+    for (prompt, question), one, its in zip(questions.items(), mine, plain, strict=False):
+        told = difference(spec, [*prompt], one, its, **changes)
+        outputs.append({"question": question, **told})
+    copies = examined.copies * len(examined.batches)
+    groups = [group for group in examined.groups for _ in range(copies)]
+
+    def samples(side: Sequence[list[int]]) -> list[Sample]:
+        pairs = zip(groups, side[len(questions) :], strict=True)
+        return [Sample(params, prompt, output) for (params, prompt), output in pairs]
+
+    # 3. The tests.
+    asked = (BY_RATIO, BY_P, TOKENS) if exact else ()
+    verdict = examined.judge(outputs, samples(mine), samples(plain), asked, (BY_P, ALIKE))
+    return verdict | {"verifier": config.endpoint, "tree": None, "equal_bits": None}
+
+
+def asked_of(
+    server: Served, examined: Examination, questions: Mapping[tuple[int, ...], str]
+) -> list[Reply]:
+    """What a server answers to the questions greedily, then to all groups at each batch size."""
+    seeds = count(examined.config.seed)
+    greedy = [Asked(question, SamplingParams(), next(seeds)) for question in questions.values()]
+    replies, found = server.replies(greedy, 1), defaultdict[Any, list[Reply]](list)
+    for batch in examined.batches:
+        copied, stretch = examined.groups * examined.copies, max(8, 2 * batch)
+        for start in range(0, len(copied), stretch):
+            some = copied[start : start + stretch]
+            asks = [Asked(questions[tuple(own)], params, next(seeds)) for params, own in some]
+            for (params, own), reply in zip(some, server.replies(asks, batch), strict=True):
+                found[params, tuple(own)].append(reply)
+            done = sum(map(len, found.values()))
+            examined.report(Step(done, examined.total, f"sampled by {server.address}"))
+    return [
+        *replies,
+        *(one for params, own in examined.groups for one in found[params, tuple(own)]),
+    ]

@@ -122,20 +122,30 @@ def plain_outputs(
 def greedy_output(
     spec: Spec, prompt: list[int], tokens: int, remember: bool = True, **changes: Any
 ) -> dict[str, object]:
-    """Where the greedy output differs from model.generate's, and whether rounding explains it.
+    """`difference` of the greedy output and model.generate's.
+
+    remember: whether later outputs may be drafted from it.
+    """
+    ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
+    [theirs] = plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
+    return difference(spec, prompt, ours, theirs, **changes)
+
+
+@torch.no_grad()
+def difference(
+    spec: Spec, prompt: list[int], ours: list[int], theirs: list[int], **changes: Any
+) -> dict[str, object]:
+    """Where two greedy outputs differ, and whether rounding explains it.
 
     Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
     are close: within twice the largest difference that the plain model shows between two shapes of
-    the same forward. remember: whether later outputs may be drafted from it.
+    the same forward.
     """
-    # 1. The two outputs.
-    model = spec.target.model
-    ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
-    [theirs] = plain_outputs(spec, prompt, tokens, SamplingParams(), **changes)
     if ours == theirs:
         return {"different_at": None, "explained": True}
 
-    # 2. At the first difference: the two tokens' logits, and the same logits in other shapes.
+    # 1. At the first difference: the two tokens' logits, and the same logits in other shapes.
+    model = spec.target.model
     at = common_prefix(ours, theirs)
     margin = noise = math.inf
     if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
@@ -151,6 +161,6 @@ def greedy_output(
         [shaped] = distribution.shape([tuple(theirs[:at])], once[None])
         margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
 
-    # 3. Is the margin within rounding?
+    # 2. Is the margin within rounding?
     explained = margin <= 2 * noise and math.isfinite(margin)
     return {"different_at": at, "margin": margin, "noise": noise, "explained": explained}

@@ -58,7 +58,7 @@ def evaluate(config: EvalConfig) -> None:
 
 @takes(CertifyConfig)
 def certify(config: CertifyConfig) -> None:
-    """Test whether a target, head, verifier and tree are exact. Exit code 0: yes, 1: no."""
+    """Test whether a target, head, verifier and tree, or a server, are exact. Exit code 0: yes, 1: no."""
     # 1. Check what needs no weights.
     check_writable(config.out, "--out")
     check_questions(config.questions)
@@ -74,16 +74,19 @@ def certify(config: CertifyConfig) -> None:
     results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
     for test, result in zip(found["tests"], results, strict=True):
         print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
-    bits = "the same bits as" if found["equal_bits"] else "other rounding than"
-    print(f"In {found['environment']['dtype']} a node of a tree has {bits} one token at a time.")
+    if not config.endpoint:
+        bits = "the same bits as" if found["equal_bits"] else "other rounding than"
+        dtype = found["environment"]["dtype"]
+        print(f"In {dtype} a node of a tree has {bits} one token at a time.")
     if left_out := found["not_applied"]:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
+    unit = "texts" if len(sampled) == 1 else "tokens"
     verdict = f"NOT certified: {found['verifier']}."
     if found["passed"]:
         verdict = (
-            f"Certified: {found['verifier']}. At {sampled[0]['samples']:,} tokens faults that shift "
+            f"Certified: {found['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
             f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
         )
     print(f"{verdict} Report: {Path(config.out).resolve()}")

@@ -21,11 +21,13 @@ FAILURES = (OSError, http.client.HTTPException, ValueError)  # what `completed` 
 class Reply:
     """A chat completion as its client sees it.
 
+    token_ids: where the server tells them.
     times: seconds to each piece of text. cut: whether `max_tokens` ended it. usage: the tokens that
     the server counts, `prompt_tokens` and `completion_tokens`; empty where it reports none.
     """
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     cut: bool = False
     usage: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +74,7 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                     if piece := choice["delta"].get("content"):
                         reply.times.append(time.perf_counter() - started)
                         reply.text += piece
+                    reply.token_ids += choice.get("token_ids") or []
                     ended |= bool(choice.get("finish_reason"))
                     reply.cut |= choice.get("finish_reason") == "length"
             except (LookupError, TypeError, AttributeError) as error:

@@ -106,7 +106,8 @@ async def respond(
     await answers.submit(prompts, asked.n or 1, asked.seed, options)
     counted = bool(asked.stream_options and asked.stream_options.include_usage)
     hidden = frozenset() if options.get("ignore_eos") else state.ends
-    reply = Reply(answers, counted=counted, hidden=hidden, **style)
+    numbered = bool(asked.return_token_ids)
+    reply = Reply(answers, counted=counted, hidden=hidden, numbered=numbered, **style)
     return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
 
 

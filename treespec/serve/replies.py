@@ -31,7 +31,7 @@ class Delta:
     """What is new of a choice. tokens: with log-probabilities, None where nobody asked for them.
 
     calls: of tools. end: why it ended. begins: whether it is the first of the choice. offset:
-    characters of the choice's earlier tokens.
+    characters of the choice's earlier tokens. ids: of its tokens, None where nobody asked for them.
     """
 
     index: int
@@ -41,6 +41,12 @@ class Delta:
     end: str | None = None
     begins: bool = False
     offset: int = 0
+    ids: list[int] | None = None
+
+    @property
+    def told_ids(self) -> Fields:
+        """The field that vLLM calls so."""
+        return {} if self.ids is None else {"token_ids": self.ids}
 
 
 def chat_choice(delta: Delta, whole: bool) -> Fields:
@@ -58,6 +64,7 @@ def chat_choice(delta: Delta, whole: bool) -> Fields:
         "message" if whole else "delta": written,
         "logprobs": told,
         "finish_reason": delta.end,
+        **delta.told_ids,
     }
 
 
@@ -80,6 +87,7 @@ def text_choice(delta: Delta, whole: bool) -> Fields:
         "text": delta.text or "",
         "logprobs": told,
         "finish_reason": delta.end,
+        **delta.told_ids,
     }
 
 
@@ -90,7 +98,8 @@ class Reply:
 
     write: `chat_choice` or `text_choice`. names: of the whole object, a chunk, the id. opening: what
     the choices of each prompt begin with; None: nothing. catcher: makes one for each choice.
-    counted: whether a stream tells its usage. hidden: tokens that are no part of the text, such as
+    counted: whether a stream tells its usage. numbered: whether
+    token ids are told. hidden: tokens that are no part of the text, such as
     the end-of-sequence token.
     """
 
@@ -100,6 +109,7 @@ class Reply:
     opening: Sequence[str | None]
     catcher: Callable[[], Catcher]
     counted: bool
+    numbered: bool
     hidden: frozenset[int]
 
     async def whole(self) -> Fields:
@@ -147,8 +157,9 @@ class Reply:
             if piece:
                 text = catchers[index].show(piece)
                 tokens = told_of(tokenizer, piece, before[index], self.hidden)
-                if text or tokens:
-                    yield Delta(index, text, tokens, offset=offsets[index])
+                ids = piece.token_ids if self.numbered else None
+                if text or tokens or ids:
+                    yield Delta(index, text, tokens, offset=offsets[index], ids=ids)
                 before[index] = piece.token_ids[-1]
                 offsets[index] += sum(len(token["token"]) for token in tokens or ())
                 continue
@@ -188,7 +199,9 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     tokens = [token for tokens in told for token in tokens] if told else None
     text = "".join(delta.text or "" for delta in deltas)
     calls = [call for delta in deltas for call in delta.calls]
-    return Delta(deltas[-1].index, text, tokens, calls, deltas[-1].end)
+    numbers = [delta.ids for delta in deltas if delta.ids is not None]
+    ids = [number for some in numbers for number in some] if numbers else None
+    return Delta(deltas[-1].index, text, tokens, calls, deltas[-1].end, ids=ids)
 
 
 def told_of(

@@ -66,6 +66,7 @@ class Sampled(StrictBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1)
+    return_token_ids: bool | None = None  # vLLM's
 
     def options(self) -> dict[str, Any]:
         """The options of `Spec.generate` that the request names. Raises ApiError."""

@@ -1,0 +1,131 @@
+"""A certificate of a server: exact ones get it, planted faults do not, with token ids and by words alone."""
+
+import json
+
+import faults
+import pytest
+import torch
+from http_serving import serving, tiny_spec
+from refusals import complains
+from test_certify import before_truncation, cold, wrong_residual
+from typer.testing import CliRunner
+
+from treespec.api.spec import Spec
+from treespec.cli import app
+from treespec.eval.certify.places import ALIKE, BY_P, BY_RATIO, TOKENS
+from treespec.eval.certify.run import Examination, certify, examined_server
+from treespec.eval.certify.served import Served
+from treespec.eval.config import CertifyConfig
+from treespec.model.target import Target
+
+QUESTIONS = ["the user asks", "who is there"]
+
+
+def verdict(served, tokens=1600, length=16, plain=None):
+    """The verdict on a server of `served`, beside the same target without drafts."""
+    spec = Spec(served.target, None)
+    prompts = {tuple(spec.encode([{"role": "user", "content": question}])): question for question in QUESTIONS}
+    with serving(served) as state:
+        address = f"{state.url}/v1"
+        config = CertifyConfig(target="t", endpoint=address, plain=plain and address, tokens=tokens, length=length)
+        return examined_server(Examination(spec, [[*prompt] for prompt in prompts], config), prompts)
+
+
+def p_values(found):
+    return {test["test"]: test["p_value"] for test in found["tests"][1:]}
+
+
+def test_an_exact_server_is_certified_by_the_ids_of_its_tokens():
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640)
+    assert found["passed"], found["tests"]
+    assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS, ALIKE]
+    assert found["tests"][1]["samples"] == 640
+
+
+def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
+    whole = Served.reply
+
+    def wordy(server, asked):
+        server.told = {}
+        return whole(server, asked)
+
+    monkeypatch.setattr(Served, "reply", wordy)
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640)
+    assert found["passed"], found["tests"]
+    assert [*p_values(found)] == [ALIKE]
+    sure = tiny_spec("chain:1", "single")
+    faults.change(sure, planning=lambda scheme, p, q, draws: argmax(p))
+    assert p_values(verdict(sure))[ALIKE] < 1e-3
+
+
+FAULTS = {
+    "drafts accepted by argmax": ("chain:2", "single", lambda scheme, p, q, draws: argmax(p)),
+    "last token without temperature": ("chain:1", "single", cold),
+    "residual": ("chain:1", "single", wrong_residual),
+}
+
+
+def argmax(p):
+    return torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1.0)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name):
+    tree, verifier, planning = FAULTS[name]
+    spec = tiny_spec(tree, verifier)
+    faults.change(spec, planning=planning)
+    found = verdict(spec)
+    assert not found["passed"]
+
+
+class Repeating:
+    """A verifier that begins every cycle with the text's seed."""
+
+    def __init__(self, verifier):
+        self.verifier, self.name = verifier, verifier.name
+        self.scheme, self.coupled = verifier.scheme, verifier.coupled
+
+    def __call__(self, tree, p, generator):
+        generator.manual_seed(generator.initial_seed())
+        return self.verifier(tree, p, generator)
+
+
+def test_uniform_numbers_that_every_cycle_repeats_are_found():
+    spec = tiny_spec("chain:1", "single")
+    spec.verifier = spec.decoder.verifier = Repeating(spec.verifier)
+    found = p_values(verdict(spec))
+    assert found[TOKENS] < 1e-3 / 4, found
+
+
+def test_draws_from_before_the_truncation_are_found():
+    spec = tiny_spec("8x1", "rrs-wo")
+    faults.change(spec, drawing=before_truncation)
+    found = p_values(verdict(spec))
+    assert min(found[BY_P], found[BY_RATIO]) < 1e-3 / 4, found
+
+
+def test_the_command_names_the_server(home, tmp_path):
+    report = tmp_path / "report.json"
+    with serving(Spec(Target.load(f"{home}/target"), None)) as state:
+        line = (
+            f"certify --target {home}/target --endpoint {state.url}/v1 --out {report} --limit 2 --tokens 40 --length 8"
+        )
+        done = CliRunner().invoke(app, line.split())
+    assert done.exit_code == 0, done.output
+    assert f"Certified: {state.url}/v1" in done.output
+    found = json.loads(report.read_text())
+    assert found["tests"][0]["answers"] == 2
+
+
+def test_what_cannot_be_asked_is_said(home):
+    with complains("--endpoint http://127.0.0.1:9: the server does not answer"):
+        certify(CertifyConfig(target=f"{home}/target", endpoint="http://127.0.0.1:9"))
+    with complains("give --endpoint or --head"):
+        CertifyConfig(target="t", endpoint="http://x/v1", head="h")
+    with complains("--plain is what --endpoint is compared with"):
+        CertifyConfig(target="t", plain="http://x/v1", head="h")
+
+
+def test_a_server_of_another_model_is_refused(home):
+    with serving(tiny_spec()) as state, complains("give the --target that it serves"):
+        certify(CertifyConfig(target=f"{home}/target", endpoint=f"{state.url}/v1", tokens=40, length=8, limit=1))

@@ -42,6 +42,12 @@ def test_an_exact_server_is_certified_by_the_ids_of_its_tokens():
     assert found["tests"][1]["samples"] == 640
 
 
+def test_an_exact_server_is_certified_beside_another_server():
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=320, plain=True)
+    assert found["passed"], found["tests"]
+    assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS, ALIKE]
+
+
 def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
     whole = Served.reply
 

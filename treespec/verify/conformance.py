@@ -244,9 +244,10 @@ def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> 
             pairs.append((counts[text], runs * share))
         else:
             rare = rare[0] + counts[text], rare[1] + runs * share
+    left_out = 0 < rare[1] < LEAST  # then the counts need not sum to the runs
     pairs += [rare] if rare[1] >= LEAST else []
     statistic = sum((count - due) ** 2 / due for count, due in pairs)
-    return float(chi2.sf(statistic, max(1, len(pairs) - 1)))
+    return float(chi2.sf(statistic, max(1, len(pairs) - (not left_out))))
 
 
 def least_shift(runs: int, error: float, size: tuple[int, int]) -> float:

@@ -10,13 +10,21 @@ because the sequence has no further token for them:
     row 1    x x . . .   . x . . .   . x .
     row 2    x x x . .   . . x . .   . . x
 
-A later step therefore adds one score per row, and needs no mask of all rows by all columns. The
-columns of step 0 are scored in blocks of rows. The backward pass computes each block again, so
-memory grows with rows times steps, not with rows squared.
+A later step adds one score per row: the own column's. It goes into a column that all rows see, before
+the columns of step 0, whose key is a unit vector: it finds the score among numbers that the queries
+carry behind their own. Its value is a unit vector, too, so the column's weight comes out behind the
+attention's own numbers. The whole is one causal attention by torch's fused kernels, and the backward
+pass keeps what grows with the rows, not with their square. Step 1, with scores s and weights w:
+
+    queries     0        q0 s0    q1 s1    q2 s2     the zeros shift the others down: row t sees t + 2 columns
+    keys        0  1     k0 0     k1 0     k2 0
+    values      0  1     v0 0     v1 0     v2 0
+    row 2       a v0 + b v1 + c v2, w                to which w times the own value is added
 
 With a sliding window, row t at step s sees the window's last positions up to its own, t + s. So
-each step takes its own column in and lets the oldest pair go. Above, with a window of 3, row 2 sees
-the pairs 1 and 2 at step 1, next to its own column, and pair 2 at step 2, next to its own two.
+each step takes its own column in and lets the oldest pair go. In the first drawing, with a window of
+3, row 2 sees the pairs 1 and 2 at step 1, next to its own column, and pair 2 at step 2, next to its
+own two. A window takes a mask of all rows by all columns.
 """
 
 from typing import final
@@ -24,11 +32,8 @@ from typing import final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from treespec.heads.layers import Angles, Attention
-
-ROWS = 256  # per block
 
 
 @final
@@ -38,64 +43,67 @@ class UnrolledAttention:
     The window is the attention's own.
     """
 
-    def __init__(self, attention: Attention, rows: int = ROWS) -> None:
-        """rows: rows per block, default 256; fewer take less memory."""
-        self.attention, self.rows = attention, rows
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
         self.steps: list[tuple[Tensor, Tensor]] = []  # keys and values by step, [B, kv heads, R, D]
 
     def __call__(self, x: Tensor, angles: Angles) -> Tensor:
         """x: [B, R, in] -> [B, R, H]. angles: of `Rotary`, at the rows' positions of this step."""
         q, k, v = self.attention.project(x, angles)
         self.steps.append((k, v))
-        if len(self.steps) == 1 and self.attention.window is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self.attention.grouped
-            )
-        else:
-            blocks = range(0, q.shape[2], self.rows)
-            out = torch.cat(
-                [self._block(q, first, min(first + self.rows, q.shape[2])) for first in blocks],
-                dim=2,
-            )
-        return self.attention.joined(out)
-
-    def _block(self, q: Tensor, first: int, end: int) -> Tensor:
-        (keys, values), *later = self.steps
-        window = self.attention.window or keys.shape[2] + len(later)
-        pairs = max(window - len(later), 0)  # of the window, next to the row's own columns
-        oldest = min(max(first + 1 - pairs, 0), first)
-        later = later[-window:]
-        own_columns = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]
-        columns = keys[:, :, oldest:end], values[:, :, oldest:end]
-        block = q[:, :, first:end], *columns, own_columns, pairs
-        return checkpoint(attend_rows, *block, use_reentrant=False, preserve_rng_state=False)
+        return self.attention.joined(attend(q, self.steps, self.attention.window))
 
 
-def attend_rows(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    own: list[tuple[Tensor, Tensor]],
-    pairs: int,
-) -> Tensor:
-    """The last R of E rows: causal over step 0, plus one own column for each later step.
+def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = None) -> Tensor:
+    """Causal attention over the columns of step 0, and over a row's own column of each later step.
 
-    q: [B, heads, R, D]. keys, values: [B, kv heads, E, D] of step 0. own: keys and values
-    [B, kv heads, R, D] for each later step. pairs: columns of step 0 that a row sees, the last one
-    its own. 0 needs an own column.
-    Returns [B, heads, R, D]. Scores and their softmax are in float32.
+    q: [B, heads, R, D]. steps: keys and values [B, kv heads, R or more, D] by step. window: the
+    positions that a row sees, its own included. Returns [B, heads, R, D].
     """
-    rows, columns = q.shape[2], keys.shape[2]
-    grouped = q.unflatten(1, (keys.shape[1], -1))  # [B, kv, heads / kv, R, D]
-    scores = (grouped @ keys[:, :, None].transpose(-1, -2)).float()  # [B, kv, heads / kv, R, E]
-    unseen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
-    unseen |= torch.ones_like(unseen).tril(columns - rows - pairs)
-    alone = [(grouped.float() * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]
-    scores = (
-        torch.cat([scores.masked_fill(unseen, -torch.inf), *alone], dim=-1) * q.shape[-1] ** -0.5
+    # 1. Step 0, and the own columns as [B, kv heads, 1, R, D] beside the grouped queries.
+    rows, size = q.shape[2:]
+    (keys, values), *later = [[part[:, :, :rows] for part in step] for step in steps]
+    own = [[part[:, :, None] for part in step] for step in later[-(window or len(steps)) :]]
+    grouped, count = q.unflatten(1, (keys.shape[1], -1)), len(own)
+
+    # 2. Scores of the own columns, behind the queries in two parts: bfloat16 would round one.
+    scores = [(grouped.float() * k).sum(-1).flatten(1, 2) for k, _ in own]  # [B, heads, R]
+    high = [score.bfloat16().float() for score in scores]
+    parts = [*high, *(score - near for score, near in zip(scores, high, strict=True))]
+    wide = torch.cat([q, *(part[..., None].to(q.dtype) for part in parts)], dim=-1)
+
+    # 3. Columns of unit vectors, which find the scores and carry the weights.
+    unit = torch.eye(count, dtype=q.dtype, device=q.device)
+    found, carried = torch.cat([unit, unit], 1), F.pad(unit, (0, count))
+    keys, values = (
+        torch.cat(
+            [
+                F.pad(column, (size, 0)).expand(*part.shape[:2], -1, -1),
+                F.pad(part, (0, 2 * count)),
+            ],
+            dim=2,
+        )
+        for part, column in ((keys, found), (values, carried))
     )
-    weights = scores.softmax(-1).to(values.dtype)
-    out = weights[..., :columns] @ values[:, :, None]
-    for column, (_, v) in enumerate(own, start=columns):
-        out = out + weights[..., column, None] * v[:, :, None]
-    return out.flatten(1, 2)
+
+    # 4. One attention. With a window of three and one own column, rows 1 to 3 see: own | x x . .
+    #    own | . x x . and own | . . x x
+    mask = None
+    if window is not None:
+        band = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+        mask = F.pad(band.triu(count + 1 - window), (count, 0, count, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        F.pad(wide, (0, 0, count, 0)),
+        keys,
+        values,
+        mask,
+        is_causal=mask is None,
+        scale=size**-0.5,
+        enable_gqa=grouped.shape[2] > 1,
+    )[:, :, count:]
+
+    # 5. The own values by their weights.
+    total, weights = out[..., :size].unflatten(1, grouped.shape[1:3]), out[..., size:].unflatten(1, grouped.shape[1:3])
+    for column, (_, v) in enumerate(own):
+        total = total + weights[..., column, None] * v
+    return total.flatten(1, 2)

@@ -72,12 +72,11 @@ def test_the_norms_stand_where_their_names_say():
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("block", [2, 256])
-def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window, block):
+def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window):
     """Row t of step s stands at t + s. Its path: pairs 0 to t, then its own draft of each step."""
     head = made(SLIDING | {"sliding_window": window})
     (attention,), inputs = head.attentions, torch.randn(4, 7, 64)
-    unrolled = UnrolledAttention(attention, block)
+    unrolled = UnrolledAttention(attention)
     for step in range(4):
         rows = 7 - step
         out = unrolled(inputs[step, None, :rows], head.rotary(torch.arange(step, 7), torch.float32))
@@ -142,7 +141,7 @@ def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(k
     attention, rotary = Attention(config, 16), Rotary(config)
 
     def kept(rows):
-        unrolled, x, storages = UnrolledAttention(attention, 16), torch.randn(1, rows, 16), {}
+        unrolled, x, storages = UnrolledAttention(attention), torch.randn(1, rows, 16), {}
 
         def pack(tensor):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

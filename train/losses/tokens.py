@@ -40,7 +40,7 @@ TINY = torch.finfo(torch.float32).tiny
 BUDGET = 6  # bytes for each counted position and token, at most
 # Numbers in an array of a chunk. On a CPU 25 MB in float32, which the heap reuses; elsewhere more,
 # because large products are faster.
-ON_CPU, ELSEWHERE = 6 << 20, 64 << 20
+ON_CPU, ELSEWHERE = 2 << 20, 64 << 20
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> losses [M]
 
@@ -196,7 +196,7 @@ def token_losses(
             values = loss_of(p, logs).where(learns, 0).sum()
             gradients = torch.autograd.grad(values, (states, *guess.weights))
             losses[i] += values.detach()
-            agreeing[i] += (learns & (logs.argmax(-1) == p.argmax(-1))).sum()
+            agreeing[i] += (learns & (logs.max(-1).indices == p.max(-1).indices)).sum()
             share = guess.share / len(guess.states)
             slopes[i][here] = gradients[0] * share
             for weight, gradient in zip(guess.weights, gradients[1:], strict=True):

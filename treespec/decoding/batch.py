@@ -95,7 +95,9 @@ class Batch:
             self.cache, self.drafter, self.texts = first.cache, first.drafter, [first.text]
             stay, ended = [0], []
         placed = dict(zip(ended, complete, strict=False)) if stay else {}
-        rest, rows = complete[len(placed) :], sorted([*stay, *placed])
+        rest, left = complete[len(placed) :], {*stay, *placed}
+        last = sorted(row for row in left if row >= len(left))  # each fills a row that is free now
+        rows = [row if row in left else last.pop() for row in range(len(left))]
         if not complete and len(rows) == len(self.texts):
             return
 

@@ -9,11 +9,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from treespec.trees.tree import sent
 
+SPARE = 4  # times the rows of a block over those in use, before it is given up
+
 
 class TreeLayer(CacheLayerMixin):
     """Preallocated storage of one attention layer. The next forward writes at column `length`.
 
-    storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward.
+    storage: keys and values, [B, KV heads, capacity, D] each; () before the first forward. block: what
+    it is the first rows of; the others are for sequences that join.
     window: positions that a node sees, None for all. most: columns that growing stops at, if they
     are enough. first: the first column that a forward gets; no node sees an earlier one. columns:
     where the next forwards write instead, and get all columns (`graphs`).
@@ -30,12 +33,14 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.storage: tuple[Tensor, ...] = ()
+        self.block = self.storage
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
         states = key_states, value_states
         shapes = [(*x.shape[:2], self.capacity, x.shape[3]) for x in states]
-        self.storage = tuple(x.new_zeros(shape) for x, shape in zip(states, shapes, strict=True))
+        self.block = tuple(x.new_zeros(shape) for x, shape in zip(states, shapes, strict=True))
+        self.storage = self.block
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -75,23 +80,28 @@ class TreeLayer(CacheLayerMixin):
             self.gather([(self, range(len(self.storage[0]) if self.storage else 0))], capacity)
 
     def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
-        """Become rows of layers, in this order, all at the end: an interrupt leaves the layer as it was.
+        """Become rows of layers, in this order. Another capacity comes at the end: an interrupt leaves the layer.
 
-        parts: (layer, its batch rows). Rows of a layer without storage are zeros.
+        parts: (layer, its batch rows). Rows of a layer without storage are zeros. Rows of this layer that
+        keep their places are not copied, where the capacity stays and the block has room for all.
         """
         like = next((layer.storage for layer, _ in parts if layer.storage), ())
-        total, first = sum(len(rows) for _, rows in parts), 0
-        storage = tuple(x.new_zeros(total, x.shape[1], capacity, x.shape[3]) for x in like)
+        total, first, block = sum(len(rows) for _, rows in parts), 0, self.block
+        stays = bool(block) and parts[0][0] is self and capacity == self.capacity
+        if not stays or not total <= len(block[0]) <= SPARE * total:
+            stays, room = False, total + total // 4
+            block = tuple(x.new_zeros(room, x.shape[1], capacity, x.shape[3]) for x in like)
         for layer, rows in parts:
-            if layer.storage:
-                index = sent(list(rows), like[0].device)
+            moved = [(row, i) for i, row in enumerate(rows, first) if row != i or not stays]
+            if layer.storage and moved:
                 end = min(layer.length, capacity)
-                for states, old in zip(storage, layer.storage, strict=True):
-                    copied = old[:, :, :end].index_select(0, index)
-                    states[first : first + len(rows), :, :end] = copied
-            first += len(rows)
+                sources, places = (sent(list(x), like[0].device) for x in zip(*moved, strict=True))
+                for states, old in zip(block, layer.storage, strict=True):
+                    states[places, :, :end] = old[:, :, :end].index_select(0, sources)
+            first, stays = first + len(rows), False
         # One statement without a call, which CPython does not interrupt.
-        self.storage, self.capacity = storage, capacity
+        storage = tuple(states[:total] for states in block)
+        self.block, self.storage, self.capacity = block, storage, capacity
 
     def put(self, row: int, other: "TreeLayer") -> None:
         """Replace a batch row by the only row of another layer."""

@@ -103,7 +103,10 @@ def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = N
     )[:, :, count:]
 
     # 5. The own values by their weights.
-    total, weights = out[..., :size].unflatten(1, grouped.shape[1:3]), out[..., size:].unflatten(1, grouped.shape[1:3])
+    total, weights = (
+        out[..., :size].unflatten(1, grouped.shape[1:3]),
+        out[..., size:].unflatten(1, grouped.shape[1:3]),
+    )
     for column, (_, v) in enumerate(own):
         total = total + weights[..., column, None] * v
     return total.flatten(1, 2)

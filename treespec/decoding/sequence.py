@@ -84,8 +84,8 @@ def copied(
     """A row's cache and drafter, as copies of their own."""
     alone, own = cache.alone(row), drafter.new() if drafter else None
     if own and drafter:
-        own.join([drafter])
-        own.select([row + 1])  # behind the row of a new one
+        own.join([drafter], row)
+        own.select([1])  # behind the row of a new one
         own.rewind(alone.lengths)  # what it learns of its trees is its own, too
     return alone, own
 

@@ -45,14 +45,15 @@ class PerText:
 
     per_text: tuple[str, ...] = ()
 
-    def join(self, others: Sequence[Self]) -> None:
-        """Append the sequences of others."""
+    def join(self, others: Sequence[Self], row: int | None = None) -> None:
+        """Append the sequences of others. row: that one of each alone."""
         for name in self.per_text:
             own, theirs = getattr(self, name), [getattr(other, name) for other in others]
             if isinstance(own, list):
-                setattr(self, name, [*own, *chain.from_iterable(theirs)])
+                taken = theirs if row is None else [[rows[row]] for rows in theirs]
+                setattr(self, name, [*own, *chain.from_iterable(taken)])
             else:
-                own.join(theirs)
+                own.join(theirs, row)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the sequences in these rows, in this order."""

@@ -262,13 +262,21 @@ class TreeCache(Cache):
             layer.put(row, new)
         self._hold(rows)
 
-    def join(self, others: Sequence["TreeCache"]) -> None:
-        """Append the sequences of other caches of the same model."""
-        all_rows, self.rows = [cache.rows for cache in (self, *others)], []
-        for layers in zip(self.tree_layers, *(other.tree_layers for other in others), strict=True):
-            parts = [(layer, range(len(one))) for layer, one in zip(layers, all_rows, strict=True)]
-            layers[0].gather(parts, max(layer.capacity for layer in layers))
-        self._hold([row for rows in all_rows for row in rows])
+    def join(self, others: Sequence["TreeCache"], row: int | None = None) -> None:
+        """Append the sequences of other caches of the same model. row: that one of each alone."""
+        taken = [[*range(len(other.rows))] if row is None else [row] for other in others]
+        kept, self.rows = (
+            [*self.rows, *(o.rows[i] for o, rows in zip(others, taken, strict=True) for i in rows)],
+            [],
+        )
+        for number, layer in enumerate(self.tree_layers):
+            theirs = [other.tree_layers[number] for other in others]
+            parts = [
+                (layer, range(len(kept) - sum(map(len, taken)))),
+                *zip(theirs, taken, strict=True),
+            ]
+            layer.gather(parts, max(one.capacity for one, _ in parts))
+        self._hold(kept)
 
     def alone(self, row: int) -> "TreeCache":
         """A copy of one sequence, in a cache of its own."""

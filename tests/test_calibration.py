@@ -9,7 +9,8 @@ from equality import close, seeded
 from models import TableConfig, TableModel, change, random_head
 from refusals import complains
 
-from treespec.api.calibrate import calibrate, logistic, own_rates
+from treespec.api.calibrate import FACTORS, calibrate, logistic, own_rates, sharpest
+from treespec.api.spec import Spec
 from treespec.draft.calibration import (
     FILE,
     Calibration,
@@ -19,6 +20,7 @@ from treespec.draft.calibration import (
     save_calibration,
 )
 from treespec.draft.models.model import ModelProposer
+from treespec.draft.trained.kinds import rollout
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.model.target import Target
 
@@ -34,7 +36,7 @@ def table():
 
 def test_a_calibration_is_read_as_it_was_saved(tmp_path):
     weights = torch.randn(11, generator=seeded(6), dtype=torch.float64).tolist()
-    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), (), RATES)
+    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), (), RATES, (1.4, 1.2))
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
     assert load_calibration(tmp_path) == calibration
@@ -46,6 +48,7 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
     [
         *({"tops": None}, {"format": None}, {"tops": [1.0]}, {"draws": "x"}, {"format": 0}, {"greedy": [math.nan] * 4}),
         *({"rates": {"1": [math.inf]}}, {"rates": {"warm": [0.1]}}, {"rates": {"1": 0.1}}, {"rates": {"1": []}}),
+        *({"sharpness": [1.0, 0.0]}, {"sharpness": [math.nan]}, {"sharpness": None}),
     ],
 )
 def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):
@@ -85,6 +88,40 @@ def test_calibrating_gives_finite_weights_and_rates_at_each_temperature(table):
     for rates in found.rates.values():
         assert rates[0] > 0
         assert sum(rates) <= 1
+
+
+def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
+    """Against the acceptance rates along every text, position by position."""
+    model, head = table
+    rows = rows_of(model, [60, 40])
+    found = sharpest(head, model, rows, (2, 1000))
+    for step, chosen in enumerate(found):
+        rates = dict.fromkeys(FACTORS, 0.0)
+        for tokens, _, features in rows:
+            own, drafted = model.output_logits(features), [*rollout(head, model, tokens, features, 2)][step]
+            for at in range(0, len(drafted), 3):  # one in three counts, as for the two models
+                for factor in rates:
+                    for t in (0.3, 0.6, 1.0):
+                        p, q = (own[at + step + 1] / t).softmax(-1), (drafted[at] * factor / t).softmax(-1)
+                        rates[factor] += float(torch.minimum(p, q).sum())
+        assert rates[chosen] > max(rates.values()) - 1e-4
+
+
+def test_drafts_are_drawn_from_the_sharpened_distributions(table):
+    """Of both levels of a chain, to 1e-5; and the rollout says the same."""
+    model, head = table
+    calibration, seen = Calibration((0.0,) * 4, (0.0,) * 7, sharpness=(1.5, 0.7)), []
+    spec = Spec(model, head, "chain:2", "rrs", calibration=calibration)
+    request = spec.request([1, 2, 3], seed=1, temperature=0.5, max_new_tokens=2)
+    request.listener = seen.append
+    list(spec.decoder.run([request]))
+    tree = seen[0].tree
+    text = torch.tensor([1, 2, 3, *tree.tokens[1:].tolist()])
+    features = model.features(text[None])[0]
+    for step, factor in enumerate((1.5, 0.7)):
+        plain, sharp = ([*rollout(head, model, text, features, 2, s)][step] for s in ((), (1.5, 0.7)))
+        close(sharp, plain * factor, 1e-6)
+        close(tree.drafts.q[step], (sharp[1] / 0.5).softmax(-1), 1e-5)
 
 
 def test_a_draft_model_that_is_the_target_has_its_first_draw_always_accepted():

@@ -75,6 +75,7 @@ def small_run(model, data, out, **changes):
     """Six steps on 20 of 24 conversations, a checkpoint every two."""
     options = {
         "dtype": "float32",
+        "mixed_precision": "no",
         "max_steps": 6,
         "batch_size": 2,
         "warm_up": 2,

@@ -185,7 +185,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     mixed_precision: str | None = option(
-        "no, bf16 or fp16; default: bf16 where the GPU computes in it, else no",
+        "no, bf16 or fp16; default: bf16 where the GPU or CPU has instructions for it, else no",
         None,
         choices=("no", "bf16", "fp16"),
     )

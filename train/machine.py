@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import release_memory
 
 from treespec.errors import InputError, first_line
+from treespec.model.processor import computes_bfloat16
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_ends
@@ -26,8 +27,7 @@ from treespec.train.config import TrainConfig
 
 def precision_of(config: TrainConfig) -> str:
     """The mixed precision as chosen, or the one that the hardware is made for."""
-    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return config.mixed_precision or ("bf16" if fast else "no")
+    return config.mixed_precision or ("bf16" if computes_bfloat16() else "no")
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:

@@ -79,7 +79,7 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
             features = target.features(passage.tokens[None], aux_layers, last=True)[0]  # [T, F]
             inputs, last = target.parted(features, aux_layers)
             tokens = passage.tokens.to(features.device)
-            *_, draft_logits = rollout(head, target, tokens, inputs, step)
+            *_, draft_logits = rollout(head, target, tokens, inputs, step, spec.sharpness)
             p.append(target.output_logits(last[rows + step]).cpu())
             q.append(draft_logits[rows].cpu())
             group.append(torch.full((len(rows),), passage.group))

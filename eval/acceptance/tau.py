@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
+from treespec.draft.calibration import sharpened
 from treespec.draft.cost.model import Cost
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.kinds import draft_steps, proposer_of
@@ -235,7 +236,8 @@ def along_text(
     for step, logits in enumerate(steps):
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
-        scores = logits[text.root - 1 : text.root - 1 + n].float().cpu()
+        drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
+        scores = sharpened(drafts, step, spec.sharpness)
         yield masses[rows], scores, column[longer[begin : begin + n]]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 
 TEMPERATURES = (0.3, 0.6, 1.0)
+FACTORS = tuple(1 + i / 10 for i in range(11))
 PROMPTS = 12  # completions that rates are counted over
 
 
@@ -39,11 +41,16 @@ def calibrate(
     depth: draft steps. positions: the most positions for each draft step and temperature. Raises
     InputError if the text is too short.
     """
-    # 1. Sampled outcomes, and the two models fitted to them; the first model again at temperature 0.
-    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    # 1. The factors of the draft logits.
     limits, weights = (draft_steps(head, depth), positions), []
+    sharpness = sharpest(head, target, rows, limits)
+
+    # 2. Sampled outcomes, and the two models fitted to them; the first model again at temperature 0.
+    generator = torch.Generator(device=target.output_device).manual_seed(seed)
     for temperatures in (TEMPERATURES, (0.0,)):
-        by_step = [outcomes(head, target, rows, limits, t, generator) for t in temperatures]
+        by_step = [
+            outcomes(head, target, rows, limits, t, generator, sharpness) for t in temperatures
+        ]
         samples = [torch.cat(parts) for parts in zip(*chain(*by_step), strict=True)]
         if not samples or not len(samples[0]):
             raise InputError(
@@ -53,17 +60,73 @@ def calibrate(
         weights.append(logistic(top, hit, weight[:, None]))
         if any(temperatures):
             weights.append(logistic(draw, accepted / room, weight[:, None, None] * room))
+    tops, draws, greedy = (tuple(fitted.tolist()) for fitted in weights)
+    fitted = Calibration(tops, draws, greedy, {}, sharpness)
 
-    # 2. Rates counted while the target writes, after what precedes the first counted token: at
+    # 3. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
     proposer, half = proposer_of(head, target), target.context_length // 2
     prompts = [
         tokens[: min(max(int(counts.int().argmax()), 1), half)].tolist()
         for tokens, counts, _ in rows[:PROMPTS]
     ]
-    rates = {f"{t:g}": own_rates(target, proposer, prompts, t) for t in (COLDEST, *TEMPERATURES)}
-    tops, draws, greedy = (tuple(fitted.tolist()) for fitted in weights)
-    return Calibration(tops, draws, greedy, rates)
+    for t in (COLDEST, *TEMPERATURES):
+        fitted.rates[f"{t:g}"] = own_rates(target, proposer, prompts, t, fitted)
+    return fitted
+
+
+class Step(NamedTuple):
+    """Of a passage and a draft step, from 1: the positions of rows that count, and for R rows p's and q's logits.
+
+    tokens: [R] the text's. target, draft: [R, V] logits of the distributions of these tokens.
+    """
+
+    number: int
+    chosen: Tensor
+    tokens: Tensor
+    target: Tensor
+    draft: Tensor
+
+
+def drafted(
+    head: Head,
+    target: Target,
+    rows: Sequence[Row],
+    limits: tuple[int, int],
+    sharpness: tuple[float, ...] = (),
+) -> Iterator[Step]:
+    """Draft steps along passages, in turn. limits: draft steps, and positions for each."""
+    depth, positions = limits
+    for tokens, counts, known in rows:
+        if len(tokens) < depth + 3 or positions <= 0:
+            continue
+        features, last = target.parted(known, head.aux_layers)
+        own = target.output_logits(last)  # [T, V], row t: of token t + 1
+        steps = rollout(head, target, tokens, features, depth, sharpness)
+        for step, logits in enumerate(steps, 1):
+            here = slice(step + 1, step + 1 + len(logits))
+            chosen = counts[here].nonzero().squeeze(1)[:: depth + 1]
+            yield Step(step, chosen, tokens[here], own[step : step + len(logits)], logits)
+        positions -= len(chosen)
+
+
+@torch.no_grad()
+def sharpest(
+    head: Head, target: Target, rows: Sequence[Row], limits: tuple[int, int]
+) -> tuple[float, ...]:
+    """For each draft step the factor of the logits at which most drafts are accepted, of FACTORS.
+
+    Accepted: Σ min(p, q), summed over positions and TEMPERATURES.
+    """
+    accepted = torch.zeros(limits[0], len(FACTORS), dtype=torch.float64)
+    for step in drafted(head, target, rows, limits):
+        for temperature in TEMPERATURES:
+            params = SamplingParams(temperature)
+            p, logits = probs(step.target[step.chosen], params), step.draft[step.chosen]
+            for i, factor in enumerate(FACTORS):
+                q = probs(logits * factor, params)
+                accepted[step.number - 1, i] += float(torch.minimum(p, q).sum())
+    return tuple(FACTORS[best] for best in accepted.argmax(-1).tolist())
 
 
 @torch.no_grad()
@@ -74,31 +137,25 @@ def outcomes(
     limits: tuple[int, int],
     temperature: float,
     generator: torch.Generator,
+    sharpness: tuple[float, ...] = (),
 ) -> Iterator[tuple[Tensor, ...]]:
     """Training data of the two models, from positions at all draft steps.
 
     Yields for each step features and outcomes as of `tried`, and a weight [n]. The weight approximates
     how often a tree reaches the text's token at that depth: the product of min(1, q/p) over the levels
-    above. limits: draft steps, and positions for each. At temperature 0 the target's choice is
-    certain, and q is taken at temperature 1, as for the ranking of a tree's nodes.
+    above. limits, sharpness: as for `drafted`. At temperature 0 the target's choice is certain, and q is
+    taken at temperature 1, as for the ranking of a tree's nodes.
     """
-    depth, positions = limits
-    params = SamplingParams(temperature or 1.0)
-    for tokens, counts, known in rows:
-        if len(tokens) < depth + 3 or positions <= 0:
-            continue
-        features, last = target.parted(known, head.aux_layers)
-        after = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
-        weight = torch.ones(len(tokens) - depth - 1, device=after.device)
-        for step, logits in enumerate(rollout(head, target, tokens, features, depth), 1):
-            q = probs(logits, params)
-            p, following = after[step : step + len(q)], tokens[step + 1 : step + 1 + len(q), None]
-            chosen = counts[step + 1 : step + 1 + len(q)].nonzero().squeeze(1)[:: depth + 1]
-            wanted = p[chosen] if temperature else one_hot(p[chosen].argmax(-1), p.shape[1]).to(p)
-            yield *tried(wanted, q[chosen], step - 1, generator), weight[chosen].cpu()
-            ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
-            weight = weight * ratio.squeeze(1).clamp(max=1)
-        positions -= len(chosen)
+    params, weight = SamplingParams(temperature or 1.0), torch.empty(0)
+    for step in drafted(head, target, rows, limits, sharpness):
+        chosen, p, q = step.chosen, probs(step.target, params), probs(step.draft, params)
+        if step.number == 1:
+            weight = torch.ones(len(q), device=q.device)
+        wanted = p[chosen] if temperature else one_hot(p[chosen].argmax(-1), p.shape[1]).to(p)
+        yield *tried(wanted, q[chosen], step.number - 1, generator), weight[chosen].cpu()
+        following = step.tokens[:, None]
+        ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
+        weight = weight * ratio.squeeze(1).clamp(max=1)
 
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> list[Tensor]:
@@ -151,6 +208,7 @@ def own_rates(
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
     temperature: float,
+    calibration: Calibration | None = None,
     tokens: int = 48,
 ) -> tuple[float, ...]:
     """[K] Pr(the k-th draw without replacement is accepted), counted over completions of prompts.
@@ -175,7 +233,7 @@ def own_rates(
                 accepted.add_(hit)
 
     # 1. Decode and count.
-    spec = Spec(target, proposer, tree, "rrs-wo")
+    spec = Spec(target, proposer, tree, "rrs-wo", calibration=calibration)
     for seed, prompt in enumerate(prompts):
         request = spec.request(
             list(prompt), seed=seed, temperature=max(temperature, COLDEST), max_new_tokens=tokens

@@ -82,6 +82,11 @@ class Spec:
         return [self.source.name, *tree, f"verifier {self.verifier.name}"]
 
     @property
+    def sharpness(self) -> tuple[float, ...]:
+        """Of the head's calibration."""
+        return self.calibration.sharpness if self.calibration else ()
+
+    @property
     def proposer(self) -> Proposer | None:
         """The draft model, if there is one."""
         return self.source.proposer if self.source else None

@@ -35,19 +35,23 @@ class Calibration:
 
     tops, draws: weights of the two models. greedy: weights of the first model at temperature 0.
     rates: by temperature, Pr(the first, second, … draw without replacement is accepted), counted
-    while the target writes. The key 0.01 stands for temperature 0.
-    greedy and rates may be empty. Raises ValueError for numbers that no fit gives.
+    while the target writes. The key 0.01 stands for temperature 0. sharpness: factors of the draft logits
+    by draft step, the last one for all further steps; none: 1. Heads are less sure than their target, and
+    sharper drafts are accepted more often; the output's distribution is the target's with any.
+    greedy, rates and sharpness may be empty. Raises ValueError for numbers that no fit gives.
     """
 
     tops: tuple[float, ...]
     draws: tuple[float, ...]
     greedy: tuple[float, ...] = ()
     rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    sharpness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = len(self.tops), len(self.draws), len(self.greedy) or TOP_FEATURES
-        numbers = chain(self.tops, self.draws, self.greedy, *self.rates.values())
-        positive = all(map(len, self.rates.values())) and all(float(t) > 0 for t in self.rates)
+        numbers = chain(self.tops, self.draws, self.greedy, *self.rates.values(), self.sharpness)
+        above_zero = (*map(float, self.rates), *self.sharpness)
+        positive = all(map(len, self.rates.values())) and all(x > 0 for x in above_zero)
         whole = lengths == (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) and positive
         if not whole or not all(map(math.isfinite, numbers)):
             raise ValueError("weights or rates are missing")
@@ -140,6 +144,11 @@ def log_odds(p: np.ndarray, least: float) -> np.ndarray:
     return np.log(p / (1 - p))
 
 
+def sharpened(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":
+    """Draft logits of any shape for the children of nodes at a depth. sharpness: as of `Calibration`."""
+    return logits * sharpness[min(depth, len(sharpness) - 1)] if sharpness else logits
+
+
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
     """Write calibration.json, whole or not at all. Raises InputError if that fails."""
     write_json(Path(folder) / FILE, {"format": FORMAT, **asdict(calibration)})
@@ -155,8 +164,11 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         return None
     fields = read_json(file, AGAIN, FORMAT)
     try:
-        weights = [tuple(map(float, fields[name])) for name in ("tops", "draws", "greedy")]
+        named = {
+            name: tuple(map(float, fields[name]))
+            for name in ("tops", "draws", "greedy", "sharpness")
+        }
         rates = {t: tuple(map(float, known)) for t, known in fields["rates"].items()}
-        return Calibration(weights[0], weights[1], weights[2], rates)
+        return Calibration(**named, rates=rates)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: {AGAIN}") from error

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration
+from treespec.draft.calibration import Calibration, sharpened
 from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Frontier, Frontiers, Proposer
 from treespec.draft.grow.auto import AutoBuilder
@@ -71,6 +71,7 @@ class TreeDrafter(ForcedDrafter):
         check_fit(policy, scheme, DraftModel(*facts))
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy
+        self.sharpness = calibration.sharpness if calibration else ()
         self.times, self.now, self.cache = times, time.perf_counter, cache
         self.builders = [self._new_builder()]
         if cache:
@@ -221,6 +222,7 @@ class TreeDrafter(ForcedDrafter):
         """
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
+        logits = sharpened(logits, depth, self.sharpness)
         if not by.noise:
             return logits
         if self.noise is None:
@@ -238,11 +240,11 @@ class TreeDrafter(ForcedDrafter):
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
         above, by = len(self.chains[row]), self.distributions[row]
-        levels = self.proposer.levels(row)[above:]
-        if not by.noise:
-            return levels
-        rows = enumerate(levels.split(1), above)
-        return torch.cat([by.scores(own, depth, self.proposer.vocabulary) for depth, own in rows])
+        levels = enumerate(self.proposer.levels(row)[above:].split(1), above)
+        rows = [(depth, sharpened(own, depth, self.sharpness)) for depth, own in levels]
+        if by.noise:
+            rows = [(depth, by.scores(own, depth, self.proposer.vocabulary)) for depth, own in rows]
+        return torch.cat([own for _, own in rows])
 
     def _shaped(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""

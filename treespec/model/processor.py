@@ -34,6 +34,14 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
     return f"{named}, {os.cpu_count()} cores, {kernels}, {shown}".removesuffix(", ")
 
 
+def computes_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 by instructions made for it, on a GPU or on this CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    sets = {"avx512_bf16", "amx_bf16"} & set(processor().split())
+    return bool(sets) and torch.backends.cpu.get_cpu_capability() != "AVX2"
+
+
 def _field(text: str, name: str) -> str:
     """The value of the first line `name : value`, or ""."""
     found = re.search(rf"^{name}\s*:[ \t]*(.*)$", text, re.MULTILINE)

@@ -33,7 +33,7 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.storage: tuple[Tensor, ...] = ()
-        self.block = self.storage
+        self.block: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treespec.draft.calibration import sharpened
 from treespec.draft.drafter import Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.pairs import PairProposer
@@ -73,12 +74,17 @@ def proposer_of(head: Head, target: Target) -> PairProposer:
 
 @torch.no_grad()
 def rollout(
-    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+    head: Head,
+    target: Target,
+    tokens: Tensor,
+    features: Tensor,
+    steps: int,
+    sharpness: tuple[float, ...] = (),
 ) -> Iterator[Tensor]:
     """For draft step 1, 2, … the [R, V] draft logits from each of R = T - steps - 1 positions.
 
     tokens: [T] int64. features: [T, F] the target's. steps: at most the head's `max_depth`. Row
-    t of step d drafts token t + d + 1. Five tokens, two steps:
+    t of step d drafts token t + d + 1. sharpness: a calibration's. Five tokens, two steps:
 
         token      a    b    c    d    e
         step 1     c    d                  drafted from a and from b, given b and c
@@ -87,8 +93,9 @@ def rollout(
     A sequence of fewer than steps + 2 tokens yields nothing.
     """
     if len(tokens) - steps - 1 > 0:
-        for logits in proposer_of(head, target).steps(tokens, features, steps):
-            yield whole(logits, head, target)
+        drafted = proposer_of(head, target).steps(tokens, features, steps)
+        for depth, logits in enumerate(drafted):
+            yield whole(sharpened(logits, depth, sharpness), head, target)
 
 
 def draft_steps(head: Head, steps: int) -> int:

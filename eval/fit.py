@@ -51,7 +51,7 @@ def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Pa
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
-    spec = load_models(config, config.head, file, report, calibrated=False)
+    spec = load_models(config, config.head, file, report)
     rows = list(rows_of(spec, passages_of(config, spec, report)))
     report(Step(1, 1, "calibrating"))
     assert spec.head

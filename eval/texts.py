@@ -38,24 +38,16 @@ class Passage:
     group: int
 
 
-def load_models(
-    config: Any, head: str | None, out: Path | str, report: Report, calibrated: bool = True
-) -> Spec:
+def load_models(config: Any, head: str | None, out: Path | str, report: Report) -> Spec:
     """`treespec.load` with these options. head: what drafts; None: nothing. Raises as that does.
-
-    calibrated: with the calibration beside the head, if there is one.
 
     Raises InputError, before that, where `out` cannot be written or `--text` not be read.
     """
-    return load_specs(config, [f"head:{head}" if head else None], out, report, calibrated)[0]
+    return load_specs(config, [f"head:{head}" if head else None], out, report)[0]
 
 
 def load_specs(
-    config: Any,
-    drafters: Sequence[str | None],
-    out: Path | str,
-    report: Report,
-    calibrated: bool = True,
+    config: Any, drafters: Sequence[str | None], out: Path | str, report: Report
 ) -> list[Spec]:
     """One target with several drafters, each `kind:value`; None: nothing drafts. As `load_models`."""
     check_writable(out)
@@ -69,7 +61,7 @@ def load_specs(
             target,
             sources[name] if name else None,
             template=config.template,
-            calibration=calibration_of(sources[name], name) if name and calibrated else None,
+            calibration=calibration_of(sources[name], name) if name else None,
         )
         for name in drafters
     ]

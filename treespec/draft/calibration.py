@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Known = TypeVar("Known")
 FILE = "calibration.json"
 FORMAT = 1
-AGAIN = "make it again with treespec calibrate"
+AGAIN = "delete it and make it again with treespec calibrate"
 COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 TOPS, DRAWS = 5, 6  # at most, at one node
 TOP_FEATURES, DRAW_FEATURES = 4, 7

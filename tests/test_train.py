@@ -1,8 +1,11 @@
 """Training: what is learnt from which token, resuming to the bit, features stored or live, two processes."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +95,17 @@ def fresh_accelerate():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("kernels", ["default", "avx2"])
+def test_training_is_in_bfloat16_where_the_cpu_multiplies_it(kernels):
+    """By /proc/cpuinfo, unless torch's kernels are those of AVX2."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    made_for_it = kernels == "default" and bool({"avx512_bf16", "amx_bf16"} & set(text.split()))
+    code = "from treespec.model.processor import computes_bfloat16; print(computes_bfloat16())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(made_for_it)
+
+
 def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
     train(replace(config, max_steps=2, calibrate=True, validate_on=2, mixed_precision="bf16", dtype="bfloat16"))
     assert drafts(config, dtype="bfloat16")

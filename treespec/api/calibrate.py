@@ -1,6 +1,6 @@
 """Fit a head's calibration on text: predicted against actual acceptance."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -43,13 +43,14 @@ def calibrate(
     """
     # 1. The factors of the draft logits.
     limits, weights = (draft_steps(head, depth), positions), []
-    sharpness = sharpest(head, target, rows, limits)
+    sharpness = sharpest(head, target, rows, (limits[0], positions // 3))
 
     # 2. Sampled outcomes, and the two models fitted to them; the first model again at temperature 0.
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
     for temperatures in (TEMPERATURES, (0.0,)):
         by_step = [
-            outcomes(head, target, rows, limits, t, generator, sharpness) for t in temperatures
+            outcomes(drafted(head, target, rows, limits, sharpness), t, generator)
+            for t in temperatures
         ]
         samples = [torch.cat(parts) for parts in zip(*chain(*by_step), strict=True)]
         if not samples or not len(samples[0]):
@@ -131,23 +132,17 @@ def sharpest(
 
 @torch.no_grad()
 def outcomes(
-    head: Head,
-    target: Target,
-    rows: Sequence[Row],
-    limits: tuple[int, int],
-    temperature: float,
-    generator: torch.Generator,
-    sharpness: tuple[float, ...] = (),
+    steps: Iterable[Step], temperature: float, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, ...]]:
     """Training data of the two models, from positions at all draft steps.
 
     Yields for each step features and outcomes as of `tried`, and a weight [n]. The weight approximates
     how often a tree reaches the text's token at that depth: the product of min(1, q/p) over the levels
-    above. limits, sharpness: as for `drafted`. At temperature 0 the target's choice is certain, and q is
+    above. At temperature 0 the target's choice is certain, and q is
     taken at temperature 1, as for the ranking of a tree's nodes.
     """
     params, weight = SamplingParams(temperature or 1.0), torch.empty(0)
-    for step in drafted(head, target, rows, limits, sharpness):
+    for step in steps:
         chosen, p, q = step.chosen, probs(step.target, params), probs(step.draft, params)
         if step.number == 1:
             weight = torch.ones(len(q), device=q.device)

@@ -489,6 +489,12 @@ INLINE void sums(const float *s, const float *values, float *out, F *total, long
   }
 }
 
+INLINE void ask_for(const void *x, long at, long row, long width, int half) {  // the tile behind that at `at`
+  for (int c = L; c < 2 * L; c++)
+    for (long i = 0; i < width * (half ? 2 : 4); i += 64)
+      __builtin_prefetch((const char *)x + (at + c * row) * (half ? 2 : 4) + i);
+}
+
 static void rows_of_a_head(const Attention *a, long b, long head, long first, int rows, float *room) {
   long groups = a->heads / a->kv, tiles = (a->columns + L - 1) / L, d = a->d, dv = a->dv;
   long wide = (dv + 63) / 64 * 64;
@@ -520,6 +526,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
     seen[t] = 0;
     for (int c = 0; c < L; c++) seen[t] |= most[c] > -1e30f;
     if (!seen[t]) continue;
+    if (t + 1 < tiles) ask_for(a->k, base + t * L * a->kt, a->kt, d, a->half);
     turned(a, base + t * L * a->kt, many, keys);
     for (int r = 0; r < rows; r += HIGH) {
       F sum[HIGH];
@@ -548,6 +555,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   memset(values, 0, 4 * L * wide);
   for (long t = 0; t < tiles; t++) {
     if (!seen[t]) continue;
+    if (t + 1 < tiles) ask_for(a->v, vbase + t * L * a->vt, a->vt, dv, a->half);
     int many = MIN(L, a->columns - t * L);
     for (int c = 0; c < many; c++) {
       long i = 0, at = vbase + (t * L + c) * a->vt;

@@ -1,11 +1,14 @@
 """The server answers as the Python call does; OpenAI's client, unchanged."""
 
+import json
+
 import httpx
 import pytest
 from drafting import source_of
 from http_serving import MESSAGES, NAME, client, openai_client, serving, tiny_spec, until
 
 from treespec.api.spec import Spec
+from treespec.text.conversations import read_conversations
 
 OPTIONS = {"seed": 3, "temperature": 0.9, "max_tokens": 20}
 SAME = {"seed": 3, "temperature": 0.9, "max_new_tokens": 20}
@@ -169,3 +172,28 @@ def test_answers_are_drafted_from_those_to_the_same_key(drafted):
     with serving(drafted()) as state, client(state) as http:
         assert cycles(http) == first > cycles(http)
         assert cycles(http, path=COMPLETIONS) > cycles(http, path=COMPLETIONS)
+
+
+def test_chats_are_kept_where_their_requests_say_store_and_training_reads_them(tiny, tmp_path):
+    """A file for each key, each answer once, streamed ones too; a line that a kill has torn costs itself alone."""
+    ask = {"messages": MESSAGES, "max_tokens": 5, "seed": 4}
+    with serving(tiny, api_key=["one", "other"], log_completions=str(tmp_path)) as state, client(state) as http:
+
+        def chat(key, **more):
+            answer = http.post("/v1/chat/completions", json=ask | more, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            return answer
+
+        texts = [choice["message"]["content"] for choice in chat("one", store=True, n=2).json()["choices"]]
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(file.read_bytes() + b'{"messages": [')
+        chat("one", store=True, stream=True)
+        chat("one")
+        chat("one", store=False)
+        chat("other", store=True)
+    lines = [line for line in file.read_text().split("\n") if line.endswith("}")]
+    kept = [json.loads(line)["messages"] for line in lines]
+    assert kept == [[*MESSAGES, {"role": "assistant", "content": text}] for text in [*texts, texts[0]]]
+    conversations, found = read_conversations(tmp_path)
+    assert len(conversations) == 4
+    assert len(found.problems) == 1

@@ -1,8 +1,12 @@
 """Answers of the engine for one HTTP request: submitted together, awaited, cancelled together."""
 
 import asyncio
+import json
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 from anyio import CapacityLimiter, to_thread
@@ -35,6 +39,7 @@ class Answers:
         self.end = self.loop.time() + state.config.timeout
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
+        self.keep: Callable[[str], None] | None = None  # each whole answer's text
 
     async def run(
         self,
@@ -119,8 +124,26 @@ class Answers:
                     if error := self.answers[arrival[0]].error:
                         raise self.state.cut() if self.state.cut_off else failed(error)
                     done.add(arrival[0])
+                    if self.keep:
+                        self.keep(self.answers[arrival[0]].output.text)
                 yield arrival
         finally:
             self.cancel()
             for number, answer in enumerate(self.answers):
                 self.state.metrics.count(answer, done=number in done)
+
+
+def keep(file: Path, messages: Sequence[Mapping[str, Any]], answer: str) -> None:
+    """Append a chat and its answer as a line of JSON; a disk that refuses it is told of on standard error.
+
+    A line that a kill has torn is ended first: the next one is whole.
+    """
+    line = {"messages": [*messages, {"role": "assistant", "content": answer}]}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab+") as lines:
+            lines.seek(max(lines.seek(0, os.SEEK_END) - 1, 0))
+            begun = b"" if lines.read(1) in (b"", b"\n") else b"\n"
+            lines.write(begun + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        print(f"cannot write {file}: {error.strerror or error}", file=sys.stderr)

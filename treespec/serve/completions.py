@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from treespec.serve.answers import Answers
+from treespec.serve.answers import Answers, keep
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import choice_of, encoded, source_of
 from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
@@ -100,7 +101,10 @@ async def respond(
         room = most if columns is None else max(1, columns - max(map(len, prompts)))
         tokens = min(most, room, most if isinstance(asked, ChatRequest) else USUAL)
 
-    # 3. The answers.
+    # 3. The answers. OpenAI's `store` lets them be kept.
+    if folder := state.config.log_completions if getattr(asked, "store", None) else None:
+        file = Path(folder).expanduser() / f"{request.state.memory[:12] or 'anyone'}.jsonl"
+        answers.keep = partial(keep, file, cast(ChatRequest, asked).messages)
     options = {"temperature": state.config.temperature, **options, "max_new_tokens": tokens}
     options["memory"] = request.state.memory
     await answers.submit(prompts, asked.n or 1, asked.seed, options)

@@ -34,6 +34,11 @@ class AddressOptions(CommandOptions):
         None,
     )
     log: bool = option("log every request on standard error", False)
+    log_completions: str | None = option(
+        "folder that keeps the chats whose requests say store: true, with their answers, in a file for "
+        "each key; treespec train --data reads it; default: none is kept",
+        None,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

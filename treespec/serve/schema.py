@@ -141,6 +141,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = None  # with --log-completions
 
     def options(self) -> dict[str, Any]:
         options = super().options()

@@ -77,8 +77,9 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
     options += f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
-    options += f" --validate-on 2 {more}"
-    by_two(f"treespec.train {options}".format(tmp_path), tmp_path)
+    options += f" --validate-on 2 --mixed-precision no {more}"
+    said = by_two(f"treespec.train {options}".format(tmp_path), tmp_path)
+    assert said[0].startswith("2 processes on cpu:0, mixed precision: no\n")
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name
@@ -94,7 +95,6 @@ def fresh_accelerate():
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("kernels", ["default", "avx2"])
 def test_training_is_in_bfloat16_where_the_cpu_multiplies_it(kernels):
     """By /proc/cpuinfo, unless torch's kernels are those of AVX2."""
@@ -106,6 +106,7 @@ def test_training_is_in_bfloat16_where_the_cpu_multiplies_it(kernels):
     assert ran.stdout.strip() == str(made_for_it)
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
     train(replace(config, max_steps=2, calibrate=True, validate_on=2, mixed_precision="bf16", dtype="bfloat16"))
     assert drafts(config, dtype="bfloat16")

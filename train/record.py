@@ -6,7 +6,7 @@ another run must agree with.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,14 @@ class Validation:
     steps would commit where the target follows the text.
     positions: the number of positions behind both figures.
     decoded_length: tokens a cycle while the target answers held-out prompts with such chains; None
-    where none was asked.
+    where none was asked. trained: agreement on as many conversations of the training.
     """
 
     agreement: list[float]
     acceptance_length: float
     positions: int
     decoded_length: float | None = None
+    trained: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         if not self.positions:
@@ -53,8 +54,12 @@ class Validation:
             f"top-1 agreement by draft step {steps}; a chain would accept "
             f"{self.acceptance_length:.2f} tokens a cycle ({self.positions} held-out positions)"
         )
-        decoded = self.decoded_length
-        return told if decoded is None else f"{told}; decoding accepts {decoded:.2f}"
+        if self.decoded_length is not None:
+            told += f"; decoding accepts {self.decoded_length:.2f}"
+        if self.trained:
+            steps = " ".join(f"{share:.1%}" for share in self.trained)
+            told += f"; on conversations that it was trained on {steps}"
+        return told
 
     def figures(self) -> dict[str, float]:
         """As a tracker takes it: numbers by name."""

@@ -17,7 +17,7 @@ from treespec.heads.checkpoint import save_head
 from treespec.train.checkpoints import Place
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.data.prepare import prepare, read
-from treespec.train.loop.run import Run, check_weights, validation
+from treespec.train.loop.run import DRAFT_STEPS, Run, check_weights, validate, validation
 from treespec.train.loop.steps import fit
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
 from treespec.train.record import Validation, finished, record_of, write_card
@@ -35,7 +35,12 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     folder = Path(config.out) / "training"
     config = replace(config, mixed_precision=precision_of(config))
     accelerator = make_accelerator(config)
-    record = record_of(config, accelerator.num_processes)
+    processes = accelerator.num_processes
+    of_them = f"{processes} processes" if processes > 1 else "one process"
+    accelerator.print(
+        f"{of_them} on {accelerator.device}, mixed precision: {config.mixed_precision}"
+    )
+    record = record_of(config, processes)
     if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
@@ -82,6 +87,8 @@ def finish(run: Run, place: Place) -> Validation:
     served = run.served()
     check_weights(served, f"the head in {run.target.dtype}", run.folder)
     result = validation(run)
+    known = validate(served, run.target, run.rows(data.train), DRAFT_STEPS)
+    result = replace(result, trained=known.agreement)
     accelerator.log(result.figures(), step=place.step)
     if accelerator.is_main_process:
         save_head(run.head, out, run.target.dtype, leave_out=served.optional)
@@ -89,7 +96,7 @@ def finish(run: Run, place: Place) -> Validation:
             restrict(served, run.target, run.vocabulary)
         if config.calibrate and data.held_out:
             try:
-                rows = list(run.held_out())
+                rows = list(run.rows(data.held_out))
                 save_calibration(calibrate(served, run.target, rows, seed=config.seed), out)
             except InputError as error:
                 accelerator.print(

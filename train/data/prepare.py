@@ -55,7 +55,12 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
         accelerator.print(f"encoded: {encoded}")
     for problem in (*found.problems, *encoded.problems):
         accelerator.print(f"  {one_line(problem)}")
-    return sorted(examples, key=lambda example: example.key)
+
+    # 3. Each conversation once.
+    unique = {example.key: example for example in examples}
+    if repeats := len(examples) - len(unique):
+        accelerator.print(f"{repeats} of them stand there already, and count once")
+    return [unique[key] for key in sorted(unique)]
 
 
 def prepare(

@@ -20,6 +20,7 @@ from treespec.draft.trained.kinds import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.text.encoding import Example
 from treespec.train.checkpoints import Place, latest_step, replacing
 from treespec.train.config import TrainConfig
 from treespec.train.data.prepare import Data
@@ -72,9 +73,9 @@ class Run:
                 parameter.data = parameter.data.to(self.target.dtype)
         return head.eval()
 
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens [T], loss mask [T] and features [T, F] of conversations to validate on."""
-        for example in self.data.held_out[: self.config.validate_on]:
+    def rows(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens [T], loss mask [T] and features [T, F] of the conversations to validate on."""
+        for example in examples[: self.config.validate_on]:
             tokens = example.input_ids.to(self.target.output_device)
             features = self.target.features(tokens[None], self.head.aux_layers, last=True)[0]
             yield tokens, example.loss_mask.to(tokens.device), features
@@ -143,7 +144,9 @@ def validation(run: Run) -> Validation:
     """On held-out conversations, with the head as it will be served."""
     config, head = run.config, run.served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
-        result = validate(head, target, replace(run, target=target).held_out(), DRAFT_STEPS)
+        result = validate(
+            head, target, replace(run, target=target).rows(run.data.held_out), DRAFT_STEPS
+        )
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())

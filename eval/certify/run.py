@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from treespec.api.load import load_options
+from treespec.api.load import load_options, load_sources
 from treespec.api.spec import Spec
 from treespec.draft.drafters import DrafterSpec
 from treespec.eval.certify import statistics
@@ -55,8 +55,17 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     """
     check_writable(config.out)
     asked = load_questions(config.questions)[0][: config.limit]
-    report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
-    spec = load_options(config)
+    drafter = "" if config.endpoint else f" and {config.drafter or config.head}"
+    report(Step(0, 1, f"loading {config.target}{drafter}"))
+    if config.endpoint:  # a server drafts by itself
+        spec = Spec(
+            load_sources(config.target, [], config.placement)[0],
+            None,
+            None,
+            template=config.template,
+        )
+    else:
+        spec = load_options(config)
     questions = {
         tuple(spec.encode([{"role": "user", "content": one.turns[0]}])): one.turns[0]
         for one in asked

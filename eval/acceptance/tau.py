@@ -237,7 +237,7 @@ def along_text(
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
-        scores = sharpened(drafts, step, spec.sharpness)
+        scores = sharpened(drafts, step, () if params.greedy else spec.sharpness)
         yield masses[rows], scores, column[longer[begin : begin + n]]
 
 

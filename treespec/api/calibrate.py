@@ -49,7 +49,7 @@ def calibrate(
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
     for temperatures in (TEMPERATURES, (0.0,)):
         by_step = [
-            outcomes(drafted(head, target, rows, limits, sharpness), t, generator)
+            outcomes(drafted(head, target, rows, limits, sharpness if t else ()), t, generator)
             for t in temperatures
         ]
         samples = [torch.cat(parts) for parts in zip(*chain(*by_step), strict=True)]

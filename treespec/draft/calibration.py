@@ -36,8 +36,8 @@ class Calibration:
     tops, draws: weights of the two models. greedy: weights of the first model at temperature 0.
     rates: by temperature, Pr(the first, second, … draw without replacement is accepted), counted
     while the target writes. The key 0.01 stands for temperature 0. sharpness: factors of the draft logits
-    by draft step, the last one for all further steps; none: 1. Heads are less sure than their target, and
-    sharper drafts are accepted more often; the output's distribution is the target's with any.
+    by draft step above temperature 0, the last one for all further steps; none: 1. Heads are less sure
+    than their target, and sharper drafts are accepted more often; whatever they are, drafting is lossless.
     greedy, rates and sharpness may be empty. Raises ValueError for numbers that no fit gives.
     """
 

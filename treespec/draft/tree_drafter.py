@@ -222,7 +222,8 @@ class TreeDrafter(ForcedDrafter):
         """
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
-        logits = sharpened(logits, depth, self.sharpness)
+        if not by.params.greedy:
+            logits = sharpened(logits, depth, self.sharpness)
         if not by.noise:
             return logits
         if self.noise is None:
@@ -240,8 +241,9 @@ class TreeDrafter(ForcedDrafter):
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
         above, by = len(self.chains[row]), self.distributions[row]
+        sharpness = () if by.params.greedy else self.sharpness
         levels = enumerate(self.proposer.levels(row)[above:].split(1), above)
-        rows = [(depth, sharpened(own, depth, self.sharpness)) for depth, own in levels]
+        rows = [(depth, sharpened(own, depth, sharpness)) for depth, own in levels]
         if by.noise:
             rows = [(depth, by.scores(own, depth, self.proposer.vocabulary)) for depth, own in rows]
         return torch.cat([own for _, own in rows])

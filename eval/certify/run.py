@@ -58,12 +58,8 @@ def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
     drafter = "" if config.endpoint else f" and {config.drafter or config.head}"
     report(Step(0, 1, f"loading {config.target}{drafter}"))
     if config.endpoint:  # a server drafts by itself
-        spec = Spec(
-            load_sources(config.target, [], config.placement)[0],
-            None,
-            None,
-            template=config.template,
-        )
+        target, _ = load_sources(config.target, [], config.placement)
+        spec = Spec(target, None, template=config.template)
     else:
         spec = load_options(config)
     questions = {

@@ -265,18 +265,13 @@ class TreeCache(Cache):
     def join(self, others: Sequence["TreeCache"], row: int | None = None) -> None:
         """Append the sequences of other caches of the same model. row: that one of each alone."""
         taken = [[*range(len(other.rows))] if row is None else [row] for other in others]
-        kept, self.rows = (
-            [*self.rows, *(o.rows[i] for o, rows in zip(others, taken, strict=True) for i in rows)],
-            [],
-        )
+        joined = [other.rows[i] for other, rows in zip(others, taken, strict=True) for i in rows]
+        own, self.rows = self.rows, []
         for number, layer in enumerate(self.tree_layers):
             theirs = [other.tree_layers[number] for other in others]
-            parts = [
-                (layer, range(len(kept) - sum(map(len, taken)))),
-                *zip(theirs, taken, strict=True),
-            ]
+            parts = [(layer, range(len(own))), *zip(theirs, taken, strict=True)]
             layer.gather(parts, max(one.capacity for one, _ in parts))
-        self._hold(kept)
+        self._hold([*own, *joined])
 
     def alone(self, row: int) -> "TreeCache":
         """A copy of one sequence, in a cache of its own."""

@@ -91,6 +91,19 @@ CHANGES: dict[str, Callable[[TreeCache], None]] = {
 }
 
 
+def test_as_texts_leave_and_enter_the_others_stay_in_their_memory():
+    """The last text fills the row that is free; the next one finds room in the block."""
+    cache = texts([3, 1, 2, 2])
+    memory = [states.data_ptr() for layer in cache.tree_layers for states in layer.storage]
+    cache.select([0, 3, 2])
+    cache.join([texts([4, 3], first=6)], row=1)
+    assert [states.data_ptr() for layer in cache.tree_layers for states in layer.storage] == memory
+    assert cache.lengths == [3, 2, 2, 3]
+    (_, rows), (_, windowed) = held(cache)[::2]
+    assert rows == [[1, 2, 3], [301, 302], [201, 202], [701, 702, 703]]
+    assert windowed == [row[-1:] for row in rows]
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name):
     """`rewind` to the lengths it tells makes a cache whole again, as the next prompt does."""

@@ -38,8 +38,8 @@ from treespec.train.config import draws_of
 ETA = 3.0  # of lk: Samarin et al. 2026 (2602.23881)
 TINY = torch.finfo(torch.float32).tiny
 BUDGET = 6  # bytes for each counted position and token, at most
-# Numbers in an array of a chunk. On a CPU 25 MB in float32, which the heap reuses; elsewhere more,
-# because large products are faster.
+# Numbers in an array of a chunk. On a CPU 8 MB in float32, which the heap reuses and caches hold in
+# part; elsewhere more, because large products are faster.
 ON_CPU, ELSEWHERE = 2 << 20, 64 << 20
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> losses [M]

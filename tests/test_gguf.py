@@ -193,7 +193,7 @@ def test_a_tokenizers_code_does_not_run_either(trap):
     "command",
     [
         "generate --target TRAP --prompt Hello",
-        "train --target TRAP --data DATA --out OUT",
+        "train --target TRAP --data DATA --out OUT --mixed-precision no",
         "eval --target TRAP --drafter lookup --out OUT --questions DATA",
         "export --out OUT --head HEAD --to vllm --target TRAP",
         "certify --target TRAP --drafter lookup",

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PhiConfig
 
-from treespec.api.calibrate import outcomes
+from treespec.api.calibrate import drafted, outcomes
 from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
@@ -59,7 +59,7 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     text = torch.randint(64, (40,), generator=seeded(5))
     known = model.features(text[None])[0]
     row = (text, torch.ones(40, dtype=torch.bool), known)
-    found = next(outcomes(head, model, [row], (1, 40), 1.0, seeded(6)))
+    found = next(outcomes(drafted(head, model, [row], (1, 40)), 1.0, seeded(6)))
     mass = model.output_logits(known).softmax(-1)[1:39:2, 10:15].sum(-1)
     torch.testing.assert_close(found[1].sum(-1), mass)
 

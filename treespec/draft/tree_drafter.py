@@ -117,7 +117,7 @@ class TreeDrafter(ForcedDrafter):
         if noises:  # a CPU makes the noise of a level when the tree gets there
             same = len(noises) == len(each) and all(by.params == params for by in distributions)
             apart = apart or not same or device.type == "cpu"
-        alike = self.policy.reranks and not apart and len(each) > 1
+        self.alike = alike = self.policy.reranks and not apart and len(each) > 1
 
         def grown(
             ends: Tensor, begun: Sequence[Tensor | None], noise: Tensor | None
@@ -218,7 +218,7 @@ class TreeDrafter(ForcedDrafter):
     def _scored(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] draft logits of the next level, or their scores by noise: the largest are the children.
 
-        [B, F, N] of sequences that grow as one.
+        [B, 1, N] and then [B F, N] of sequences that grow as one.
         """
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
@@ -228,8 +228,10 @@ class TreeDrafter(ForcedDrafter):
             return logits
         if self.noise is None:
             return by.scores(logits, depth, self.proposer.vocabulary)
-        noise = self.noise[:, depth, None]  # [B, 1, N]
-        return by.noisy(logits, noise[row] if logits.dim() == 2 else noise)
+        texts = slice(None) if self.alike else slice(row, row + 1)
+        noise = self.noise[texts, depth, None]  # [texts, 1, N]
+        by_text = logits.reshape(len(noise), -1, logits.shape[-1])
+        return by.noisy(by_text, noise).reshape(logits.shape)
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""

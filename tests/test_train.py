@@ -63,6 +63,15 @@ def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     assert same_head(trained(config), whole)
 
 
+def test_a_conversation_that_stands_there_twice_counts_once(config, capsys):
+    text = Path(config.data).read_text()
+    (twice := Path(f"{config.data}.twice.jsonl")).write_text(f"{text}\n{text}")
+    assert same_head(trained(config), trained(beside(config, "twice", data=str(twice), validate_on=2)))
+    said = capsys.readouterr().out
+    assert "24 of them stand there already, and count once" in said
+    assert re.search(r"held-out positions\); on conversations that it was trained on [\d.]+% ", said)
+
+
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 1000, 0))
@@ -79,7 +88,7 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     options += f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
     options += f" --validate-on 2 --mixed-precision no {more}"
     said = by_two(f"treespec.train {options}".format(tmp_path), tmp_path)
-    assert said[0].startswith("2 processes on cpu:0, mixed precision: no\n")
+    assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name

@@ -98,7 +98,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         choices=("random", "fitted"),
     )
     from_head: str | None = option(
-        "go on from the weights of this trained head, a directory or a hub id", None
+        "go on from the weights of this trained head: a directory, a hub id or demo", None
     )
     features: str | None = option("store the target's features once in this directory", None)
     epochs: int | None = option(

@@ -36,9 +36,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     config = replace(config, mixed_precision=precision_of(config))
     accelerator = make_accelerator(config)
     processes = accelerator.num_processes
-    of_them = f"{processes} processes" if processes > 1 else "one process"
     accelerator.print(
-        f"{of_them} on {accelerator.device}, mixed precision: {config.mixed_precision}"
+        f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
     )
     record = record_of(config, processes)
     if done := finished(folder, record):

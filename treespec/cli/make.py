@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,9 @@ def train(config: TrainConfig) -> None:
     check_data(config.data)
     begin(config)
     if config.from_head is not None:
-        check_width(config.from_head, folder_of(config.target))
+        before = head_of(config.from_head) or config.from_head
+        config = replace(config, from_head=before)
+        check_width(before, folder_of(config.target))
     from treespec.train.run import train
 
     end_notice()

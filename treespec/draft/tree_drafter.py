@@ -222,8 +222,7 @@ class TreeDrafter(ForcedDrafter):
         """
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
-        if not by.params.greedy:
-            logits = sharpened(logits, depth, self.sharpness)
+        logits = self._sharpened(row, logits, depth)
         if not by.noise:
             return logits
         if self.noise is None:
@@ -232,6 +231,11 @@ class TreeDrafter(ForcedDrafter):
         noise = self.noise[texts, depth, None]  # [texts, 1, N]
         by_text = logits.reshape(len(noise), -1, logits.shape[-1])
         return by.noisy(by_text, noise).reshape(logits.shape)
+
+    def _sharpened(self, row: int, logits: Tensor, depth: int) -> Tensor:
+        """Draft logits below nodes of a depth, times the calibration's factor above temperature 0."""
+        greedy = self.distributions[row].params.greedy
+        return logits if greedy else sharpened(logits, depth, self.sharpness)
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""
@@ -243,9 +247,8 @@ class TreeDrafter(ForcedDrafter):
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
         above, by = len(self.chains[row]), self.distributions[row]
-        sharpness = () if by.params.greedy else self.sharpness
         levels = enumerate(self.proposer.levels(row)[above:].split(1), above)
-        rows = [(depth, sharpened(own, depth, sharpness)) for depth, own in levels]
+        rows = [(depth, self._sharpened(row, own, depth)) for depth, own in levels]
         if by.noise:
             rows = [(depth, by.scores(own, depth, self.proposer.vocabulary)) for depth, own in rows]
         return torch.cat([own for _, own in rows])

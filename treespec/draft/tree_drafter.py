@@ -216,10 +216,7 @@ class TreeDrafter(ForcedDrafter):
         return logits
 
     def _scored(self, row: int, logits: Tensor) -> Tensor:
-        """[F, N] draft logits of the next level, or their scores by noise: the largest are the children.
-
-        [B, 1, N] and then [B F, N] of sequences that grow as one.
-        """
+        """[F, N], of sequences that grow as one [B, 1, N] and then [B F, N]: draft logits, or scores by noise."""
         by = self.distributions[row]
         self.depths[row] = depth = self.depths[row] + 1
         logits = self._sharpened(row, logits, depth)
@@ -234,8 +231,8 @@ class TreeDrafter(ForcedDrafter):
 
     def _sharpened(self, row: int, logits: Tensor, depth: int) -> Tensor:
         """Draft logits below nodes of a depth, times the calibration's factor above temperature 0."""
-        greedy = self.distributions[row].params.greedy
-        return logits if greedy else sharpened(logits, depth, self.sharpness)
+        params = self.distributions[row].params
+        return sharpened(logits, depth, () if params.greedy else self.sharpness)
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""

@@ -200,6 +200,18 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
         evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))
 
 
+def test_a_process_that_begins_after_another_has_its_own_head(home, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "out" / "process-1" / "ledger.jsonl"
+    config = config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
+    first = evaluate(config)["rows"]
+    other.parent.mkdir()
+    other.write_text((out / "ledger.jsonl").read_text().partition("\n")[0] + "\n")
+    (out / "ledger.jsonl").unlink()
+    assert [row["overall"]["acceptance_length"] for row in evaluate(config)["rows"]] == [
+        row["overall"]["acceptance_length"] for row in first
+    ]
+
+
 RIGHT = (
     *("18", "$18", "18.00", "So 20 - 2 = 18.", "The final answer is $18.", "#### 18", "3, 18", "it is **18**", "20-18"),
     *[("1,234,567", "about 1234567.0"), ("-5", "It falls to -5 degrees."), ("-5", "It costs -$5.")],

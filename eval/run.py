@@ -146,7 +146,9 @@ class Run:
             "contestants": [asdict(one) | {"labels": [*one.labels]} for one in fit],
             "environment": environment,
         }
-        if before != self.head | {"kind": "head"} or not self.ledger.length:  # `before` of any process
+        if (
+            before != self.head | {"kind": "head"} or not self.ledger.length
+        ):  # `before` of any process
             self.ledger.append("head", self.head)
         return fit
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
-from treespec.heads.folder import AGAIN, WHOLE, config_of, head_folder, inside, tensor_file
+from treespec.heads.folder import AGAIN, GGUF, WHOLE, config_of, head_folder, inside, tensor_file
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEADS, kind_of
 
@@ -121,6 +121,11 @@ def tensors_in(folder: Path) -> Tensors:
     """
     index, tensors = tensor_file(folder), Tensors()
     files = [index]
+    if index.name == GGUF:
+        try:
+            return resolve_name("treespec.heads.formats.gguf:read_gguf")(index)
+        except Exception as error:  # a file may say anything
+            raise InputError(f"{index} is damaged: {first_line(error)}; {AGAIN}") from error
     if index.suffix == ".json":
         try:
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -13,6 +13,7 @@ from treespec.files.atomic import Fields as Config
 from treespec.files.hub import mistyped, only_cached
 
 PRETRAINED = Path(__file__).with_name("pretrained")  # heads that come with treespec
+GGUF = "model.gguf"  # llama.cpp's, beside a config.json
 AGAIN = "fetch or train the head again"
 FILES = (  # of tensors: the first that exists
     "model.safetensors",
@@ -22,6 +23,7 @@ FILES = (  # of tensors: the first that exists
     "medusa_lm_head.safetensors",
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
+    GGUF,
 )
 WHOLE = "medusa_head."  # before the names in a whole model
 HYDRA = r"hydra_mlp\.(\d+)\."  # the number of a head

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import treespec
 from drafting import source_of
+from gguf import GGUFReader
 from models import GROUPED, as_undrafted, random_eagle3, random_model
 from refusals import complains
 from safetensors.torch import load_file
@@ -76,6 +77,12 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
         "midlayer.hidden_norm.weight",
     ),
     ("speculators", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+    ("gguf", three): (
+        IDS_OF_EAGLE3,
+        "blk.0.attn_norm_2.weight d2t",
+        "midlayer.hidden_norm.weight t2d rope_freqs.weight",
+    ),
+    ("gguf", whole): ({"draft_vocab_size": 64}, "output.weight", "d2t"),
 }
 
 
@@ -89,7 +96,8 @@ def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_sa
     assert loaded.aux_layers == head.aux_layers
     assert torch.equal(outputs(loaded), outputs(head))
     assert compared == outputs(head).numel()
-    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+    file = out / ("model.gguf" if to == "gguf" else "model.safetensors")
+    assert sorted(out.iterdir()) == [out / "config.json", file]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "out"]
 
     # 2. Fields and tensors.
@@ -98,7 +106,7 @@ def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_sa
     for name, value in fields.items():
         found = config.get(name, ABSENT)
         assert found == value or (isinstance(value, dict) and value.items() <= found.items()), name
-    names = load_file(out / "model.safetensors").keys()
+    names = {one.name for one in GGUFReader(file).tensors} if to == "gguf" else load_file(file).keys()
     assert {*there.split()} <= names
     assert not {*absent.split()} & names
     if make is not medusa:
@@ -150,8 +158,10 @@ def reading(*aux_layers):
         ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),
         ("eagle", reading(1, 4, 5), {}, r"reads layers 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
         ("vllm", reading(2, 4, 8), {}, "reads layer 8, the target has 8"),
-        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm and speculators"),
+        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators and gguf"),
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
+        ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, vllm and speculators"),
+        ("gguf", three, {"rope_parameters": YARN}, r"rotary positions \(yarn\) have no place"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
         ("eagle", three, {"rope_parameters": YARN}, "rotary positions are of type 'yarn'"),
         ("eagle", three, {"partial_rotary_factor": 0.5}, r"its partial_rotary_factor is 0\.5"),
@@ -206,6 +216,8 @@ COMMANDS = {
     ("sglang", one): "python -m sglang.launch_server --model-path {t} --speculative-algorithm EAGLE "
     "--speculative-draft-model-path {d} --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4",
+    ("gguf", three): "llama-server --model TARGET.gguf --model-draft {d}/model.gguf --spec-type draft-eagle3 "
+    "--spec-draft-n-max 3",
     ("eagle", three): "python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {t} "
     "--ea-model-path {d} --use_eagle3",
 }

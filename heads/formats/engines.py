@@ -1,4 +1,4 @@
-"""Heads of EAGLE-1 and EAGLE-3 for SGLang, vLLM, vllm-project/speculators and SafeAILab/EAGLE."""
+"""Heads of EAGLE-1 and EAGLE-3 for SGLang, vLLM, vllm-project/speculators, SafeAILab/EAGLE and llama.cpp."""
 
 import re
 
@@ -23,12 +23,14 @@ TO_SGLANG = (r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.")
 VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 VLLM = ("vllm", "speculators")
+LIKE_VLLM = ("vllm", "gguf")
 ENGINES = ("sglang", *VLLM)
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # The parts that newer heads have, by their names in config.json, and the formats that have a place
 # for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
 PARTS = {
-    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "qk_norm", "sliding_window"), VLLM),
+    **dict.fromkeys(("qk_norm", "sliding_window"), VLLM),
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc"), (*VLLM, "gguf")),
     **dict.fromkeys(("fc_norm", "norm_output", "num_hidden_layers"), ENGINES),
 }
 
@@ -101,7 +103,7 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
         return {"architectures": ["LlamaForCausalLM"]} | layers | own, tensors
 
     # 3. vLLM. speculators nests the layer, and says how `vllm serve` shall draft.
-    if to == "vllm":
+    if to in LIKE_VLLM:
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
     greedy = {
         "proposal_type": "greedy",

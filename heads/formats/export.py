@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, write_head
-from treespec.heads.folder import check_new
+from treespec.heads.folder import GGUF, check_new
 from treespec.heads.formats.engines import DRAFTED
+from treespec.heads.formats.gguf import write_gguf
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 
@@ -27,6 +28,8 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
     "sglang": "python -m sglang.launch_server --model-path {target} "
     "--speculative-algorithm {algorithm} --speculative-draft-model-path {folder} "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+    "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF} --spec-type draft-eagle3 "
+    f"--spec-draft-n-max {DRAFTED}",
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
     "--ea-model-path {folder}{three}",
 }
@@ -69,7 +72,10 @@ def export(
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
         config, tensors = resolve_name(kind.write)(head, served, to)
         temporary.mkdir(parents=True)
-        write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
+        if to == "gguf":
+            write_gguf(temporary, config, tensors)
+        else:
+            write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
         compared = compare(head, load_head(temporary))
         os.replace(temporary, out)
     except ValueError as error:

@@ -40,6 +40,7 @@ ENGINES = {
     "vllm": "vLLM",
     "speculators": "vLLM's speculators library",
     "eagle": "SafeAILab/EAGLE",
+    "gguf": "llama.cpp",
 }
 
 

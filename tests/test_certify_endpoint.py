@@ -1,12 +1,14 @@
 """A certificate of a server: exact ones get it, planted faults do not, with token ids and by words alone."""
 
 import json
+import threading
 
 import faults
 import pytest
 import torch
 from http_serving import serving, tiny_spec
 from refusals import complains
+from regenerating import Server
 from test_certify import before_truncation, cold, wrong_residual
 from typer.testing import CliRunner
 
@@ -14,9 +16,10 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.eval.certify.places import ALIKE, BY_P, BY_RATIO, TOKENS
 from treespec.eval.certify.run import Examination, certify, examined_server
-from treespec.eval.certify.served import Served
+from treespec.eval.certify.served import Asked, Served
 from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 QUESTIONS = ["the user asks", "who is there"]
 
@@ -52,7 +55,7 @@ def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
     whole = Served.reply
 
     def wordy(server, asked):
-        server.told = {}
+        server.way = 2
         return whole(server, asked)
 
     monkeypatch.setattr(Served, "reply", wordy)
@@ -62,6 +65,23 @@ def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
     sure = tiny_spec("chain:1", "single")
     faults.change(sure, planning=lambda scheme, p, q, draws: argmax(p))
     assert p_values(verdict(sure))[ALIKE] < 1e-3
+
+
+def test_ids_are_read_as_each_server_tells_them():
+    """vLLM's are fields of a choice, llama.cpp's stand in log-probabilities. Others tell none, or refuse to."""
+    in_logprobs = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"id": 5}, {"id": 7}]}}]}
+    in_logprobs["choices"][0]["finish_reason"] = "stop"
+    server = Server()
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        side, asked = Served("endpoint", server.url, 4, {}), Asked("hi", SamplingParams(1.0), 0)
+        server.troubles = {1: in_logprobs, 2: in_logprobs, 3: 400}
+        assert [side.reply(asked).token_ids for _ in range(2)] == [[5, 7], [5, 7]]
+        assert side.reply(asked).text == "HI"
+    finally:
+        server.shutdown()
+    told = [(body.get("return_token_ids"), body.get("logprobs")) for *_, body in server.requests]
+    assert told == [(True, None), (None, True), (None, True), (None, True), (None, None)]
 
 
 FAULTS = {

@@ -10,6 +10,9 @@ from treespec.errors import InputError
 from treespec.requests.endpoint import FAILURES, Reply, completed, said_by, served
 from treespec.shaping.sampling import SamplingParams
 
+# What servers are asked for the ids of tokens: vLLM and treespec, llama.cpp, others for words alone.
+WAYS: Sequence[Mapping[str, object]] = ({"return_token_ids": True}, {"logprobs": True}, {})
+
 
 class Asked(NamedTuple):
     """A question, how it is answered, and the seed of the answer."""
@@ -29,7 +32,7 @@ class Served:
 
     def __init__(self, option: str, given: str, length: int, changes: Mapping[str, object]) -> None:
         self.option, (self.address, _, name) = option, given.partition(",")
-        self.told: dict[str, object] = {"return_token_ids": True}  # vLLM's and treespec's
+        self.way = 0  # of WAYS
         try:
             self.body = {"model": name or served(self.address), "max_tokens": length, **changes}
         except FAILURES as error:
@@ -46,14 +49,16 @@ class Served:
         body |= {"temperature": params.temperature, "top_p": params.top_p}
         if params.top_k:
             body["top_k"] = params.top_k
-        told = dict(self.told)
+        way = self.way
         try:
-            return completed(self.address, body | told)
+            reply = completed(self.address, {**body, **WAYS[way]})
+            if reply.token_ids or not (reply.text and WAYS[way]):
+                return reply
         except FAILURES as error:
             unknown = isinstance(error, urllib.error.HTTPError) and error.code in (400, 422)
-            if not (unknown and told):
+            if not (unknown and WAYS[way]):
                 raise self.refused(error) from error
-        self.told.clear()  # it does not know the field
+        self.way = max(self.way, way + 1)  # it does not know the field
         return self.reply(asked)
 
     def refused(self, error: Exception) -> InputError:
@@ -69,7 +74,7 @@ def reply_of(output: Sequence[int], spec: Spec) -> Reply:
 
 
 def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
-    """The tokens of an answer; where they are not known, those of its words, and the end.
+    """The tokens of an answer, with its end; where they are not known, those of its words.
 
     Raises InputError for a token that the target does not have.
     """
@@ -78,8 +83,10 @@ def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
             f"the server tells of token {max(reply.token_ids)}, and the target has "
             f"{spec.target.vocab_size}: give the --target that it serves"
         )
-    if exact:
-        return reply.token_ids
-    assert spec.target.tokenizer
-    words = spec.target.tokenizer.encode(reply.text, add_special_tokens=False)
-    return words if reply.cut and words else [*words, min(spec.target.eos, default=0)]
+    eos, tokens = spec.target.eos, reply.token_ids
+    if not exact:
+        assert spec.target.tokenizer
+        tokens = spec.target.tokenizer.encode(reply.text, add_special_tokens=False)
+    if (reply.cut and tokens) or (exact and tokens[-1] in eos):
+        return tokens
+    return [*tokens, min(eos, default=0)]

@@ -74,7 +74,11 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                     if piece := choice["delta"].get("content"):
                         reply.times.append(time.perf_counter() - started)
                         reply.text += piece
-                    reply.token_ids += choice.get("token_ids") or []
+                    told = (choice.get("logprobs") or {}).get(
+                        "content"
+                    ) or []  # llama.cpp's with ids
+                    known = [one["id"] for one in told if "id" in one]
+                    reply.token_ids += choice.get("token_ids") or known
                     ended |= bool(choice.get("finish_reason"))
                     reply.cut |= choice.get("finish_reason") == "length"
             except (LookupError, TypeError, AttributeError) as error:

@@ -28,7 +28,7 @@ from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shaping.options import LogitOptions
 
 TRANSFORMERS = "transformers"
-PEER = re.compile(rf"{TRANSFORMERS}|https?://[^\s,]+(,[^,]+)?")
+PEER = re.compile(rf"({TRANSFORMERS}|https?://[^\s,]+)(,[^,]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,12 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
     baseline: bool = option("also decode one token at a time, for the speedups", True)
     peers: str | None = option(
         "also ask others, separated by commas: transformers (generate, prompt lookup, assisted "
-        "generation), or an OpenAI endpoint with its model, as in http://localhost:8000/v1,MODEL",
+        "generation), a method of it alone, as in transformers,early exit or transformers,MTP, or an OpenAI endpoint "
+        "with its model, as in http://localhost:8000/v1,MODEL",
         None,
     )
     assistant: str | None = option(
-        "smaller model with the same tokenizer, for transformers' assisted generation", None
+        "smaller model for transformers' assisted generation; its tokenizer may be another", None
     )
     warm_up: int = option(
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
@@ -84,7 +85,7 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
-        if self.assistant and TRANSFORMERS not in peers_of(self):
+        if self.assistant and not any(peer.startswith(TRANSFORMERS) for peer in peers_of(self)):
             raise InputError("--assistant is transformers' alone: add --peers transformers")
 
 

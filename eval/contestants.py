@@ -18,11 +18,12 @@ from treespec.eval.common import listed
 from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of
 from treespec.eval.intervals import FEW
 from treespec.eval.questions import Question
+from treespec.options import either
 from treespec.trees.policy import policy
 from treespec.verify.facts import known_verifier
 
 BASELINE = "baseline"
-GENERATE, ASSISTED = "generate", "assisted generation"
+GENERATE, ASSISTED, EARLY_EXIT = "generate", "assisted generation", "early exit"
 SERVED = "what it serves"  # the model of a server that `--peers` does not name
 # transformers' methods: the arguments of `model.generate` that choose each
 METHODS: dict[str, dict[str, int]] = {
@@ -30,7 +31,10 @@ METHODS: dict[str, dict[str, int]] = {
     "prompt lookup 3": {"prompt_lookup_num_tokens": 3},
     "prompt lookup 10": {"prompt_lookup_num_tokens": 10},
     ASSISTED: {},
+    EARLY_EXIT: {},
+    "MTP": {"use_mtp": True},
 }
+UNASKED = (EARLY_EXIT, "MTP")  # unless `--peers` names them: they are for models made for them
 WAVES = 4  # batches in a group of questions: the next question takes the place of a finished one
 
 
@@ -79,7 +83,12 @@ def contestants(config: EvalConfig) -> list[Contestant]:
         address, _, model = peer.partition(",")
         methods = [model or SERVED]
         if peer == TRANSFORMERS:
-            methods = [name for name in METHODS if name != ASSISTED or config.assistant]
+            left_out = UNASKED if config.assistant else (*UNASKED, ASSISTED)
+            methods = [name for name in METHODS if name not in left_out]
+        elif address == TRANSFORMERS and model not in METHODS:
+            raise InputError(f"--peers {peer}: transformers' methods are {either(METHODS)}")
+        elif model == ASSISTED and not config.assistant:
+            raise InputError(f"--peers {peer} needs an --assistant")
         rows += [Contestant(name, peer=address) for name in methods]
 
     # 2. Their names.

@@ -15,9 +15,10 @@ from treespec.decoding.stats import Stats
 from treespec.errors import InputError
 from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
-from treespec.eval.contestants import ASSISTED, METHODS, SERVED, Contestant
+from treespec.eval.contestants import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
 from treespec.model.placement import Placement
 from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
 from treespec.requests.endpoint import FAILURES, completed, said_by, served
 
@@ -43,7 +44,7 @@ def load_stock(config: EvalConfig) -> PreTrainedModel:
 def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
     """The assistant on the target's device, in its own checkpoint's dtype.
 
-    Raises InputError if it cannot be loaded. transformers refuses one with another vocabulary.
+    Raises InputError if it cannot be loaded.
     """
     try:
         how = Placement(trust_remote_code=config.trust_remote_code)
@@ -89,8 +90,13 @@ class Stock:
     ) -> None:
         self.model, self.tokenizer, self.eos = model, target.tokenizer, target.eos
         self.method: dict[str, Any] = {**METHODS[one.method]}
-        if one.method == ASSISTED:
+        if one.method == EARLY_EXIT:
+            self.method["assistant_early_exit"] = len(target.stack) // 2
+        if one.method == ASSISTED and assistant:
             self.method["assistant_model"] = assistant
+            if assistant.config.vocab_size != model.config.vocab_size:  # "universal"
+                own = load_tokenizer(str(config.assistant), config.placement)
+                self.method |= {"tokenizer": self.tokenizer, "assistant_tokenizer": own}
         sampling = {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}
         self.sampling: dict[str, Any] = {"do_sample": True, **sampling} if one.temperature else {}
 

@@ -24,9 +24,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 FILES = {"target": "target", "head": "head", "questions": "questions.jsonl"}
 
 
-def save_models(folder):
-    """A target with a byte-level tokenizer and a chat template, a head for it, and questions."""
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+def save_models(folder, more=0):
+    """A target with a byte-level tokenizer and a chat template, a head for it, and questions. more: special tokens."""
+    symbols = [*SPECIAL, *(f"<{i}>" for i in range(more)), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -5,7 +5,7 @@ from threading import Thread
 import pytest
 import torch
 import transformers as hf
-from evaluating import answered, config_in, options_in, page_of, run_command
+from evaluating import answered, config_in, options_in, page_of, run_command, save_models
 from http_serving import NAME, serving
 from models import GROUPED, random_head, random_model
 from refusals import complains
@@ -44,7 +44,7 @@ def test_a_level_of_a_head_with_few_draft_tokens_is_timed():
 
 def test_transformers_says_in_float32_what_we_say_greedily(measured):
     greedy = [row for row in measured[1]["rows"] if row["temperature"] == 0]
-    assert [row["method"] for row in greedy[3:]] == list(contestants.METHODS)
+    assert [row["method"] for row in greedy[3:]] == [*contestants.METHODS][:4]
     assert [row["same"] for row in greedy] == [None] + [3] * 6
     assert measured[1]["failed"] == {}
 
@@ -70,6 +70,19 @@ def test_the_report_compares_with_peers_and_bounds(measured):
     assert [cells[0] for cells in limits[2:]] == ["topk", "rrs"] * 2
     page = (out / "report.html").read_text()
     assert "Speedup without prompts, and its bound" in page
+
+
+def test_methods_that_are_named_say_the_same_and_those_that_cannot_say_why(home, tmp_path):
+    """Half of the layers draft; a model with other tokens drafts; this target has no MTP layers."""
+    save_models(tmp_path, 8)
+    peers = ",".join(f"transformers,{name}" for name in (contestants.EARLY_EXIT, contestants.ASSISTED, "MTP"))
+    more = {"verifier": "topk", "max_new_tokens": 6, "turns": 1, "assistant": f"{tmp_path}/target"}
+    summary = evaluate(config_in(home, tmp_path / "out", peers=peers, **more))
+    assert [(row["method"], row["same"]) for row in summary["rows"][2:]] == [
+        ("early exit", 3),
+        ("assisted generation", 3),
+    ]
+    assert "num_mtp_layers" in summary["failed"]["target-MTP-t0"]
 
 
 def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
@@ -118,6 +131,8 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
     "complaint, change",
     {
         "no assistant directory at ./nowhere": {"assistant": "./nowhere", "peers": "transformers"},
+        "transformers' methods are generate, prompt lookup 3": {"peers": "transformers,magic"},
+        "needs an --assistant": {"peers": "transformers,assisted generation"},
         "--peers http://127.0.0.1:1/v1: the server does not answer: ": {"peers": "http://127.0.0.1:1/v1"},
     }.items(),
 )

@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, cast, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.heads.eagle3 import default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import KeyValues, Layer, RMSNorm, windows_of
+from treespec.heads.layers import Attention, KeyValues, Layer, RMSNorm, windows_of
 from treespec.heads.llama import BlockHead, Pairs
+from treespec.heads.unrolled import attend
 
 
 @final
@@ -69,13 +71,14 @@ class DFlashHead(BlockHead):
             self.draft_first(config.get("draft_vocab_size"))
 
     @classmethod
-    def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
+    def config_for(cls, target: TargetFacts, levels: int = 7, **fields: Any) -> Config:
         own = {
             "model_type": cls.kind,
             "aux_hidden_state_layer_ids": list(default_aux_layers(target.layers)),
-            "block_size": 8,
+            "block_size": levels + 1,
             "mask_token_id": target.vocab_size - 1,
             "target_hidden_size": target.config.hidden_size,
+            "own_output": True,
         }
         return super().config_for(target, **own | fields)
 
@@ -97,6 +100,52 @@ class DFlashHead(BlockHead):
                 x, partial(layer.self_attn, angles=angles, mask=mask, cache=cache, context=context)
             )
         return context, self.norm(x)
+
+    def forward(
+        self, roots: Tensor, mask: Tensor, features: Tensor, counts: Tensor, steps: int
+    ) -> list[Tensor]:
+        """Blocks below every pair at once, for training. `steps` and what it returns: as for `FeatureHead`.
+
+        roots: [B, R, H] embeddings of the tokens after the pairs' features. mask: [H] the mask token's.
+        features: [B, R, F]. counts: [B, R] bool. A layer sees each slot of the blocks as one sequence of R rows:
+        row t attends to the context up to t, and to the own column of each slot. Five tokens, a block of three:
+
+            row t             0  1  2
+            slot 0            b  c  d        at positions 1 2 3
+            slot 1            m  m  m        at positions 2 3 4, gives level 1: c d e
+            slot 2            m  m  m        at positions 3 4 5, gives level 2: d e
+        """
+        # 1. Positions and rows of all slots, [S B, R, …].
+        n, size, dtype = roots.shape[1], self.block, features.dtype
+        context, at = self.hidden_norm(self.fc(features)), torch.arange(n, device=roots.device)
+        x = torch.cat([roots, mask.expand(size - 1, *roots.shape).flatten(0, 1)]).to(dtype)
+        slots = torch.arange(1, size + 1, device=roots.device).repeat_interleave(len(roots))
+        angles, before = self.rotary(at + slots[:, None], dtype), self.rotary(at, dtype)
+
+        # 2. The layers.
+        for module, causal in zip(self.layers, self.causal, strict=True):
+            layer = cast(Layer, module)
+
+            def blocks(
+                x: Tensor, attention: Attention = layer.self_attn, causal: bool = causal
+            ) -> Tensor:
+                q, *own = (part.chunk(size) for part in attention.project(x, angles))
+                sides = [tuple(attention.project(context, before)[1:]), *zip(*own, strict=True)]
+                reach = [slot + 2 if causal else size + 1 for slot in range(size)]
+                return attention.joined(
+                    torch.cat(
+                        [attend(rows, sides[:end]) for rows, end in zip(q, reach, strict=True)]
+                    )
+                )
+
+            x = layer(x, blocks)
+
+        # 3. The states of each level, where its token counts.
+        levels = self.norm(x).chunk(size)[0 if self.from_anchor else 1 :]
+        return [
+            level[:, : n - step][counts[:, step:]]
+            for step, level in enumerate(levels[: min(steps, n)])
+        ]
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""

@@ -103,9 +103,15 @@ class FeatureHead(LlamaHead):
             positions = torch.arange(step, step + rows, device=features.device)
             angles = self.rotary(positions, features.dtype)
             attends = [partial(attention, angles=angles) for attention in attentions]
-            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], features.dtype)
-            features = self.extrapolate(embeddings, features[:, :rows], attends)
+            given, features = self.given(
+                tokens[:, step + 1 : step + 1 + rows], features[:, :rows], step
+            )
+            features = self.extrapolate(self.embedded(given, features.dtype), features, attends)
             yield features
+
+    def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """[B, R] tokens and [B, R, H] features of a draft step, from 0: the text's, and the step's before."""
+        return tokens, features
 
     def step(
         self,

@@ -119,16 +119,18 @@ class BlockHead(LlamaHead):
 
     max_depth: int
     block: int
+    mask_token: int
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a mask token that has no embedding."""
         super().__init__(config)
-        token = self.mask_token = config.get("mask_token_id")
+        token = config.get("mask_token_id")
         if not isinstance(token, int) or not 0 <= token < self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {token!r}, must be a token below {self.vocab_size}: the one that "
                 "the head was trained with"
             )
+        self.mask_token = token
 
     @abstractmethod
     def run(

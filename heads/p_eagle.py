@@ -43,6 +43,13 @@ class PEagleHead(Eagle3Head, BlockHead):
         own = {"model_type": cls.kind, "levels": 8, "mask_token_id": target.vocab_size - 1}
         return super().config_for(target, **own | fields)
 
+    def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """From step 1 on the mask token and the learnt feature."""
+        if not step:
+            return tokens, features
+        learnt = self.fuse(self.mask_hidden.to(features.dtype))
+        return torch.full_like(tokens, self.mask_token), learnt.expand_as(features)
+
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor, Tensor]:

@@ -55,13 +55,15 @@ class Training:
     `treespec train` that not every kind takes, and this one does.
 
     restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
-    its weights. The others are trained on all tokens, and restricted when they draft.
+    its weights. The others are trained on all tokens, and restricted when they draft. levels: whether it drafts no
+    more levels than it is trained on.
     """
 
     objective: str
     recipe: Recipe
     options: tuple[str, ...] = ()
     restricted_first: bool = False
+    levels: bool = False
 
     def loss(self) -> Any:
         return resolve_name(self.objective)
@@ -119,6 +121,14 @@ DEPTH = Training(
     objective=f"{LOSSES}.objectives:depth_objective",
     recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
     options=("draft_heads",),
+)
+# treespec's own numbers: the papers sample positions and train all levels from the beginning.
+BLOCKS = Training(
+    objective=f"{LOSSES}.objectives:eagle3_objective",
+    recipe=Recipe(epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8),
+    options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
+    restricted_first=True,
+    levels=True,
 )
 # Medusa's and Hydra++'s as in the commands of their repositories' README.md.
 MEDUSA_RECIPE = Recipe(
@@ -220,6 +230,11 @@ HEADS: dict[str, HeadKind] = {
         at_once=True,
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
+        training=replace(
+            BLOCKS,
+            objective=f"{LOSSES}.objectives:dflash_objective",
+            options=("unrolled_steps", "grow_at"),
+        ),
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",
@@ -230,6 +245,7 @@ HEADS: dict[str, HeadKind] = {
         at_once=True,
         marks=rf"(model_type|{KIND})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
         levels=folders.p_eagle_levels,
+        training=BLOCKS,
     ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},
 }

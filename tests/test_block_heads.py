@@ -22,7 +22,7 @@ TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
 def dflash(name="llama", **changes):
     torch.manual_seed(0)
-    head = new_head("dflash", target(name), block_size=5, num_hidden_layers=2)
+    head = new_head("dflash", target(name), block_size=5, num_hidden_layers=2, own_output=False)
     head = type(head)(head.config | changes)
     head.embed_tokens = None
     return sharp(head)
@@ -106,6 +106,22 @@ HEADS = {
     "p-eagle": (p_eagle, plain_p_eagle, {}),
     "p-eagle of two layers": (p_eagle, plain_p_eagle, {"num_hidden_layers": 2}),
 }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "dflash with windows"])
+def test_training_sees_below_every_pair_what_a_draft_there_does(name):
+    make, plain, changes = HEADS[name]
+    head, model = make(**changes), target("llama")
+    text, counts = TEXT[None], torch.ones(1, len(TEXT) - 2, dtype=torch.bool)
+    features = model.features(text, head.aux_layers)[:, :-2]
+    roots, mask = (model.embeddings(x) for x in (text[:, 1:-1], torch.tensor([head.mask_token])))
+    given = (roots, mask[0]) if make is dflash else (text,)
+    levels = [head.logits(states, model) for states in head(*given, features, counts, head.max_depth)]
+    for row in range(len(TEXT) - 2):
+        wanted = plain(head, model, TEXT[: row + 2])
+        for level in range(min(head.max_depth, len(TEXT) - 2 - row)):
+            close(levels[level][row], wanted[level], 2e-4, 1e-4)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -254,4 +254,4 @@ def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
         objective = kind.training.objective if kind.training else ""
         named = (kind.head, kind.read, kind.write, kind.proposer, objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert set(TRAINING) == set(TRAINED) == set(HEADS) - {"dflash", "p-eagle"}
+    assert set(TRAINING) == set(TRAINED) == set(HEADS)

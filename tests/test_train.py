@@ -51,8 +51,10 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
         {"head": "eagle3", "draft_vocab": 40},
         {"head": "hydra++", "draft_heads": 2},
         {"first_weights": "fitted"},
+        {"head": "p-eagle", "unrolled_steps": 3},
+        {"head": "dflash", "unrolled_steps": 3, "draft_vocab": 40},
     ],
-    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted"],
+    ids=["eagle", "accumulated", "eagle3", "dropout", "fitted", "p-eagle", "dflash"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)

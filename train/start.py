@@ -47,6 +47,8 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         fields["bias"] = config.bias
     if "draft_heads" in config.training.options:
         fields["heads"] = config.draft_heads
+    if config.training.levels:
+        fields["levels"] = config.recipe.unrolled_steps
     head = new_head(config.head, target, **fields)
     head.config = with_tokens(head.config, target)
     for module in head.modules():

@@ -41,7 +41,9 @@ import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
+from treespec.heads.dflash import DFlashHead
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.head import Head
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
@@ -133,7 +135,29 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     head: Eagle3Head = extract_model_from_parallel(model)
     inputs, last = target.parted(batch.features, head.aux_layers)
     steps = model(batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps)
-    guesses = Guess.by_layers(steps, repeat(head.lm_head), STEP_DECAY)
+    return by_own_output(config, target, head, batch, steps, last)
+
+
+def dflash_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """The same of blocks below every pair, whose slots are draft steps. model: the head."""
+    head: DFlashHead = extract_model_from_parallel(model)
+    inputs, last = target.parted(batch.features, head.aux_layers)
+    mask = batch.tokens.new_tensor([head.mask_token])
+    roots, blank = (target.embeddings(x).float() for x in (batch.tokens[:, 1:-1], mask))
+    steps = model(roots, blank[0], inputs[:, :-2].float(), batch.counts, batch.steps)
+    return by_own_output(config, target, head, batch, steps, last)
+
+
+def by_own_output(
+    config: TrainConfig,
+    target: Target,
+    head: Head,
+    batch: Batch,
+    steps: list[Tensor],
+    last: Tensor,
+) -> Loss:
+    """The losses of draft steps' states through the head's own output layer. last: [B, T, H] the target's."""
+    guesses = Guess.by_layers(steps, repeat(*head.output_layers), STEP_DECAY)
     teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
     return token_losses(guesses, teacher, batch.places, config.loss)
 

@@ -71,11 +71,12 @@ def test_ids_are_read_as_each_server_tells_them():
     """vLLM's are fields of a choice, llama.cpp's stand in log-probabilities. Others tell none, or refuse to."""
     in_logprobs = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"id": 5}, {"id": 7}]}}]}
     in_logprobs["choices"][0]["finish_reason"] = "stop"
+    in_part = {"choices": [*in_logprobs["choices"], {"delta": {"content": "b"}}]}  # no id of a draft
     server = Server()
     threading.Thread(target=server.serve_forever).start()
     try:
         side, asked = Served("endpoint", server.url, 4, {}), Asked("hi", SamplingParams(1.0), 0)
-        server.troubles = {1: in_logprobs, 2: in_logprobs, 3: 400}
+        server.troubles = {1: in_logprobs, 2: in_logprobs, 3: in_part}
         assert [side.reply(asked).token_ids for _ in range(2)] == [[5, 7], [5, 7]]
         assert side.reply(asked).text == "HI"
     finally:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gguf import GGUFReader
+from refusals import complains
 from test_export import SERVED, saved
 from test_formats import three
 from torch.nn.functional import rms_norm, silu
@@ -74,3 +75,11 @@ def test_rows_turn_as_drawn_and_back():
     rows = torch.arange(12.0)[:, None]
     assert turned(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert torch.equal(turned(turned(rows, 2), 2, back=True), rows)
+
+
+def test_a_damaged_file_is_refused_in_a_line(tmp_path):
+    export(saved(three(), tmp_path / "head"), "gguf", tmp_path / "out", SERVED)
+    file = tmp_path / "out" / "model.gguf"
+    file.write_bytes(file.read_bytes()[:-4000])
+    with complains("model.gguf is damaged: .*; fetch or train the head again"):
+        load_head(tmp_path / "out")

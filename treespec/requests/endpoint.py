@@ -21,7 +21,7 @@ FAILURES = (OSError, http.client.HTTPException, ValueError)  # what `completed` 
 class Reply:
     """A chat completion as its client sees it.
 
-    token_ids: where the server tells them.
+    token_ids: where the server tells all of them.
     times: seconds to each piece of text. cut: whether `max_tokens` ended it. usage: the tokens that
     the server counts, `prompt_tokens` and `completion_tokens`; empty where it reports none.
     """
@@ -60,7 +60,7 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
 
     Raises OSError or HTTPException where it is refused or breaks off, ValueError for anything else.
     """
-    reply, ended, started = Reply(), False, time.perf_counter()
+    reply, ended, untold, started = Reply(), False, False, time.perf_counter()
     more = {"stream": True, "stream_options": {"include_usage": True}}
     with opened(f"{address}/chat/completions", {**body, **more}) as lines:
         for line in lines:
@@ -77,8 +77,9 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                     told = (choice.get("logprobs") or {}).get(
                         "content"
                     ) or []  # llama.cpp's with ids
-                    known = [one["id"] for one in told if "id" in one]
-                    reply.token_ids += choice.get("token_ids") or known
+                    known = choice.get("token_ids") or [one["id"] for one in told if "id" in one]
+                    reply.token_ids += known
+                    untold |= bool(piece and not known)
                     ended |= bool(choice.get("finish_reason"))
                     reply.cut |= choice.get("finish_reason") == "length"
             except (LookupError, TypeError, AttributeError) as error:
@@ -86,6 +87,8 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
     if not ended:
         raise ConnectionError("its answer breaks off")
     reply.seconds = time.perf_counter() - started
+    if untold:
+        reply.token_ids.clear()  # llama.cpp tells none of accepted drafts
     reply.text = reply.text.encode(errors="replace").decode()  # half of a surrogate pair
     return reply
 

@@ -103,6 +103,10 @@ def test_planted_faults_are_found(name):
     faults.change(spec, planning=planning)
     found = verdict(spec)
     assert not found["passed"]
+    for test in found["tests"][1:]:
+        shown = test.get("shown_by")
+        assert (shown is None) == (test["passed"] or test["test"] == ALIKE)
+        assert shown is None or any(asked in shown["prompt"] for asked in QUESTIONS)
 
 
 class Repeating:

@@ -21,6 +21,7 @@ from itertools import count, product
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from treespec.api.load import load_options, load_sources
 from treespec.api.spec import Spec
@@ -192,6 +193,7 @@ class Examination:
                 "p_value": p_value,
                 "passed": bool(p_value >= error),
             }
+            | ({} if p_value >= error or name not in numbers else self.shown_by(name, mine, ours))
             for name, samples, p_value, finds in found
         ]
 
@@ -206,6 +208,17 @@ class Examination:
             "passed": all(test["passed"] for test in [greedy, *tests]),
             "tests": [greedy, *tests],
         }
+
+    def shown_by(
+        self, name: str, numbers: Sequence[Mapping[str, Tensor]], ours: Sequence[Sample]
+    ) -> dict[str, Any]:
+        """The sample that shows most of what a test found. numbers: of each, as from `places`."""
+        p_value, tokenizer = QUESTIONS[name][0], self.spec.target.tokenizer
+        own = [(p_value(one[name]), i) for i, one in enumerate(numbers) if len(one.get(name, ()))]
+        least, at = min(own)
+        texts = {"prompt": ours[at].prompt, "answer": ours[at].output}
+        told = {what: tokenizer.decode(ids) if tokenizer else ids for what, ids in texts.items()}
+        return {"shown_by": {**asdict(ours[at].params), **told, "p_value": least}}
 
 
 def examined_server(

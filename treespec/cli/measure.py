@@ -25,6 +25,7 @@ from treespec.eval.config import (
 )
 from treespec.files.atomic import check_folder, check_writable
 from treespec.heads.registry import levels_in
+from treespec.text.strings import one_line
 
 
 @takes(EvalConfig)
@@ -74,6 +75,9 @@ def certify(config: CertifyConfig) -> None:
     results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
     for test, result in zip(found["tests"], results, strict=True):
         print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
+        if shown := test.get("shown_by"):
+            sampling = f"temperature {shown['temperature']:g}, top-k {shown['top_k']}, top-p {shown['top_p']:g}"
+            print(f"        most of all at {sampling}: {one_line(shown['answer'])[:100]}")
     if not config.endpoint:
         bits = "the same bits as" if found["equal_bits"] else "other rounding than"
         dtype = found["environment"]["dtype"]

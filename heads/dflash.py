@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from treespec.heads.eagle3 import default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
-from treespec.heads.layers import Attention, KeyValues, Layer, RMSNorm, windows_of
+from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, windows_of
 from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.unrolled import attend
 
@@ -102,13 +102,10 @@ class DFlashHead(BlockHead):
         return context, self.norm(x)
 
     def forward(
-        self, roots: Tensor, mask: Tensor, features: Tensor, counts: Tensor, steps: int
+        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """Blocks below every pair at once, for training. `steps` and what it returns: as for `FeatureHead`.
-
-        roots: [B, R, H] embeddings of the tokens after the pairs' features. mask: [H] the mask token's.
-        features: [B, R, F]. counts: [B, R] bool. A layer sees each slot of the blocks as one sequence of R rows:
-        row t attends to the context up to t, and to the own column of each slot. Five tokens, a block of three:
+        """A layer sees each slot of the blocks as one sequence of R rows: row t attends to the context up to t,
+        and to the own column of each slot. Five tokens, a block of three:
 
             row t             0  1  2
             slot 0            b  c  d        at positions 1 2 3
@@ -116,29 +113,20 @@ class DFlashHead(BlockHead):
             slot 2            m  m  m        at positions 3 4 5, gives level 2: d e
         """
         # 1. Positions and rows of all slots, [S B, R, …].
-        n, size, dtype = roots.shape[1], self.block, features.dtype
-        context, at = self.hidden_norm(self.fc(features)), torch.arange(n, device=roots.device)
-        x = torch.cat([roots, mask.expand(size - 1, *roots.shape).flatten(0, 1)]).to(dtype)
-        slots = torch.arange(1, size + 1, device=roots.device).repeat_interleave(len(roots))
+        context, size, dtype = self.hidden_norm(self.fc(features)), self.block, features.dtype
+        texts, n = counts.shape
+        roots = tokens[:, 1 : n + 1]
+        x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
+        x, at = (self.embed_tokens or embed)(x).to(dtype), torch.arange(n, device=tokens.device)
+        slots = torch.arange(1, size + 1, device=tokens.device).repeat_interleave(texts)
         angles, before = self.rotary(at + slots[:, None], dtype), self.rotary(at, dtype)
 
         # 2. The layers.
-        for module, causal in zip(self.layers, self.causal, strict=True):
+        for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
             layer = cast(Layer, module)
-
-            def blocks(
-                x: Tensor, attention: Attention = layer.self_attn, causal: bool = causal
-            ) -> Tensor:
-                q, *own = (part.chunk(size) for part in attention.project(x, angles))
-                sides = [tuple(attention.project(context, before)[1:]), *zip(*own, strict=True)]
-                reach = [slot + 2 if causal else size + 1 for slot in range(size)]
-                return attention.joined(
-                    torch.cat(
-                        [attend(rows, sides[:end]) for rows, end in zip(q, reach, strict=True)]
-                    )
-                )
-
-            x = layer(x, blocks)
+            keys, values = layer.self_attn.project(context, before)[1:]
+            attends = partial(blocks, layer.self_attn, (keys, values), angles=angles)
+            x = layer(x, partial(attends, causal=causal, window=window))
 
         # 3. The states of each level, where its token counts.
         levels = self.norm(x).chunk(size)[0 if self.from_anchor else 1 :]
@@ -160,3 +148,22 @@ class DFlashHead(BlockHead):
 
     def drafted(self, last: Tensor, block: Tensor) -> Tensor:
         return block if self.from_anchor else block[:, 1:]
+
+
+def blocks(
+    attention: Attention,
+    context: tuple[Tensor, Tensor],
+    x: Tensor,
+    angles: Angles,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """One layer's attention for `DFlashHead.forward`. context: its keys and values. x: [S B, R, H]."""
+    size = len(x) // len(context[0])
+    q, *own = (part.chunk(size) for part in attention.project(x, angles))
+    columns, out = [*zip(*own, strict=True)], []
+    for slot, rows in enumerate(q, start=1):
+        seen = columns[:slot] if causal else columns
+        wide = window and window + len(seen) - slot  # later slots take none of an earlier one's
+        out.append(attend(rows, [context, *seen], wide))
+    return attention.joined(torch.cat(out))

@@ -143,5 +143,11 @@ class BlockHead(LlamaHead):
         """
 
     @abstractmethod
+    def forward(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+    ) -> list[Tensor]:
+        """Draft below every pair at once: as `FeatureHead.forward`, a step is a level. embed: as for `run`."""
+
+    @abstractmethod
     def drafted(self, last: Tensor, block: Tensor) -> Tensor:
         """[B, D, H] the states of all levels. last: [B, H] of the last pairs. block: [B, S, H]."""

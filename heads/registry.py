@@ -113,6 +113,7 @@ class HeadKind:
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
+STEPS = ("unrolled_steps", "grow_at")
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
@@ -124,9 +125,9 @@ DEPTH = Training(
 )
 # treespec's own numbers: the papers sample positions and train all levels from the beginning.
 BLOCKS = Training(
-    objective=f"{LOSSES}.objectives:eagle3_objective",
+    objective=f"{LOSSES}.objectives:block_objective",
     recipe=Recipe(epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8),
-    options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
+    options=(*STEPS, *EAGLE3_PARTS),
     restricted_first=True,
     levels=True,
 )
@@ -178,7 +179,7 @@ HEADS: dict[str, HeadKind] = {
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-            options=("bias", "unrolled_steps", "grow_at", "first_weights"),
+            options=("bias", *STEPS, "first_weights"),
         ),
     ),
     "eagle3": HeadKind(
@@ -196,7 +197,7 @@ HEADS: dict[str, HeadKind] = {
             recipe=Recipe(
                 epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3
             ),
-            options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
+            options=(*STEPS, *EAGLE3_PARTS),
             restricted_first=True,
         ),
     ),
@@ -230,11 +231,7 @@ HEADS: dict[str, HeadKind] = {
         at_once=True,
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
-        training=replace(
-            BLOCKS,
-            objective=f"{LOSSES}.objectives:dflash_objective",
-            options=("unrolled_steps", "grow_at"),
-        ),
+        training=replace(BLOCKS, options=(*STEPS, "head_layers", "sliding_window")),
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",

@@ -103,21 +103,24 @@ HEADS = {
         plain_dflash,
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     ),
+    "dflash with windows that are not causal": (
+        dflash,
+        plain_dflash,
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "causal": [False, False]},
+    ),
     "p-eagle": (p_eagle, plain_p_eagle, {}),
     "p-eagle of two layers": (p_eagle, plain_p_eagle, {"num_hidden_layers": 2}),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in HEADS if name != "dflash with windows"])
+@pytest.mark.parametrize("name", HEADS)
 def test_training_sees_below_every_pair_what_a_draft_there_does(name):
     make, plain, changes = HEADS[name]
     head, model = make(**changes), target("llama")
-    text, counts = TEXT[None], torch.ones(1, len(TEXT) - 2, dtype=torch.bool)
-    features = model.features(text, head.aux_layers)[:, :-2]
-    roots, mask = (model.embeddings(x) for x in (text[:, 1:-1], torch.tensor([head.mask_token])))
-    given = (roots, mask[0]) if make is dflash else (text,)
-    levels = [head.logits(states, model) for states in head(*given, features, counts, head.max_depth)]
+    counts, features = torch.ones(1, len(TEXT) - 2, dtype=torch.bool), model.features(TEXT[None], head.aux_layers)
+    states = head(TEXT[None], features[:, :-2], counts, head.max_depth, model.embeddings)
+    levels = [head.logits(level, model) for level in states]
     for row in range(len(TEXT) - 2):
         wanted = plain(head, model, TEXT[: row + 2])
         for level in range(min(head.max_depth, len(TEXT) - 2 - row)):

@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from treespec.heads.dflash import DFlashHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.head import Head
+from treespec.heads.llama import BlockHead
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
@@ -138,14 +138,12 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     return by_own_output(config, target, head, batch, steps, last)
 
 
-def dflash_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The same of blocks below every pair, whose slots are draft steps. model: the head."""
-    head: DFlashHead = extract_model_from_parallel(model)
+def block_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """The same of heads that draft all levels at once: a level is a draft step. model: the head."""
+    head: BlockHead = extract_model_from_parallel(model)
     inputs, last = target.parted(batch.features, head.aux_layers)
-    mask = batch.tokens.new_tensor([head.mask_token])
-    roots, blank = (target.embeddings(x).float() for x in (batch.tokens[:, 1:-1], mask))
-    steps = model(roots, blank[0], inputs[:, :-2].float(), batch.counts, batch.steps)
-    return by_own_output(config, target, head, batch, steps, last)
+    given = batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps
+    return by_own_output(config, target, head, batch, model(*given, target.embeddings), last)
 
 
 def by_own_output(

@@ -204,14 +204,15 @@ class BlockProposer(AtOnceProposer):
         return self.head.logits(self.head.drafted(last, self.block), self.target)
 
     def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Step d is level d of the block below each position in turn."""
-        proposer, states = self.new(), []
-        for row in range(len(tokens) - steps - 1):
-            proposer.observe([features[row : row + 1]], [tokens[row : row + 2]])
-            last = proposer.run(tokens[row + 1 : row + 2])
-            states.append(self.head.drafted(last, proposer.block)[0])
-        levels = torch.stack(states, dim=1)  # [D, R, H]
-        return (self.head.logits(levels[level], self.target) for level in range(steps))
+        """Step d is level d of the block below each position."""
+        rows = len(tokens) - 2
+        text, given = (
+            tokens[None].to(self.target.output_device),
+            features[None, :rows].to(self.head.dtype),
+        )
+        counts = torch.ones(1, rows, dtype=torch.bool, device=given.device)
+        levels = self.head(text, given, counts, steps, self.target.embeddings)
+        return (self.head.logits(level[: rows + 1 - steps], self.target) for level in levels)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         """The block stands after the last chunk. Positions and what the rows see are of all columns.

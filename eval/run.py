@@ -146,9 +146,8 @@ class Run:
             "contestants": [asdict(one) | {"labels": [*one.labels]} for one in fit],
             "environment": environment,
         }
-        if (
-            before != self.head | {"kind": "head"} or not self.ledger.length
-        ):  # `before` of any process
+        own = self.ledger.length > 0  # `before` may be another process's
+        if not own or before != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
         return fit
 

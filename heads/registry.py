@@ -113,7 +113,6 @@ class HeadKind:
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
-STEPS = ("unrolled_steps", "grow_at")
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
@@ -123,11 +122,13 @@ DEPTH = Training(
     recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
     options=("draft_heads",),
 )
-# treespec's own numbers: the papers sample positions and train all levels from the beginning.
+# treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
 BLOCKS = Training(
     objective=f"{LOSSES}.objectives:block_objective",
-    recipe=Recipe(epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8),
-    options=(*STEPS, *EAGLE3_PARTS),
+    recipe=Recipe(
+        epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8, grow_at=0.0
+    ),
+    options=("unrolled_steps", *EAGLE3_PARTS),
     restricted_first=True,
     levels=True,
 )
@@ -179,7 +180,7 @@ HEADS: dict[str, HeadKind] = {
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-            options=("bias", *STEPS, "first_weights"),
+            options=("bias", "unrolled_steps", "grow_at", "first_weights"),
         ),
     ),
     "eagle3": HeadKind(
@@ -197,7 +198,7 @@ HEADS: dict[str, HeadKind] = {
             recipe=Recipe(
                 epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3
             ),
-            options=(*STEPS, *EAGLE3_PARTS),
+            options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
             restricted_first=True,
         ),
     ),
@@ -231,7 +232,7 @@ HEADS: dict[str, HeadKind] = {
         at_once=True,
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
-        training=replace(BLOCKS, options=(*STEPS, "head_layers", "sliding_window")),
+        training=replace(BLOCKS, options=("unrolled_steps", "head_layers", "sliding_window")),
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",

@@ -74,9 +74,7 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                     if piece := choice["delta"].get("content"):
                         reply.times.append(time.perf_counter() - started)
                         reply.text += piece
-                    told = (choice.get("logprobs") or {}).get(
-                        "content"
-                    ) or []  # llama.cpp's with ids
+                    told = (choice.get("logprobs") or {}).get("content") or []
                     known = choice.get("token_ids") or [one["id"] for one in told if "id" in one]
                     reply.token_ids += known
                     untold |= bool(piece and not known)

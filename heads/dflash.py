@@ -135,6 +135,16 @@ class DFlashHead(BlockHead):
             for step, level in enumerate(levels[: min(steps, n)])
         ]
 
+    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """[·, N] logits of all levels, of an output layer of its own, below all positions but the last two."""
+        assert self.lm_head
+        shape = 1, features.shape[1] + 2
+        tokens = torch.randint(self.vocab_size, shape, generator=generator)
+        table = torch.randn(self.vocab_size, self.hidden_size, generator=generator)
+        counts = torch.ones(features.shape[:2], dtype=torch.bool)
+        states = self(tokens, features, counts, self.max_depth, lambda ids: table[ids])
+        return self.lm_head(torch.cat(states))
+
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""
         columns, window = pairs.seen.shape[2], self.windows[number]

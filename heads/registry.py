@@ -230,6 +230,8 @@ HEADS: dict[str, HeadKind] = {
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
         at_once=True,
+        write=f"{FORMATS}.engines:write_dflash",
+        engines=("speculators",),
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
         training=replace(BLOCKS, options=("unrolled_steps", "head_layers", "sliding_window")),
@@ -241,6 +243,8 @@ HEADS: dict[str, HeadKind] = {
         summary="all levels in one forward of EAGLE-3's head",
         source="P-EAGLE, 2602.01469",
         at_once=True,
+        write=f"{FORMATS}.engines:write_p_eagle",
+        engines=("speculators",),
         marks=rf"(model_type|{KIND})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
         levels=folders.p_eagle_levels,
         training=BLOCKS,
@@ -273,5 +277,5 @@ def levels_in(folder: Path) -> int | None:
 def check_export(kind: str, to: str, path: str) -> None:
     """Raises InputError for a kind of head that a format does not hold."""
     if to not in HEADS[kind].engines:
-        able = " or ".join(sorted(name for name, other in HEADS.items() if to in other.engines))
-        raise InputError(f"{to} takes heads of kind {able}: {path} is of kind {kind}")
+        able = ", ".join(name for name, other in HEADS.items() if to in other.engines)
+        raise InputError(f"{to} takes heads of these kinds: {able}; {path} is of kind {kind}")

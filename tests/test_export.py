@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
 from treespec.cli.make import ENGINES
+from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead
@@ -44,6 +45,14 @@ def biased():
     head = EagleHead(one().config | {"qkv_bias": True, "bias": False}).eval()
     torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
     return head
+
+
+def p_eagle():
+    return new_head("p-eagle", EIGHT, levels=4).eval()
+
+
+def dflash(**changes):
+    return new_head("dflash", EIGHT, levels=5, **changes).eval()
 
 
 ABSENT = object()
@@ -77,6 +86,12 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
         "midlayer.hidden_norm.weight",
     ),
     ("speculators", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+    ("speculators", p_eagle): ({"speculators_model_type": "peagle", "mask_token_id": 63}, "mask_hidden", ""),
+    ("speculators", dflash): (
+        {"speculators_model_type": "dflash", "block_size": 6, "aux_hidden_state_layer_ids": [2, 4, 5]},
+        "hidden_norm.weight lm_head.weight",
+        "",
+    ),
     ("gguf", three): (
         IDS_OF_EAGLE3,
         "blk.0.attn_norm_2.weight d2t",
@@ -150,8 +165,13 @@ def reading(*aux_layers):
 @pytest.mark.parametrize(
     "to, make, config, complaint",
     [
-        ("speculators", one, {}, "speculators takes heads of kind eagle3: .*head is of kind eagle"),
-        ("sglang", medusa, {}, "sglang takes heads of kind eagle or eagle3: .* is of kind medusa"),
+        (
+            "speculators",
+            one,
+            {},
+            "speculators takes heads of these kinds: eagle3, dflash, p-eagle; .*head is of kind eagle",
+        ),
+        ("sglang", medusa, {}, "sglang takes heads of these kinds: eagle, eagle3; .* is of kind medusa"),
         ("vllm", depth_heads("hydra"), {}, "is of kind hydra"),
         ("vllm", one, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
         ("sglang", biased, {}, "its queries, keys and values have biases"),
@@ -160,6 +180,7 @@ def reading(*aux_layers):
         ("vllm", reading(2, 4, 8), {}, "reads layer 8, the target has 8"),
         ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators and gguf"),
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
+        ("speculators", partial(dflash, own_output=False), {}, "no output layer of its own"),
         ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, vllm and speculators"),
         ("gguf", three, {"rope_parameters": YARN}, r"rotary positions \(yarn\) have no place"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),

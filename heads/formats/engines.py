@@ -5,10 +5,13 @@ import re
 import torch
 from transformers import PretrainedConfig
 
-from treespec.heads.eagle import EagleHead, FeatureHead
+from treespec.heads.dflash import DFlashHead
+from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.head import Config, Head, Stored, Tensors
 from treespec.heads.layers import SLIDING
+from treespec.heads.llama import LlamaHead
+from treespec.heads.p_eagle import PEagleHead
 from treespec.heads.registry import KIND
 
 SIZES = (
@@ -102,32 +105,72 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
             del own["target_hidden_size"]
         return {"architectures": ["LlamaForCausalLM"]} | layers | own, tensors
 
-    # 3. vLLM. speculators nests the layer, and says how `vllm serve` shall draft.
+    # 3. vLLM and speculators.
     if to in LIKE_VLLM:
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
+    nested = nesting("eagle3", "Eagle3Speculator", layers, served, DRAFTED)
+    return own | nested, renamed(tensors, (r"^midlayer\.", "layers.0."))
+
+
+def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored:
+    """As EAGLE-3's, for speculators."""
+    config, tensors = write_eagle3(head, served, to)
+    layers = config["transformer_layer_config"]
+    nested = nesting("peagle", "PEagleSpeculator", layers, served, head.max_depth)
+    return config | nested | {"mask_token_id": head.mask_token}, tensors
+
+
+def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
+    """For speculators. Raises ValueError for a head that uses the target's output layer, as z-lab's do."""
+    if head.lm_head is None:
+        raise ValueError("it has no output layer of its own: its directory is z-lab's already")
+    check_layer(head, to)
+    layers = llama_fields(head, served) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": head.cached_layers,
+    }
+    if head.config.get("layer_types"):
+        layers |= {name: head.config[name] for name in ("layer_types", "sliding_window")}
+    own = {
+        "draft_vocab_size": head.lm_head.out_features,
+        "target_hidden_size": served.get_text_config().hidden_size,
+        "aux_hidden_state_layer_ids": list(head.aux_layers),
+        "block_size": head.block,
+        "mask_token_id": head.mask_token,
+        "sample_from_anchor": bool(head.from_anchor),
+        "sliding_window_non_causal": not any(head.causal),
+    }
+    return own | nesting(
+        "dflash", "DFlashSpeculator", layers, served, head.max_depth
+    ), head.state_dict()
+
+
+def nesting(
+    kind: str, architecture: str, layers: Config, served: PretrainedConfig, drafted: int
+) -> Config:
+    """What speculators' config.json nests: the layers, and how `vllm serve` shall draft."""
     greedy = {
         "proposal_type": "greedy",
-        "speculative_tokens": DRAFTED,
+        "speculative_tokens": drafted,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    family = "Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"
+    family = "Qwen3ForCausalLM" if layers["model_type"] == "qwen3" else "LlamaForCausalLM"
     target = {"name_or_path": served.name_or_path, "architectures": served.architectures or []}
-    config = own | {
-        KIND: "eagle3",
+    return {
+        KIND: kind,
         "speculators_version": VERSION,
-        "architectures": ["Eagle3Speculator"],
+        "architectures": [architecture],
         "tie_word_embeddings": False,
-        "torch_dtype": dtype_of(head),
+        "torch_dtype": layers["torch_dtype"],
         "transformer_layer_config": {"architectures": [family]} | layers,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "proposal_methods": [greedy],
             "default_proposal_method": "greedy",
             "verifier": target,
         },
     }
-    return config, renamed(tensors, (r"^midlayer\.", "layers.0."))
 
 
 def parts_of(head: Eagle3Head) -> set[str]:
@@ -139,13 +182,13 @@ def parts_of(head: Eagle3Head) -> set[str]:
     return {name for name in PARTS if has.get(name)}
 
 
-def check_layer(head: FeatureHead, to: str, biases: bool = False) -> None:
+def check_layer(head: LlamaHead, to: str, biases: bool = False) -> None:
     """Raises ValueError for a decoder layer that a format cannot describe, or does not compute.
 
     biases: whether the format has a field for biases of queries, keys and values. The engines have
     one activation; SafeAILab/EAGLE has a field for it, and computes some rotary positions.
     """
-    llama, scale = head.llama, head.embed_scale
+    llama, scale = head.llama, head.config.get("embed_scale", 1.0)
     rope, eagle = llama.rope_parameters or {}, to == "eagle"
     kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0)
     width = (llama.head_dim or 0) * llama.num_attention_heads
@@ -166,7 +209,7 @@ def check_layer(head: FeatureHead, to: str, biases: bool = False) -> None:
         raise ValueError(problem)
 
 
-def llama_fields(head: FeatureHead, served: PretrainedConfig) -> Config:
+def llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
     """The fields of a Llama of one layer. `write_eagle3` overrides what its layers have otherwise.
 
     They hold the rotary positions three times, because versions of the engines read different

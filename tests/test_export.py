@@ -169,7 +169,7 @@ def reading(*aux_layers):
             "speculators",
             one,
             {},
-            "speculators takes heads of these kinds: eagle3, dflash, p-eagle; .*head is of kind eagle",
+            "heads of these kinds: eagle3, dflash, p-eagle; .*head is of kind eagle",
         ),
         ("sglang", medusa, {}, "sglang takes heads of these kinds: eagle, eagle3; .* is of kind medusa"),
         ("vllm", depth_heads("hydra"), {}, "is of kind hydra"),

@@ -27,7 +27,10 @@ def as_llama_cpp(file, ids, aux):
 
     # 1. What the layer sees.
     eps, heads, width = (number(f"attention.{key}") for key in ("layer_norm_rms_epsilon", "head_count", "key_length"))
-    norm = lambda x, name: rms_norm(x, x.shape[-1:], w[f"{name}.weight"], eps)  # noqa: E731
+
+    def norm(x, name):
+        return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], eps)
+
     g = aux @ w["fc.weight"].T
     both = torch.cat([norm(w["token_embd.weight"][ids], "blk.0.attn_norm"), norm(g, "blk.0.attn_norm_2")], 1)
 

@@ -131,7 +131,7 @@ def forwards(
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights, each stored tensor once."""
+    """Bytes of a model's weights, each tensor once."""
 
     def parts(weight: Tensor) -> list[Tensor]:  # the plain tensors inside a quantizer's class
         if flatten := getattr(weight, "__tensor_flatten__", None):
@@ -139,7 +139,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
         return [weight]
 
     plain = [part for weight in model.parameters() for part in parts(weight)]
-    stored = {part.untyped_storage().data_ptr(): part for part in plain}
+    stored = {part.data_ptr(): part for part in plain}
     return sum(part.numel() * part.element_size() for part in stored.values())
 
 

@@ -4,7 +4,9 @@ A forward over one token of a small model spends half of its time between the pr
 operations a layer, and Python. `layer.c` computes a layer of Llama's family in one parallel region.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from struct import Struct
 from typing import Any, final
 
@@ -50,54 +52,115 @@ class Block:
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
         self.modes = scale, layer.post_attention_layernorm.eps, sign, form, kernels.HALF[self.dtype]
         self.tensors = [*(product.packed for product in products), *small]
+        self.pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
 
-    def run(
-        self, x: Tensor, residual: Tensor, mask: Tensor, angles: Any, store: TreeLayer
-    ) -> Tensor:
-        """[B, N, H] the layer's output, in the dtype of its weights.
 
-        x: [B, N, in]. residual: [B, N, H], which the attention's output is added to. mask: [B or 1,
-        1, N, T] additive, of the last columns. angles: cos and sin, [B or 1, N or 1, R]. store: N columns are written.
-        """
+def run(
+    blocks: Sequence[Block], x: Tensor, residual: Tensor, mask: Tensor, angles: Any, stores: Sequence[TreeLayer]
+) -> Tensor:  # fmt: skip
+    """[B, N, H] the output of layers in a row, in the dtype of their weights.
+
+    x: [B, N, in]. residual: [B, N, H], which the first attention's output is added to. mask: [B or 1, 1, N, T]
+    additive, of the last columns. angles: cos and sin, [B or 1, N or 1, R]. stores: N columns of each layer's
+    are written.
+    """
+    (cos, sin), (b, n, _) = angles, x.shape
+    x, residual = x.contiguous(), residual.contiguous()
+    out = torch.empty_like(residual)
+    shared = [tensor.data_ptr() for tensor in (x, residual, cos, sin, mask)]
+    by_row = [part.stride(i) * (part.shape[i] > 1) for part, i in ((cos, 0), (cos, 1), (mask, 0))]
+    threads, calls = torch.get_num_threads(), bytearray()
+    for block, store in zip(blocks, stores, strict=True):
         # 1. Storage for the new columns.
-        (cos, sin), (b, n, _), columns = angles, x.shape, store.length + x.shape[1]
+        columns = store.length + n
         store.reserve(columns)
         if not store.storage:
-            states = x.new_empty(b, self.kv[0], 0, self.kv[1])
+            states = x.new_empty(b, block.kv[0], 0, block.kv[1])
             store.lazy_initialization(states, states)
 
-        # 2. The call.
-        x, residual = x.contiguous(), residual.contiguous()
-        out = torch.empty_like(residual)
-        tensors = *self.tensors, x, residual, cos, sin, mask, *store.storage, out
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        by_row = [
-            part.stride(i) * (part.shape[i] > 1) for part, i in ((cos, 0), (cos, 1), (mask, 0))
-        ]
+        # 2. What the layer reads and writes. A layer after the first replaces its input, when all have read it.
+        pointers = [*block.pointers, *shared, *(part.data_ptr() for part in store.storage)]
+        shared[:2] = out.data_ptr(), out.data_ptr()
         free = (
             columns - store.first - mask.shape[-1]
         )  # every node sees the columns before the mask's
         shown = columns, store.capacity, store.first, free
-        lengths = *self.sizes, cos.shape[-1], *shown, *by_row, mask.stride(2)
-        threads = torch.get_num_threads()
-        kernels.library().layer(PARAMETERS.pack(*pointers, b, n, *lengths, *self.modes, threads))
-        return out
+        lengths = *block.sizes, cos.shape[-1], *shown, *by_row, mask.stride(2)
+        calls += PARAMETERS.pack(*pointers, out.data_ptr(), b, n, *lengths, *block.modes, threads)
+    kernels.library().layers(bytes(calls), len(blocks))
+    return out
+
+
+@final
+class Stack:
+    """A model's fused layers. A layer's call computes all up to the next that somebody watches.
+
+    a hook before layer 2:   layer     0       1               2             3
+                             computes  0 to 1  passes x on     2 to 3        passes x on
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Any, Block, tuple[Any, Any]]] = {}  # with attention and MLP
+        self.ahead: tuple[Tensor | None, int] = (
+            None,
+            0,
+        )  # an output, and the layer that is to read it
+
+    def add(self, i: int, layer: Any, block: Block) -> None:
+        """Layer i gets a fused forward. What it does not take runs the layer's own."""
+        own = layer.forward
+        self.layers.setdefault(i, (layer, block, (layer.self_attn, layer.mlp)))
+        if self.layers[i][0] is not layer:
+            return  # of another decoder in the model
+
+        def forward(hidden_states: Tensor, **given: Any) -> Any:
+            done, after = self.ahead
+            if done is not hidden_states or i >= after:
+                cache: Any = given.get("past_key_values")
+                takes = type(cache) is TreeCache and hidden_states.dtype == block.dtype
+                takes = takes and layer.self_attn.config._attn_implementation == NAME
+                if not takes or not self.whole(i):
+                    return own(hidden_states, **given)
+                after = self.after(i, cache.tree_layers)
+                blocks = [self.layers[j][1] for j in range(i, after)]
+                mask, angles = given["attention_mask"], given["position_embeddings"]
+                stores = cache.tree_layers[i:after]
+                done = run(blocks, hidden_states, hidden_states, mask, angles, stores)
+            self.ahead = (done, after) if i + 1 < after else (None, 0)
+            return done
+
+        layer.forward = forward
+
+    def whole(self, i: int) -> bool:
+        """Whether layer i is fused, and no part of it is skipped."""
+        layer, _, parts = self.layers.get(i, (None, None, None))
+        return layer is not None and parts == (layer.self_attn, layer.mlp)
+
+    def after(self, i: int, stores: Sequence[TreeLayer]) -> int:
+        """The first layer after i that has another mask or forward, or whose input somebody watches."""
+        j = i + 1
+        while self.whole(j) and stores[j].window == stores[i].window:
+            if self.layers[j - 1][0]._forward_hooks or self.layers[j][0]._forward_pre_hooks:
+                break
+            j += 1
+        return j
 
 
 @torch.no_grad()
 def fuse(model: nn.Module) -> None:
     """Give decoder layers of packed models and heads a fused forward; others keep their own."""
+    stack = Stack()
     for layer in model.modules():
-        for way in (fuse_layer, fuse_head):
+        for way in (partial(fuse_layer, stack=stack), fuse_head):
             with suppress(Exception):  # other parts; and a model's own code may raise anything
                 way(layer)
 
 
-def fuse_layer(layer: Any) -> None:
+def fuse_layer(layer: Any, stack: Stack) -> None:
     """A model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
     # 1. Random inputs, far off.
-    block, own, parts = Block(layer, NORMS, -1.0), layer.forward, (layer.self_attn, layer.mlp)
-    number, random = parts[0].layer_idx, torch.Generator().manual_seed(0)
+    block, number = Block(layer, NORMS, -1.0), layer.self_attn.layer_idx
+    random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
     angles = torch.randn(2, 2, 5, block.kv[1] // 2, generator=random).repeat(1, 1, 1, 2).to(x)
     seen = torch.eye(5) + torch.rand(5, 5, generator=random)
@@ -106,23 +169,11 @@ def fuse_layer(layer: Any) -> None:
     # 2. Outputs, keys and values of both.
     cache, store = TreeCache(number + 1, 5), TreeLayer(5)
     given = {"position_ids": places, "position_embeddings": angles, "past_key_values": cache}
-    expected = own(x, attention_mask=mask, **given), *cache.tree_layers[number].storage
-    found = block.run(x, x, mask, angles, store), *store.storage
+    expected = layer(x, attention_mask=mask, **given), *cache.tree_layers[number].storage
+    found = run([block], x, x, mask, angles, [store]), *store.storage
     error = 0.0 if x.dtype == torch.bfloat16 else 1e-5
-    if not all(torch.allclose(*pair, error, error) for pair in zip(expected, found, strict=True)):
-        return
-
-    # 3. The forward. Layers of which a part is skipped, or whose attention is watched, run their own.
-    def forward(hidden_states: Tensor, **given: Any) -> Any:
-        cache: Any = given.get("past_key_values")
-        takes = type(cache) is TreeCache and parts[0].config._attn_implementation == NAME
-        takes = takes and hidden_states.dtype == block.dtype
-        if not takes or parts != (layer.self_attn, layer.mlp):
-            return own(hidden_states, **given)
-        mask, angles = given["attention_mask"], given["position_embeddings"]
-        return block.run(hidden_states, hidden_states, mask, angles, cache.tree_layers[number])
-
-    layer.forward = forward
+    if all(torch.allclose(*pair, error, error) for pair in zip(expected, found, strict=True)):
+        stack.add(number, layer, block)
 
 
 def fuse_head(layer: Any) -> None:
@@ -137,6 +188,7 @@ def fuse_head(layer: Any) -> None:
             return own(x, attend)
         angles = [part.flatten(0, -3) for part in given["angles"]]
         taken, residual = inputs(x)
-        return block.run(taken, residual, additive(windowed(mask), x.dtype), angles, store)
+        mask = additive(windowed(mask), x.dtype)
+        return run([block], taken, residual, mask, angles, [store])
 
     layer.forward = forward

@@ -171,7 +171,7 @@ enum { ROWS = 4, BLOCKS = 2 };
 typedef enum { PAIRS, WIDE, HALVES, FLOATS } Mode;
 
 // What a loop over weights asks for ahead, in bytes: the processor's own guesses end with each page.
-enum { AHEAD = 4096 };
+enum { AHEAD = 1024 };
 
 // rows x blocks of outputs. x: [rows, width]; w: blocks of a weight, `block` bytes each.
 INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, int blocks, Mode mode) {

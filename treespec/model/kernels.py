@@ -25,6 +25,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
+from treespec.model.allocator import huge_pages
 from treespec.model.processor import processor
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def library() -> Any:
         compiled = ctypes.CDLL(str(file))
         compiled.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
         compiled.linear.argtypes = [ctypes.c_char_p, POINTER, POINTER, LONG]
-        compiled.layer.argtypes = [ctypes.c_char_p]
+        compiled.layers.argtypes = [ctypes.c_char_p, LONG]
         compiled.rms_norm.argtypes = [POINTER] * 3 + [LONG, LONG, ctypes.c_float, INT, INT]
         compiled.noise.argtypes = [POINTER, POINTER, LONG, LONG, INT]
         return compiled
@@ -104,7 +105,8 @@ def packed(weight: Tensor, form: int) -> Tensor:
     """A weight [out, in] in the order of the kernels, in a form that holds its values."""
     outputs, inputs = weight.shape
     plain = weight.detach().to(FORMS[form]).contiguous()
-    order = torch.empty(-(-outputs // 16) * 16 * (-(-inputs // 32) * 32), dtype=plain.dtype)
+    numbers = -(-outputs // 16) * 16 * (-(-inputs // 32) * 32)
+    order = huge_pages(numbers * plain.itemsize).view(plain.dtype)
     library().pack(plain.data_ptr(), order.data_ptr(), inputs, outputs, form)
     return order
 

@@ -108,7 +108,7 @@ static void activate(const Layer *a, const void *gate, const void *up, const Row
   }
 }
 
-void layer(const Layer *a) {
+static void layer(const Layer *a) {
   // 1. The products, and how they read rows.
   long size = a->half ? 2 : 4, n = a->texts * a->n, all_heads = a->heads * a->d, groups = a->kv * a->d;
   long outs[PRODUCTS] = {all_heads, groups, groups, a->hidden, a->inner, a->inner, a->hidden};
@@ -176,4 +176,9 @@ void layer(const Layer *a) {
     }
   }
   free(room);
+}
+
+// Layers in a row: each writes `y` after all have read `x` and `residual`, which may be the same rows.
+void layers(const Layer *a, long many) {
+  for (long i = 0; i < many; i++) layer(a + i);
 }

@@ -16,6 +16,7 @@ from torch import nn
 from treespec.api.load import load
 from treespec.draft.trained.kinds import new_head
 from treespec.model import kernels
+from treespec.model.allocator import LINE, SHARED, huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
 from treespec.model.experts import BLOCK, GRAIN, blocked
@@ -155,7 +156,8 @@ def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     "name, fused", [("llama", 3), ("qwen3", 3), ("mistral-window-6", 3), ("gemma3", 0), ("granite", 0)]
 )
 def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
-    """In bfloat16 to the bit; also in a batch, and with biases. Layers that compute something else stay."""
+    """In bfloat16 to the bit; also in a batch, with biases, and wherever somebody watches a layer's input or
+    leaves a part out. Layers that compute something else stay."""
     config = CONFIGS[name]()
     config.attention_bias, config.residual_multiplier = True, 0.5  # the second is Granite's
     model = random_model(config)
@@ -169,12 +171,28 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
         decoded.prefill(cache, torch.arange(40)[None])
         decoded.prefill(other, torch.arange(9)[None])
         cache.join([other])
-        return torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()], (0, 2))])
+        features = (decoded.forward_trees(cache, [tree(), tree()], aux) for aux in [(), (1,), (0, 2)])
+        whole = torch.cat([out.features for both in features for out in both], 1)
+        mlp, decoded.stack[1].mlp = decoded.stack[1].mlp, nn.Identity()
+        without = torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()])])
+        decoded.stack[1].mlp = mlp
+        return torch.cat([whole.flatten(), without.flatten()])
 
     expected = outputs()
     fuse(model)
     assert sum("forward" in vars(layer) for layer in decoded.stack) == fused
     close(outputs(), expected, 1e-4 * (dtype != torch.bfloat16))
+
+
+def test_pieces_of_huge_pages_are_zeros_that_do_not_meet():
+    sizes = [1, 100, 3 << 20, SHARED, SHARED - 64, 40 << 20, 0, 7]
+    pieces = [huge_pages(size) for size in sizes]
+    assert [len(piece) for piece in pieces] == sizes
+    assert not any(piece.any() for piece in pieces)
+    for number, piece in enumerate(pieces, 1):
+        piece.fill_(number)
+    assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
+    assert all(piece.data_ptr() % LINE == 0 for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -63,15 +63,43 @@ INLINE void put(void *y, long i, float value, int half) {
   if (half) ((uint16_t *)y)[i] = narrow(value); else ((float *)y)[i] = value;
 }
 
+// L numbers of 16 bits as 32; some compilers split the widest vectors.
+INLINE U widened(H x) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+INLINE int any(I x) {  // of numbers that are 0 or -1
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)x) != 0;
+#else
+  int found = 0;
+  for (int c = 0; c < L; c++) found |= x[c];
+  return found != 0;
+#endif
+}
+
 INLINE F load(const void *x, long i, int half) {  // L neighbours as floats
   if (!half) return *(const F *)((const float *)x + i);
-  return (F)(__builtin_convertvector(*(const H *)((const uint16_t *)x + i), U) << 16);
+  return (F)(widened(*(const H *)((const uint16_t *)x + i)) << 16);
 }
 
 INLINE void store(void *y, long i, F value, int half) {
   if (!half) { *(F *)((float *)y + i) = value; return; }
   U bits = (U)value;
-  *(H *)((uint16_t *)y + i) = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, H);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#if defined(__AVX512F__)
+  *(H *)((uint16_t *)y + i) = (H)_mm512_cvtepi32_epi16((__m512i)bits);
+#else
+  *(H *)((uint16_t *)y + i) = __builtin_convertvector(bits, H);
+#endif
 }
 
 // --- Norm -----------------------------------------------------------------------------------------
@@ -203,7 +231,7 @@ INLINE void tile(const char *x, const char *w, F *sums, long width, int rows, in
         even = (F)(*(const U *)at << 16);
         odd = (F)(*(const U *)at & 0xffff0000u);
       } else {  // 2^112 moves the exponent of half precision to that of single
-        U bits = __builtin_convertvector(*(const H *)at, U);
+        U bits = widened(*(const H *)at);
         F size_of = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
         even = (F)((U)size_of | (bits & 0x8000u) << 16);
       }
@@ -240,11 +268,14 @@ static void tiles(const char *x, const char *w, F *sums, long width, int rows, i
 
 static void finish(const float *sums, long stride, void *y, const void *bias, long out, int half,
                    long r0, int rows, long o0, long columns) {
-  for (int r = 0; r < rows; r++)
-    for (long o = o0; o < MIN(o0 + columns, out); o++) {
-      float sum = sums[r * stride + o - o0];
-      put(y, (r0 + r) * out + o, bias ? sum + get(bias, o, half) : sum, half);
-    }
+  long end = MIN(o0 + columns, out);
+  for (int r = 0; r < rows; r++) {
+    const float *sum = sums + r * stride - o0;
+    long o = o0, at = (r0 + r) * out;
+    for (; o + L <= end; o += L)
+      store(y, at + o, *(const F *)(sum + o) + (bias ? load(bias, o, half) : (F){}), half);
+    for (; o < end; o++) put(y, at + o, bias ? sum[o] + get(bias, o, half) : sum[o], half);
+  }
 }
 
 #ifdef __AMX_BF16__
@@ -461,31 +492,34 @@ INLINE void scores(const float *q, const float *keys, F *sums, long d, int rows)
   for (int r = 0; r < rows; r++) sums[r] = sum[r];
 }
 
-// out [LOW, dv] and total [LOW] take `many` keys, one after the other.
-INLINE void sums(const float *s, const float *values, float *out, F *total, long dv, int many) {
-  enum { WIDTH = L == 16 ? 4 : 2 };
+// out [LOW, wide] and total [LOW] take `many` keys, one after the other. values: rows of `row` numbers.
+enum { WIDTH = L == 16 ? 4 : 2 };
+INLINE void sums(const float *s, const void *values, long row, int half, float *out, F *total, long wide, int many) {
   F both[LOW];
   memcpy(both, total, sizeof both);
   for (int c = 0; c < many; c++)
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++) both[r] += all(s[r * L + c]);
   memcpy(total, both, sizeof both);
-  for (long i = 0; i < dv; i += WIDTH * L) {
+  for (long i = 0; i < wide; i += WIDTH * L) {
     F sum[LOW][WIDTH];
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) sum[r][j] = *(F *)(out + r * dv + i + j * L);
-    for (int c = 0; c < many; c++)
+      for (int j = 0; j < WIDTH; j++) sum[r][j] = *(F *)(out + r * wide + i + j * L);
+    for (int c = 0; c < many; c++) {
+      F value[WIDTH];
+#pragma GCC unroll 4
+      for (int j = 0; j < WIDTH; j++) value[j] = load(values, c * row + i + j * L, half);
 #pragma GCC unroll 4
       for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < WIDTH; j++)
-          sum[r][j] = add(*(F *)(values + c * dv + i + j * L), all(s[r * L + c]), sum[r][j]);
+        for (int j = 0; j < WIDTH; j++) sum[r][j] = add(value[j], all(s[r * L + c]), sum[r][j]);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < LOW; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < WIDTH; j++) *(F *)(out + r * dv + i + j * L) = sum[r][j];
+      for (int j = 0; j < WIDTH; j++) *(F *)(out + r * wide + i + j * L) = sum[r][j];
   }
 }
 
@@ -523,8 +557,7 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       else for (int c = open; c < L; c++) extra[r][c] = c < many ? get(a->mask, at + c, a->half) : -INFINITY;
       most = larger(extra[r], most);
     }
-    seen[t] = 0;
-    for (int c = 0; c < L; c++) seen[t] |= most[c] > -1e30f;
+    seen[t] = any(most > -1e30f);
     if (!seen[t]) continue;
     if (t + 1 < tiles) ask_for(a->k, base + t * L * a->kt, a->kt, d, a->half);
     turned(a, base + t * L * a->kt, many, keys);
@@ -553,11 +586,12 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
   // 3. Exponentials, their sum and the sum of values, key by key.
   memset(out, 0, 4 * GROUP * wide);
   memset(values, 0, 4 * L * wide);
+  int direct = rows <= LOW && wide == dv;  // few rows: each value is read once
   for (long t = 0; t < tiles; t++) {
     if (!seen[t]) continue;
     if (t + 1 < tiles) ask_for(a->v, vbase + t * L * a->vt, a->vt, dv, a->half);
     int many = MIN(L, a->columns - t * L);
-    for (int c = 0; c < many; c++) {
+    for (int c = 0; c < many && !direct; c++) {
       long i = 0, at = vbase + (t * L + c) * a->vt;
       for (; i + L <= dv; i += L) *(F *)(values + c * wide + i) = load(a->v, at + i, a->half);
       for (; i < dv; i++) values[c * wide + i] = get(a->v, at + i, a->half);
@@ -566,14 +600,19 @@ static void rows_of_a_head(const Attention *a, long b, long head, long first, in
       F *score = (F *)(s + (t * GROUP + r) * L);
       *score = exponential(*score - largest[r]);
     }
-    for (int r = 0; r < rows; r += LOW)
-      sums(s + (t * GROUP + r) * L, values, out + r * wide, total + r, wide, many);
+    if (direct) {
+      const char *at = (const char *)a->v + (vbase + t * L * a->vt) * (a->half ? 2 : 4);
+      sums(s + t * GROUP * L, at, a->vt, a->half, out, total, wide, many);
+    } else for (int r = 0; r < rows; r += LOW)
+      sums(s + (t * GROUP + r) * L, values, wide, 0, out + r * wide, total + r, wide, many);
   }
 
   // 4. Divide and round once.
   for (int r = 0; r < rows; r++) {
     long row = first + r, at = ((b * a->n + row % a->n) * a->heads + head * groups + row / a->n) * dv;
-    for (long i = 0; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
+    long i = 0;
+    for (; i + L <= dv; i += L) store(a->out, at + i, *(F *)(out + r * wide + i) / total[r], a->half);
+    for (; i < dv; i++) put(a->out, at + i, out[r * wide + i] / total[r][0], a->half);
   }
 }
 

@@ -82,10 +82,9 @@ INLINE F silu(F x) {  // x / (1 + exp(-x)); in bfloat16 it has the bits of torch
   I negative = x < 0.0f;
   F e = exponential((F)((U)x | 0x80000000u));  // of -|x|
   F y = (F)(((U)x & ~(U)negative) | ((U)(x * e) & (U)negative)) / (e + 1.0f);
-  int tail = 0;  // whether `exponential` gave 0 for any of them
-  for (int c = 0; c < L; c++) tail |= x[c] < -87.0f;
-  for (int c = 0; tail && c < L; c++)
-    if (x[c] < -87.0f) y[c] = x[c] / (1 + expf(-x[c]));
+  I tail = x < -87.0f;  // for which `exponential` gave 0
+  for (int c = 0; c < L && any(tail); c++)
+    if (tail[c]) y[c] = x[c] / (1 + expf(-x[c]));
   return y;
 }
 

@@ -209,6 +209,19 @@ class CalibrateConfig(FitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorConfig(FitOptions):
+    """Raises InputError for a number out of its range."""
+
+    text: str | None = option(
+        "text that the head was or will be trained on, to see whether it is the target's own: conversations (.jsonl, "
+        ".json), or plain text under any other name",
+        None,
+    )
+    out: str = option("file for the report, a page of HTML", "runs/doctor.html")
+    questions: str = option(f"the target answers {QUESTION_FILE}", "builtin")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TreeConfig(FitOptions):
     """Raises InputError for a number out of its range, and for an unknown kind."""
 

@@ -86,8 +86,8 @@ class PlacementOptions(CommandOptions):
 
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option(
-        f"precision of the weights: {either(DTYPES)}; auto takes the checkpoint's, on a CPU float32 "
-        "where trees are faster in it",
+        f"precision of the weights: {either(DTYPES)}; auto takes the checkpoint's, float32 for "
+        "quantised weights on a CPU without bfloat16",
         "auto",
         choices=DTYPES,
     )

@@ -33,7 +33,15 @@ app = typer.Typer(
 )
 for command in (
     *(make.train, make.regenerate, chat, measure.evaluate, measure.acceptance, answer.generate),
-    *(answer.trace, measure.calibrate, measure.tree, measure.certify, measure.tau, answer.serve),
+    *(
+        answer.trace,
+        measure.calibrate,
+        measure.tree,
+        measure.doctor,
+        measure.certify,
+        measure.tau,
+        answer.serve,
+    ),
     *(make.export, answer.quickstart),
 ):
     app.command("eval" if command is measure.evaluate else None)(command)

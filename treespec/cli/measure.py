@@ -1,4 +1,4 @@
-"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree."""
+"""The commands that measure: eval, certify, acceptance, tau, calibrate, tree, doctor."""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from treespec.eval.common import listed
 from treespec.eval.config import (
     CalibrateConfig,
     CertifyConfig,
+    DoctorConfig,
     EvalConfig,
     TreeConfig,
     drafters_of,
@@ -173,3 +174,16 @@ def tree(config: TreeConfig) -> None:
     promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
     show_result(Report([Table(title, ["Depth"], rows)], [promise]))
     remark(f"It is in {config.out}: --tree {config.out}")
+
+
+@takes(DoctorConfig)
+def doctor(config: DoctorConfig) -> None:
+    """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
+    check_writable(config.out, "--out")
+    check_text(config.text)
+    check_questions(config.questions)
+    begin(config, [f"head:{config.head}"])
+    from treespec.eval.doctor import examine
+
+    show_result(with_progress(examine, config))
+    remark(f"The report is in {Path(config.out).resolve()}")

@@ -1,0 +1,229 @@
+"""What is wrong with a head: how often it names the target's token, and what would make that more often.
+
+A head that was trained on other inputs than it gets drafts badly, and nothing fails. So each usual fault
+is undone on trial, on the target's own completions: if the head then agrees with the target far more
+often, that is what it learnt on. Where nothing helps, it learnt too little, or on another target.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.api.calibrate import Row, drafted, sharpest
+from treespec.api.spec import Spec
+from treespec.draft.calibration import load_calibration
+from treespec.draft.trained.kinds import draft_steps, fit
+from treespec.errors import InputError
+from treespec.eval.common import Report as Say
+from treespec.eval.common import Step, silent
+from treespec.eval.config import DoctorConfig
+from treespec.eval.fit import accuracies
+from treespec.eval.report import Report, Table, page
+from treespec.eval.texts import Passage, answers, from_file, load_models
+from treespec.eval.trials import Trial, rows_of, trials, unmarked
+from treespec.files.atomic import write_text
+from treespec.heads.checkpoint import load_head
+from treespec.heads.folder import head_folder
+from treespec.heads.head import Head
+from treespec.shaping.sampling import SamplingParams, probs
+
+DEPTH = 4  # draft steps
+HELPS = 0.005  # of the drafts: a change after which more than these agree may name a fault
+CERTAIN = 3.5  # standard errors of that difference, over completions: a dozen changes are tried
+ASTRAY = 0.2  # by which a head is more sure of its drafts than they agree
+BLIND = 0.05  # of the drafts: what features have to add to the tokens alone
+SURE = 0.9  # of the target's probability
+LEARNT = 0.8  # of the sure positions at which a trained head agrees; published heads do at more
+FLAT = 1.03  # times the drafts that sharper logits let be accepted, from which on they pay
+FOREIGN = 0.5  # nats that a token of a text may cost the target beyond its own uncertainty
+ALL = 10**6  # positions
+
+
+def examine(config: DoctorConfig, say: Say = silent) -> Report:
+    """`diagnosed` on the target's own completions, and whether `--text` is its own. Writes OUT.
+
+    Raises InputError for models and texts that cannot be used.
+    """
+    # 1. The head without a draft vocabulary.
+    spec = load_models(config, None, config.out, say)
+    folder, target = head_folder(config.head), spec.target
+    head, fitted = load_head(folder, target.dtype, target.output_device), load_calibration(folder)
+    fit(head, target, config.head)
+
+    # 2. Completions; where a template is named, in the tokenizer's own as well.
+    texts, specs = dict[str, list[Passage]](), {"": spec}
+    if config.template is not None:
+        specs["the tokenizer's own chat template"] = Spec(target, None)
+    for name, one in specs.items():
+        written = answers(config, SamplingParams(0.0), one, say)
+        texts[name] = [passage for passage in written if int(passage.counts.sum()) > 2 * DEPTH]
+        if len(texts[name]) < 2:
+            raise InputError(
+                "the target's completions are too short or too few: ask more questions"
+            )
+    if target.tokenizer is not None:
+        texts["prompts without a chat template"] = [
+            unmarked(spec, passage) for passage in texts[""]
+        ]
+
+    # 3. The findings.
+    tables, verdict = diagnosed(head, spec, texts, fitted.sharpness if fitted else (), say)
+    if config.text:
+        length = min(config.max_length, target.context_length)
+        verdict += foreign(from_file(config.text, spec, config.limit, length), spec)
+    report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
+    write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
+    return report
+
+
+def diagnosed(
+    head: Head,
+    spec: Spec,
+    texts: Mapping[str, Sequence[Passage]],
+    sharpness: tuple[float, ...] = (),
+    say: Say = silent,
+) -> tuple[list[Table], list[str]]:
+    """The agreement of a head with its target, with and without each trial, and what it says.
+
+    texts: "" has the target's completions, other names have those in another form. sharpness: a calibration's.
+    """
+    # 1. As it is, with each fault undone, and with features that say nothing.
+    rows, depth = rows_of(head, spec, texts[""]), draft_steps(head, DEPTH)
+
+    def agreeing(head: Head, rows: Sequence[Row]) -> Tensor:
+        return torch.stack([accuracies(head, spec.target, [row], depth, 1)[:, 0] for row in rows])
+
+    own, tried = agreeing(head, rows), list[tuple[Trial, Tensor]]()
+    for number, trial in enumerate(trials(head, spec, texts, rows)):
+        say(Step(number, number + 1, f"trying {trial.change}"))
+        tried.append((trial, agreeing(trial.head, trial.rows)))
+    random = torch.Generator().manual_seed(0)
+    lost = agreeing(
+        head, [(t, c, known[torch.randperm(len(t), generator=random)]) for t, c, known in rows]
+    )
+
+    # 2. By certainty of the target, and by how much sharper drafts would be accepted more often.
+    first = first_step(head, spec, rows, sharpness)
+    lines = {"as it is": own} | {trial.change: rates for trial, rates in tried}
+    lines["features of other positions"] = lost
+    table = [
+        {"inputs": what}
+        | {f"step {d}": f"{rate:.1%}" for d, rate in enumerate(rates.mean(0).tolist(), 1)}
+        for what, rates in lines.items()
+    ]
+    tables = [
+        Table("Agreement with the target", ["inputs"], table),
+        Table(
+            "At the first step, by the target's largest probability", ["probability"], first.bins
+        ),
+    ]
+
+    # 3. What it says.
+    verdict = [*causes(own, tried, lost, first)]
+    if first.sharper > FLAT:
+        verdict.append(
+            f"Flat: sharper drafts would be accepted {first.sharper - 1:.1%} more often at temperature 1. Run treespec "
+            "calibrate, which fits the factor."
+        )
+    return tables, verdict
+
+
+NOTE = (
+    "Agreement: how often the draft is the target's most likely token, along the target's own greedy "
+    "completions. A change that helps is what the head was trained with. With features of other positions "
+    "a head knows the tokens alone."
+)
+
+
+def causes(
+    own: Tensor, tried: Sequence[tuple[Trial, Tensor]], lost: Tensor, first: "FirstStep"
+) -> Iterator[str]:
+    """The fault that figures show, if any. own, lost, those of trials: [completions, D] agreement."""
+    # 1. The change that helps most.
+    mean, blind = float(own.mean()), float(lost.mean())
+    both = [(rates, min(len(rates), len(own))) for _, rates in tried]
+    gains = [(rates[:n] - own[:n]).mean(1) for rates, n in both]
+    best = max(range(len(tried)), key=lambda i: float(gains[i].mean()))
+    gain, error = float(gains[best].mean()), float(gains[best].std()) / len(own) ** 0.5
+
+    # 2. A head of another target is sure of itself and wrong, and no change mends that.
+    astray = first.claimed - first.right
+    if mean < blind + BLIND or astray > max(ASTRAY, 2 * gain):
+        yield (
+            f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
+            f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
+        )
+    elif gain > HELPS and gain > CERTAIN * error:
+        fault, change = tried[best][0][:2]
+        yield f"{fault}: {mean + gain:.1%} of the drafts agree with {change}, {mean:.1%} as it is."
+    elif first.right_where_sure < LEARNT:
+        yield (
+            f"Little trained: where the target is at least {SURE:.0%} sure, {first.right_where_sure:.1%} of the "
+            "first drafts agree, and no change helps. Train on more of the target's own completions: "
+            "treespec regenerate, then treespec train --warm-start."
+        )
+
+
+class FirstStep(NamedTuple):
+    """What the first drafts show. claimed: the head's largest probability, on average.
+
+    bins: by the target's largest probability. right, right_where_sure: agreement, and where the
+    target is sure. sharper: accepted drafts of sharper logits, over those of the calibration.
+    """
+
+    bins: list[dict[str, str]]
+    claimed: float
+    right: float
+    right_where_sure: float
+    sharper: float
+
+
+def first_step(
+    head: Head, spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]
+) -> FirstStep:
+    """The first drafts on rows. sharpness: the factors of a calibration."""
+    # 1. By position: the largest probability of both, whether they agree, what is accepted as it is and sharper.
+    params, known = SamplingParams(1.0), (sharpness or (1.0,))[0]
+    (factor,), columns = sharpest(head, spec.target, rows, (1, ALL)), list[Tensor]()
+    for step in drafted(head, spec.target, rows, (1, ALL)):
+        p, logits = probs(step.target[step.chosen], params), step.draft[step.chosen]
+        q, calibrated, sharp = (probs(logits * x, params) for x in (1.0, known, factor))
+        same = (q.argmax(-1) == p.argmax(-1)).float()
+        overlaps = (torch.minimum(p, x).sum(-1) for x in (calibrated, sharp))
+        columns.append(torch.stack([p.amax(-1), q.amax(-1), same, *overlaps]))
+    top, own, same, accepted, sharper = torch.cat(columns, 1)
+
+    # 2. By the target's largest probability.
+    bins = []
+    for low, high in ((0, 0.5), (0.5, SURE), (SURE, 1.01)):
+        if (here := (top >= low) & (top < high)).any():
+            bins.append({
+                "probability": f"{low:g} to {min(high, 1):g}",
+                "positions": f"{here.float().mean():.1%}",
+                "agreement": f"{same[here].mean():.1%}",
+                "the head's own probability": f"{own[here].mean():.1%}",
+                "accepted at temperature 1": f"{accepted[here].mean():.1%}",
+            })  # fmt: skip
+    right = same[top >= SURE] if (top >= SURE).any() else same
+    rates = own.mean(), same.mean(), right.mean(), sharper.mean() / accepted.mean()
+    return FirstStep(bins, *map(float, rates))
+
+
+def foreign(passages: Sequence[Passage], spec: Spec) -> Iterator[str]:
+    """Whether the counted tokens of a text are not what the target would write."""
+    cost = own = count = 0.0
+    for passage in passages:
+        hidden = spec.target.features(passage.tokens[None])[0]
+        logs = spec.target.output_logits(hidden)[:-1].float().log_softmax(-1).cpu()
+        counts, tokens = passage.counts[1:], passage.tokens[1:]
+        cost -= float(logs.gather(1, tokens[:, None]).squeeze(1)[counts].sum())
+        own -= float((logs.exp() * logs).sum(-1)[counts].sum())
+        count += float(counts.sum())
+    if count and (beyond := (cost - own) / count) > FOREIGN:
+        yield (
+            f"Off-policy text: a token of --text costs the target {cost / count:.2f} nats, {beyond:.2f} more than "
+            "one of its own. A head learns other words from it than the target's: treespec regenerate lets "
+            "the target answer."
+        )

@@ -1,0 +1,104 @@
+"""`treespec doctor` names the fault that was planted in a head, and none in the head itself."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from equality import seeded
+from models import CONFIGS, VOCAB, random_model
+from torch.nn.functional import cross_entropy
+
+from treespec.api.spec import Spec
+from treespec.draft.trained.kinds import fit, new_head
+from treespec.eval.doctor import diagnosed, foreign
+from treespec.eval.texts import Passage
+from treespec.eval.trials import remade
+from treespec.model.target import Target
+
+
+def completions(model, count, length, **options):
+    """Random prompts, and what follows."""
+    prompts = torch.randint(3, VOCAB, (count, 8), generator=seeded(count)).tolist()
+    outputs = Spec(model, None).generate(prompts, max_new_tokens=length, ignore_eos=True, **options)
+    tokens = [torch.tensor([*prompt, *out.token_ids]) for prompt, out in zip(prompts, outputs, strict=True)]
+    return [Passage(one, torch.arange(len(one)) >= 8, i) for i, one in enumerate(tokens)]
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    """A target, an EAGLE-3 head that learnt its completions for some seconds, and others to examine it on."""
+    # 1. A target that is sure of much, and whose layers differ.
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 5
+    own = random_model(config)
+    for name, weight in own.named_parameters():
+        weight.data *= 0.3 if "layers" in name and weight.ndim > 1 else 4 if "lm_head" in name else 1
+    model = Target(own)
+
+    # 2. A head that reads layers 1 to 3, and learns four steps.
+    head = new_head("eagle3", model, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    fit(head, model, "it")
+    texts = torch.stack([passage.tokens for passage in completions(model, 600, 24, temperature=0)])
+    features, wanted = model.features(texts, head.aux_layers), model.output_logits(model.features(texts)).argmax(-1)
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
+    for step in range(250):
+        rows = torch.randint(len(texts), (32,), generator=seeded(step))
+        losses = [
+            cross_entropy(head.logits(x).flatten(0, 1), wanted[rows, d : d + x.shape[1]].flatten())
+            for d, x in enumerate(head.unrolled(texts[rows], head.fuse(features[rows]), 4), 1)
+        ]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    return Spec(model, None), head.eval(), completions(model, 60, 40, temperature=0)
+
+
+def other_target(head):
+    """The order of hidden numbers is of no account to a target, and all to its head."""
+    head.fc.weight.data = head.fc.weight.data[:, torch.randperm(head.fc.in_features, generator=seeded(0))]
+
+
+def flat(head):
+    head.lm_head.weight.data *= 0.5
+
+
+def unlearnt(head):
+    head.fc.weight.data *= 0.3
+
+
+ROPE = {"rope_theta": 10.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
+PLANTED = {
+    "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    "norm_before_residual": {"norm_before_residual": True},
+    "Rotary base": ROPE,
+    "Another target's weights": other_target,
+    "Little trained": unlearnt,
+    "Flat": flat,
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named(learnt, fault):
+    spec, head, texts = learnt
+    planted = PLANTED[fault]
+    faulty = remade(copy.deepcopy(head), spec, **planted if isinstance(planted, dict) else {})
+    if callable(planted):
+        planted(faulty)
+    assert [line for line in diagnosed(faulty, spec, {"": texts})[1] if line.startswith(fault)]
+
+
+def test_a_head_without_a_fault_is_told_to_have_none(learnt):
+    spec, head, texts = learnt
+    tables, verdict = diagnosed(head, spec, {"": texts})
+    assert not verdict
+    assert tables[0].rows[0]["inputs"] == "as it is"
+    assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
+
+
+def test_text_that_the_target_would_not_write_is_named(learnt):
+    spec, _, _ = learnt
+    own = completions(spec.target, 60, 40, temperature=1)
+    other = [replace(text, tokens=text.tokens[torch.randperm(len(text.tokens))]) for text in own]
+    assert not [*foreign(own, spec)]
+    assert "Off-policy" in next(foreign(other, spec))

@@ -13,20 +13,16 @@ from torch import Tensor
 
 from treespec.api.calibrate import Row, drafted, sharpest
 from treespec.api.spec import Spec
-from treespec.draft.calibration import load_calibration
-from treespec.draft.trained.kinds import draft_steps, fit
+from treespec.draft.trained.kinds import plain_head
 from treespec.errors import InputError
 from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
-from treespec.eval.fit import accuracies
+from treespec.eval.fit import accuracies, rows_of
 from treespec.eval.report import Report, Table, page
 from treespec.eval.texts import Passage, answers, from_file, load_models
-from treespec.eval.trials import Trial, rows_of, trials, unmarked
+from treespec.eval.trials import Trial, trials, unmarked
 from treespec.files.atomic import write_text
-from treespec.heads.checkpoint import load_head
-from treespec.heads.folder import head_folder
-from treespec.heads.head import Head
 from treespec.shaping.sampling import SamplingParams, probs
 
 DEPTH = 4  # draft steps
@@ -47,10 +43,9 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
     Raises InputError for models and texts that cannot be used.
     """
     # 1. The head without a draft vocabulary.
-    spec = load_models(config, None, config.out, say)
-    folder, target = head_folder(config.head), spec.target
-    head, fitted = load_head(folder, target.dtype, target.output_device), load_calibration(folder)
-    fit(head, target, config.head)
+    known = load_models(config, config.head, config.out, say)
+    target = known.target
+    spec = Spec(target, plain_head(config.head, target), template=config.template)
 
     # 2. Completions; where a template is named, in the tokenizer's own as well.
     texts, specs = dict[str, list[Passage]](), {"": spec}
@@ -69,7 +64,7 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
         ]
 
     # 3. The findings.
-    tables, verdict = diagnosed(head, spec, texts, fitted.sharpness if fitted else (), say)
+    tables, verdict = diagnosed(spec, texts, known.sharpness, say)
     if config.text:
         length = min(config.max_length, target.context_length)
         verdict += foreign(from_file(config.text, spec, config.limit, length), spec)
@@ -79,33 +74,32 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
 
 
 def diagnosed(
-    head: Head,
     spec: Spec,
     texts: Mapping[str, Sequence[Passage]],
     sharpness: tuple[float, ...] = (),
     say: Say = silent,
 ) -> tuple[list[Table], list[str]]:
-    """The agreement of a head with its target, with and without each trial, and what it says.
+    """The agreement of the spec's head with its target, with and without each trial, and what it says.
 
     texts: "" has the target's completions, other names have those in another form. sharpness: a calibration's.
     """
     # 1. As it is, with each fault undone, and with features that say nothing.
-    rows, depth = rows_of(head, spec, texts[""]), draft_steps(head, DEPTH)
+    rows = list(rows_of(spec, texts[""]))
 
-    def agreeing(head: Head, rows: Sequence[Row]) -> Tensor:
-        return torch.stack([accuracies(head, spec.target, [row], depth, 1)[:, 0] for row in rows])
+    def agreeing(spec: Spec, rows: Sequence[Row]) -> Tensor:
+        return torch.stack([accuracies(spec, [row], DEPTH, 1)[:, 0] for row in rows])
 
-    own, tried = agreeing(head, rows), list[tuple[Trial, Tensor]]()
-    for number, trial in enumerate(trials(head, spec, texts, rows)):
+    own, tried = agreeing(spec, rows), list[tuple[Trial, Tensor]]()
+    for number, trial in enumerate(trials(spec, texts, rows)):
         say(Step(number, number + 1, f"trying {trial.change}"))
-        tried.append((trial, agreeing(trial.head, trial.rows)))
+        tried.append((trial, agreeing(trial.spec, trial.rows)))
     random = torch.Generator().manual_seed(0)
     lost = agreeing(
-        head, [(t, c, known[torch.randperm(len(t), generator=random)]) for t, c, known in rows]
+        spec, [(t, c, known[torch.randperm(len(t), generator=random)]) for t, c, known in rows]
     )
 
     # 2. By certainty of the target, and by how much sharper drafts would be accepted more often.
-    first = first_step(head, spec, rows, sharpness)
+    first = first_step(spec, rows, sharpness)
     lines = {"as it is": own} | {trial.change: rates for trial, rates in tried}
     lines["features of other positions"] = lost
     table = [
@@ -180,12 +174,11 @@ class FirstStep(NamedTuple):
     sharper: float
 
 
-def first_step(
-    head: Head, spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]
-) -> FirstStep:
+def first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) -> FirstStep:
     """The first drafts on rows. sharpness: the factors of a calibration."""
     # 1. By position: the largest probability of both, whether they agree, what is accepted as it is and sharper.
-    params, known = SamplingParams(1.0), (sharpness or (1.0,))[0]
+    params, known, head = SamplingParams(1.0), (sharpness or (1.0,))[0], spec.head
+    assert head is not None
     (factor,), columns = sharpest(head, spec.target, rows, (1, ALL)), list[Tensor]()
     for step in drafted(head, spec.target, rows, (1, ALL)):
         p, logits = probs(step.target[step.chosen], params), step.draft[step.chosen]

@@ -22,8 +22,6 @@ from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CalibrateConfig, TreeConfig
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import write_text
-from treespec.heads.head import Head
-from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.sequoia import sequoia
@@ -71,8 +69,7 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
     # 1. The accuracies.
     spec = load_models(config, config.head, config.out, report)
     rows = rows_of(spec, passages_of(config, spec, report))
-    assert spec.head
-    table = accuracies(spec.head, spec.target, rows, config.depth, RANKS, config.temperature)
+    table = accuracies(spec, rows, config.depth, RANKS, config.temperature)
     if not bool(table[0].any()):
         raise InputError(
             f"the head {config.head} is never right on this text: no tree is worth its nodes"
@@ -105,12 +102,7 @@ def rows_of(spec: Spec, passages: Iterable[Passage]) -> Iterator[Row]:
 
 @torch.no_grad()
 def accuracies(
-    head: Head,
-    target: Target,
-    rows: Iterable[Row],
-    depth: int,
-    ranks: int,
-    temperature: float = 0.0,
+    spec: Spec, rows: Iterable[Row], depth: int, ranks: int, temperature: float = 0.0
 ) -> Tensor:
     """[D, R] float64: the target's mean probability of the head's r-th most likely token at step d.
 
@@ -118,6 +110,8 @@ def accuracies(
     is the target's choice. D: `depth`, or less if the head drafts less. R: `ranks`, or V if that is
     less. rows: texts with their features (see `Row`). Raises InputError if they are too short.
     """
+    head, target = spec.head, spec.target
+    assert head
     depth, ranks = draft_steps(head, depth), min(ranks, target.vocab_size)
     total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
     for tokens, counts, features in rows:

@@ -10,10 +10,9 @@ from models import CONFIGS, VOCAB, random_model
 from torch.nn.functional import cross_entropy
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import fit, new_head
+from treespec.draft.trained.kinds import fit, new_head, remade
 from treespec.eval.doctor import diagnosed, foreign
 from treespec.eval.texts import Passage
-from treespec.eval.trials import remade
 from treespec.model.target import Target
 
 
@@ -51,7 +50,7 @@ def learnt():
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    return Spec(model, None), head.eval(), completions(model, 60, 40, temperature=0)
+    return Spec(model, head.eval()), completions(model, 60, 40, temperature=0)
 
 
 def other_target(head):
@@ -80,24 +79,24 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_named(learnt, fault):
-    spec, head, texts = learnt
+    spec, texts = learnt
     planted = PLANTED[fault]
-    faulty = remade(copy.deepcopy(head), spec, **planted if isinstance(planted, dict) else {})
+    faulty = remade(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
         planted(faulty)
-    assert [line for line in diagnosed(faulty, spec, {"": texts})[1] if line.startswith(fault)]
+    assert [line for line in diagnosed(Spec(spec.target, faulty), {"": texts})[1] if line.startswith(fault)]
 
 
 def test_a_head_without_a_fault_is_told_to_have_none(learnt):
-    spec, head, texts = learnt
-    tables, verdict = diagnosed(head, spec, {"": texts})
+    spec, texts = learnt
+    tables, verdict = diagnosed(spec, {"": texts})
     assert not verdict
     assert tables[0].rows[0]["inputs"] == "as it is"
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
 
 
 def test_text_that_the_target_would_not_write_is_named(learnt):
-    spec, _, _ = learnt
+    spec, _ = learnt
     own = completions(spec.target, 60, 40, temperature=1)
     other = [replace(text, tokens=text.tokens[torch.randperm(len(text.tokens))]) for text in own]
     assert not [*foreign(own, spec)]

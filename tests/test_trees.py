@@ -12,6 +12,7 @@ from models import target
 from refusals import complains
 from test_depth_heads import heads_for
 
+from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import new_head, rollout
 from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
@@ -227,7 +228,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
         rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
-    found, wanted, positions = accuracies(head, model, rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
+    found, wanted, positions = accuracies(Spec(model, head), rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
     for tokens, counts, features in rows:
         drafts = list(rollout(head, model, tokens, features, 3))
         for t in range(len(tokens) - 4):
@@ -239,7 +240,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
     assert positions > 5
     close(found, wanted / positions, 1e-6)
     with complains("too short"):
-        accuracies(head, model, rows[2:], 3, 5)
+        accuracies(Spec(model, head), rows[2:], 3, 5)
 
 
 @pytest.mark.parametrize("kind, nodes", [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])

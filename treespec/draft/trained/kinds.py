@@ -118,12 +118,26 @@ def trained_head(folder: str, target: Target) -> Head:
 
     Raises InputError.
     """
-    path = head_folder(folder)
-    head = load_head(path, target.dtype, target.output_device)
-    fit(head, target, folder)
+    head, path = plain_head(folder, target), head_folder(folder)
     if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
         restrict(head, target, tokens)
     return head
+
+
+def plain_head(folder: str, target: Target) -> Head:
+    """The same without its draft vocabulary, also for a packed target."""
+    head = load_head(head_folder(folder), target.dtype, target.output_device)
+    fit(head, target, folder)
+    return head
+
+
+def remade(head: Head, target: Target, **fields: Any) -> Head:
+    """A head with the same tensors, and with other fields in its config.json."""
+    build: Any = type(head)
+    made: Head = build(head.config | fields)
+    made.fill(head.state_dict())
+    fit(made, target, head.known_as)
+    return made.to(target.output_device, target.dtype)
 
 
 def fit(head: Head, target: Target, name: str) -> None:

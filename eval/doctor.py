@@ -144,7 +144,7 @@ def causes(
 
     # 2. A head of another target is sure of itself and wrong, and no change mends that.
     astray = first.claimed - first.right
-    if mean < blind + BLIND or astray > max(ASTRAY, 2 * gain):
+    if mean + gain < blind + BLIND or astray > max(ASTRAY, 2 * gain):
         yield (
             f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"

@@ -1,7 +1,9 @@
 """A certificate of a server: exact ones get it, planted faults do not, with token ids and by words alone."""
 
+import io
 import json
 import threading
+from urllib.error import HTTPError
 
 import faults
 import pytest
@@ -155,6 +157,12 @@ def test_what_cannot_be_asked_is_said(home):
         CertifyConfig(target="t", endpoint="http://x/v1", head="h")
     with complains("--plain is what --endpoint is compared with"):
         CertifyConfig(target="t", plain="http://x/v1", head="h")
+
+
+def test_a_server_that_does_not_know_top_k_can_be_asked_without_it():
+    """As transformers serve."""
+    told = HTTPError("", 422, "", {}, io.BytesIO(b"Unexpected fields in the request: {'top_k'}"))
+    assert str(Served("endpoint", "http://x/v1,m", 8, {}).refused(told)).endswith("; --top-k 0 leaves it out")
 
 
 def test_a_server_of_another_model_is_refused(home):

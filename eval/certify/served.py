@@ -62,7 +62,9 @@ class Served:
         return self.reply(asked)
 
     def refused(self, error: Exception) -> InputError:
-        return InputError(f"--{self.option} {self.address}: {said_by(error)}")
+        told = said_by(error)
+        hint = "; --top-k 0 leaves it out" if "top_k" in told else ""  # it is not OpenAI's
+        return InputError(f"--{self.option} {self.address}: {told}{hint}")
 
 
 def reply_of(output: Sequence[int], spec: Spec) -> Reply:

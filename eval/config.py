@@ -1,4 +1,4 @@
-"""The options of what measures: `treespec eval`, `certify`, `calibrate`, `tree` and `skip`."""
+"""The options of what measures: `treespec eval`, `certify`, `calibrate`, `doctor` and `tree`."""
 
 import re
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
-from treespec.model.allocator import huge_pages
+from treespec.model.huge_pages import huge_pages
 from treespec.model.processor import processor
 
 log = logging.getLogger(__name__)

@@ -218,7 +218,7 @@ class DoctorConfig(FitOptions):
         None,
     )
     out: str = option("file for the report, a page of HTML", "runs/doctor.html")
-    questions: str = option(f"the target answers {QUESTION_FILE}", "builtin")
+    questions: str = option(f"what the target answers: {QUESTION_FILE}", "builtin")
 
 
 @dataclass(frozen=True, kw_only=True)

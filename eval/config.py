@@ -212,13 +212,8 @@ class CalibrateConfig(FitOptions):
 class DoctorConfig(FitOptions):
     """Raises InputError for a number out of its range."""
 
-    text: str | None = option(
-        "text that the head was or will be trained on, to see whether it is the target's own: conversations (.jsonl, "
-        ".json), or plain text under any other name",
-        None,
-    )
+    answers_temperature: ClassVar[float] = 0.0
     out: str = option("file for the report, a page of HTML", "runs/doctor.html")
-    questions: str = option(f"what the target answers: {QUESTION_FILE}", "builtin")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
 from treespec.eval.fit import accuracies, rows_of
 from treespec.eval.report import Report, Table, page
-from treespec.eval.texts import Passage, answers, from_file, load_models
+from treespec.eval.texts import Passage, answers, load_models, passages_of
 from treespec.eval.trials import Trial, trials, unmarked
 from treespec.files.atomic import write_text
 from treespec.shaping.sampling import SamplingParams, probs
@@ -33,12 +33,11 @@ BLIND = 0.05  # of the drafts: what features have to add to the tokens alone
 SURE = 0.9  # of the target's probability
 LEARNT = 0.8  # of the sure positions at which a trained head agrees; published heads do at more
 FLAT = 1.03  # times the drafts that sharper logits let be accepted, from which on they pay
-FOREIGN = 0.5  # nats that a token of a text may cost the target beyond its own uncertainty
 ALL = 10**6  # positions
 
 
 def examine(config: DoctorConfig, say: Say = silent) -> Report:
-    """`diagnosed` on the target's own completions, and whether `--text` is its own. Writes OUT.
+    """`diagnosed` on the target's own completions, or on `--text`. Writes OUT.
 
     Raises InputError for models and texts that cannot be used.
     """
@@ -47,27 +46,21 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
     target = known.target
     spec = Spec(target, plain_head(config.head, target), template=config.template)
 
-    # 2. Completions; where a template is named, in the tokenizer's own as well.
-    texts, specs = dict[str, list[Passage]](), {"": spec}
+    # 2. Completions of the target, also in other forms.
+    texts = {"": list(passages_of(config, spec, say))}
     if config.template is not None:
-        specs["the tokenizer's own chat template"] = Spec(target, None)
-    for name, one in specs.items():
-        written = answers(config, SamplingParams(0.0), one, say)
-        texts[name] = [passage for passage in written if int(passage.counts.sum()) > 2 * DEPTH]
+        own = answers(config, SamplingParams(0.0), Spec(target, None), say)
+        texts["the tokenizer's own chat template"] = list(own)
+    if target.tokenizer is not None and not config.text:
+        plain = [unmarked(spec, passage) for passage in texts[""]]
+        texts["prompts without a chat template"] = plain
+    for name, passages in texts.items():
+        texts[name] = [passage for passage in passages if int(passage.counts.sum()) > 2 * DEPTH]
         if len(texts[name]) < 2:
-            raise InputError(
-                "the target's completions are too short or too few: ask more questions"
-            )
-    if target.tokenizer is not None:
-        texts["prompts without a chat template"] = [
-            unmarked(spec, passage) for passage in texts[""]
-        ]
+            raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
     tables, verdict = diagnosed(spec, texts, known.sharpness, say)
-    if config.text:
-        length = min(config.max_length, target.context_length)
-        verdict += foreign(from_file(config.text, spec, config.limit, length), spec)
     report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report
@@ -126,7 +119,7 @@ def diagnosed(
 
 NOTE = (
     "Agreement: how often the draft is the target's most likely token, along the target's own greedy "
-    "completions. A change that helps is what the head was trained with. With features of other positions "
+    "completions, or --text. A change that helps is what the head was trained with. With features of other positions "
     "a head knows the tokens alone."
 )
 
@@ -202,21 +195,3 @@ def first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) ->
     right = same[top >= SURE] if (top >= SURE).any() else same
     rates = own.mean(), same.mean(), right.mean(), sharper.mean() / accepted.mean()
     return FirstStep(bins, *map(float, rates))
-
-
-def foreign(passages: Sequence[Passage], spec: Spec) -> Iterator[str]:
-    """Whether the counted tokens of a text are not what the target would write."""
-    cost = own = count = 0.0
-    for passage in passages:
-        hidden = spec.target.features(passage.tokens[None])[0]
-        logs = spec.target.output_logits(hidden)[:-1].float().log_softmax(-1).cpu()
-        counts, tokens = passage.counts[1:], passage.tokens[1:]
-        cost -= float(logs.gather(1, tokens[:, None]).squeeze(1)[counts].sum())
-        own -= float((logs.exp() * logs).sum(-1)[counts].sum())
-        count += float(counts.sum())
-    if count and (beyond := (cost - own) / count) > FOREIGN:
-        yield (
-            f"Off-policy text: a token of --text costs the target {cost / count:.2f} nats, {beyond:.2f} more than "
-            "one of its own. A head learns other words from it than the target's: treespec regenerate lets "
-            "the target answer."
-        )

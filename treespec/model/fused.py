@@ -32,10 +32,10 @@ class Block:
 
     def __init__(self, layer: Any, norms: list[str], sign: float) -> None:
         """sign: of the first half's sines. Raises errors of many kinds for a layer of other parts."""
-        parts = dict(layer.named_modules())
-        products = [parts[name] for name in PRODUCTS]
+        modules = dict(layer.named_modules())
+        products = [modules[name] for name in PRODUCTS]
         small = [product.bias for product in products]
-        small += [getattr(parts.get(name), "weight", None) for name in norms]
+        small += [getattr(modules.get(name), "weight", None) for name in norms]
         (self.dtype,) = {x.dtype for x in small if x is not None}
         (form,) = {product.form for product in products}
         q, k, v, output, gate, _, down = products
@@ -51,8 +51,10 @@ class Block:
         self.sizes = width, self.hidden, wide // d, *self.kv, inner
         scale = getattr(layer.self_attn, "scaling", d**-0.5)
         self.modes = scale, layer.post_attention_layernorm.eps, sign, form, kernels.HALF[self.dtype]
-        self.tensors = [*(product.packed for product in products), *small]
-        self.pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+        parts = [*(product.packed for product in products), *small]
+        # They keep the memory at `pointers`, whatever becomes of the layer's parameters.
+        self.tensors = [None if part is None else part.detach() for part in parts]
+        self.pointers = [0 if part is None else part.data_ptr() for part in self.tensors]
 
 
 def run(

@@ -5,13 +5,15 @@ import copy
 import pytest
 import torch
 from equality import seeded
-from models import CONFIGS, VOCAB, random_model
+from models import CONFIGS, VOCAB, random_model, target
+from test_depth_heads import heads_for
 from torch.nn.functional import cross_entropy
 
 from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import fit, new_head, remade
 from treespec.eval.doctor import diagnosed
 from treespec.eval.texts import Passage
+from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
 
@@ -92,3 +94,11 @@ def test_a_head_without_a_fault_is_told_to_have_none(learnt):
     assert not verdict
     assert tables[0].rows[0]["inputs"] == "as it is"
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
+    model = target("llama")
+    head = heads_for(model, kind) if kind.startswith(("medusa", "hydra")) else new_head(kind, model)
+    spec = Spec(model, head.eval())
+    assert diagnosed(spec, {"": completions(model, 4, 20, temperature=0)})[1][0].startswith("Another target's weights")

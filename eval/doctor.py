@@ -27,6 +27,7 @@ from treespec.shaping.sampling import SamplingParams, probs
 
 DEPTH = 4  # draft steps
 HELPS = 0.005  # of the drafts: a change after which more than these agree may name a fault
+EXPLAINS = 0.1  # of the drafts: a change that helps so much is the whole fault
 CERTAIN = 3.5  # standard errors of that difference, over completions: a dozen changes are tried
 ASTRAY = 0.2  # by which a head is more sure of its drafts than they agree
 BLIND = 0.05  # of the drafts: what features have to add to the tokens alone
@@ -142,14 +143,15 @@ def causes(
             f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
         )
-    elif gain > HELPS and gain > CERTAIN * error:
+        return
+    if gain > HELPS and gain > CERTAIN * error:
         fault, change = tried[best][0][:2]
         yield f"{fault}: {mean + gain:.1%} of the drafts agree with {change}, {mean:.1%} as it is."
-    elif first.right_where_sure < LEARNT:
+    if first.right_where_sure < LEARNT and gain < EXPLAINS:
         yield (
             f"Little trained: where the target is at least {SURE:.0%} sure, {first.right_where_sure:.1%} of the "
-            "first drafts agree, and no change helps. Train on more of the target's own completions: "
-            "treespec regenerate, then treespec train --warm-start."
+            "first drafts agree, and no change helps much. Train on more of the target's own completions: "
+            "treespec regenerate, then treespec train --from-head."
         )
 
 

@@ -43,6 +43,8 @@ def learnt():
     features, wanted = model.features(texts, head.aux_layers), model.output_logits(model.features(texts)).argmax(-1)
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
     for step in range(250):
+        if step == 80:
+            young = copy.deepcopy(head)
         rows = torch.randint(len(texts), (32,), generator=seeded(step))
         losses = [
             cross_entropy(head.logits(x).flatten(0, 1), wanted[rows, d : d + x.shape[1]].flatten())
@@ -51,7 +53,7 @@ def learnt():
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    return Spec(model, head.eval()), completions(model, 60, 40, temperature=0)
+    return Spec(model, head.eval()), completions(model, 100, 24, temperature=0), young
 
 
 def other_target(head):
@@ -63,24 +65,19 @@ def flat(head):
     head.lm_head.weight.data *= 0.5
 
 
-def unlearnt(head):
-    head.fc.weight.data *= 0.3
-
-
 ROPE = {"rope_theta": 10.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
 PLANTED = {
     "Layers off by one": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "norm_before_residual": {"norm_before_residual": True},
     "Rotary base": ROPE,
     "Another target's weights": other_target,
-    "Little trained": unlearnt,
     "Flat": flat,
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_named(learnt, fault):
-    spec, texts = learnt
+    spec, texts, _ = learnt
     planted = PLANTED[fault]
     faulty = remade(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
@@ -88,10 +85,15 @@ def test_a_planted_fault_is_named(learnt, fault):
     assert [line for line in diagnosed(Spec(spec.target, faulty), {"": texts})[1] if line.startswith(fault)]
 
 
-def test_a_head_without_a_fault_is_told_to_have_none(learnt):
-    spec, texts = learnt
+def test_a_head_that_learnt_for_a_third_of_the_time_is_told_so(learnt):
+    spec, texts, young = learnt
+    assert [line for line in diagnosed(Spec(spec.target, young), {"": texts})[1] if line.startswith("Little trained")]
+
+
+def test_a_head_without_a_fault_is_told_at_most_to_have_learnt_little(learnt):
+    spec, texts, _ = learnt
     tables, verdict = diagnosed(spec, {"": texts})
-    assert not verdict
+    assert all(line.startswith("Little trained") for line in verdict)
     assert tables[0].rows[0]["inputs"] == "as it is"
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
 

@@ -90,7 +90,7 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
 
 
 def rows_of(spec: Spec, passages: Iterable[Passage]) -> Iterator[Row]:
-    """(tokens [T], counts [T], features [T, F]) of each passage, on the features' device.
+    """A passage's (tokens [T], counts [T], features [T, F]), on the features' device.
 
     The features are those that the head reads, and the state after the final norm.
     """

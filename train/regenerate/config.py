@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
+from treespec.demo.known import default_drafter
 from treespec.options import MANY, SEEDS, TOKENS, either, option, refuse
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import FILTERS
@@ -69,7 +70,9 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         super().__post_init__()
         own, endpoint = self.from_template is not None, self.endpoint
         unused = ("from-template", "head", "drafter", "tree", "template")
-        needless = next((name for name in unused if getattr(self, name.replace("-", "_"))), None)
+        given = {name: getattr(self, name.replace("-", "_")) for name in unused}
+        nothing = None, False, default_drafter(self.target)
+        needless = next((name for name, value in given.items() if value not in nothing), None)
         refuse(
             {
                 "give one of --data and --from-template": (self.data is None) != own,

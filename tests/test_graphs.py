@@ -99,3 +99,29 @@ def test_what_a_run_reads_and_did_not_make_is_kept():
         made = torch.randn(2, 3) @ weight
         (made + 1)[:, table[:2]].sum()
     assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}
+
+
+@pytest.mark.parametrize("kind", [None, "eagle", "eagle3"])
+def test_a_graph_serves_the_texts_that_are_left(monkeypatch, kind):
+    """Of seven texts one ends every few cycles: a graph of eight has all of them, down to five."""
+    recordings, found = [], []
+    monkeypatch.setattr(graphs, "Recorder", lambda: lambda run: recordings.append(run) or traced(run))
+    monkeypatch.setattr(graphs, "MET", 3)
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    target = Target(random_model(CONFIGS["llama"]()))
+    target.eos, source = frozenset(), KINDS[kind][0](target) if kind else None
+    for used in (None, graphs.Graphs("Llama")):
+        target.graphs = used
+        spec = Spec(target, source, RANKED if kind else None, "topk")
+        texts = [spec.request(prompt(9, n), max_new_tokens=12 * (n + 1)) for n in range(3)]
+        texts += [spec.request(prompt(9, n), max_new_tokens=36) for n in range(3, 7)]
+        pieces = {text: [] for text in texts}
+        for text, piece in spec.decoder.run(texts, batch=7):
+            pieces[text] += piece.token_ids
+        found.append([*pieces.values()])
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[1]] == [12, 24, 36, 36, 36, 36, 36]
+    of_target = [graph.texts for graph in target.graphs.graphs.values()]
+    assert 8 in of_target
+    assert not {5, 6, 7} & {*of_target}
+    assert kind or len(recordings) == 1

@@ -1,10 +1,15 @@
 """Prompts on their way into the batch: a stretch between two cycles, behind what is kept of earlier ones."""
 
+import pytest
 import torch
+from models import CONFIGS, random_head, random_model
 from serving import said
 from test_engine import NEW, alone, spec
 
 from treespec.api.engine import Engine
+from treespec.api.spec import Spec
+from treespec.model import graphs, kernels
+from treespec.model.target import Target
 
 __all__ = ["spec"]  # the fixture
 
@@ -48,3 +53,31 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_finds_its_prefix_whoever_aske
             again = engine.submit(asked, **NEW, memory=memory)
             assert again.result().token_ids == alone(spec, asked, **NEW)
             assert again.stats.cached_tokens == cached
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("stretch", [None, 60])
+def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
+    """Eight prompts, one of which goes on from a text before, and one of a single token: the texts of each alone."""
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    target = Target(random_model(CONFIGS[name]()))
+    target.eos, new = frozenset(), 12
+    spec = Spec(target, random_head(target), "2x2", "topk")
+    before = [*range(3, 30)]
+    prompts = [[7 + n, 5, *range(9 + n, 9 + 3 * n)] for n in range(6)] + [[11]]
+    prompts.append([*before, *spec.generate(before, max_new_tokens=new).token_ids, 8])
+    wanted = [spec.generate(one, max_new_tokens=new).token_ids for one in prompts]
+
+    spec = spec.new()
+    spec.decoder.rows.keep, spec.decoder.stretch = 2, stretch
+    spec.generate(before, max_new_tokens=new)  # what the last one goes on from
+    monkeypatch.setattr(graphs, "Recorder", lambda: None)
+    monkeypatch.setattr(graphs, "MET", 10_000)  # none is recorded
+    target.graphs, forwards, prefill = graphs.Graphs(name), [], target.prefill
+    monkeypatch.setattr(target, "prefill", lambda *args: forwards.append(len(args[1])) or prefill(*args))
+    texts = [spec.request(one, max_new_tokens=new) for one in prompts]
+    found = {text: [] for text in texts}
+    for text, piece in spec.decoder.run(texts, batch=8):
+        found[text] += piece.token_ids
+    assert [*found.values()] == wanted
+    assert sorted(forwards) == ([1, 6] if stretch is None else [1, 1, 5])

@@ -9,10 +9,12 @@ from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer, write_questions
 
 from treespec import load
+from treespec.demo.known import default_drafter
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
+from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn, passes
 from treespec.train.regenerate.run import LEFT_OUT, OUT, regenerate
@@ -244,3 +246,8 @@ def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):
 )
 def test_broken_questions_are_known(question, problem):
     assert problem_of(question, cut=problem == "no end", filter="english") == problem
+
+
+def test_a_server_may_answer_in_the_name_of_demo(tmp_path):
+    config = RegenerateConfig(target="demo", data="x.jsonl", out=str(tmp_path), endpoint="http://localhost")
+    assert config.drafter == default_drafter("demo")  # which --endpoint does not read

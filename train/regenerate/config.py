@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
-from treespec.demo.known import default_drafter
 from treespec.options import MANY, SEEDS, TOKENS, either, option, refuse
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import FILTERS
@@ -67,12 +66,10 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     seed: int = option("seed of the draws and of the conversations' order", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        own, endpoint = self.from_template is not None, self.endpoint
         unused = ("from-template", "head", "drafter", "tree", "template")
-        given = {name: getattr(self, name.replace("-", "_")) for name in unused}
-        nothing = None, False, default_drafter(self.target)
-        needless = next((name for name, value in given.items() if value not in nothing), None)
+        needless = next((name for name in unused if getattr(self, name.replace("-", "_"))), None)
+        super().__post_init__()  # which may choose a drafter
+        own, endpoint = self.from_template is not None, self.endpoint
         refuse(
             {
                 "give one of --data and --from-template": (self.data is None) != own,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.decoding.sequence import Request, copied
 from treespec.decoding.stats import shared
@@ -16,6 +17,7 @@ from treespec.text.strings import common_prefix
 
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
 ALONE = 128  # where nobody decodes, but somebody may come
+TOGETHER = 8192  # prompt tokens, with padding, of several texts that a GPU prefills as one
 
 
 @final
@@ -150,7 +152,11 @@ class Batch:
                 if not text.ended:
                     if not own.begun:
                         self._begin(own)
-                    spent += self._advance(own, STRETCH if most is None else most - spent)
+                    room = STRETCH if most is None else most - spent
+                    new = own.left and not own.cache.lengths[0] and not samples
+                    if new and self.target.graphs:
+                        spent += self._together(own, TOGETHER if most is None else room)
+                    spent += self._advance(own, room)
 
             # 3. It has ended, goes on, or is complete.
             if text.ended:
@@ -202,6 +208,38 @@ class Batch:
         text.root, own.begun = text.prompt[-1], True
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
         own.cache.reserve(len(text.prompt))
+
+    def _together(self, own: Own, room: int) -> int:
+        """Prefill a new prompt with other new ones. Returns their tokens, with padding.
+
+        A GPU takes as long for one as for many. room: the most of those tokens.
+        """
+        # 1. New prompts that fit in, the next ones first.
+        group = [own]
+        for other in [*self.entering]:
+            if not other.begun and not other.text.samples and not other.text.ended:
+                self._begin(other)
+            longest = max(other.left, *(each.left for each in group))
+            new = other.begun and other.left and not other.cache.lengths[0]
+            if new and not other.text.samples and longest * (1 + len(group)) <= room:
+                group.append(other)
+        if len(group) == 1:
+            return 0
+
+        # 2. A cache of all, of which each takes its row.
+        counts, drafter = [each.left for each in group], own.drafter
+        cache = self.target.new_cache(max(counts))
+        cache.rewind([0] * len(group))
+        prompts = [torch.tensor(each.text.prompt) for each in group]
+        tokens = pad_sequence(prompts, batch_first=True)[:, :-1]
+        aux_layers = drafter.aux_layers if drafter else ()
+        features = self.target.prefill(cache, tokens, aux_layers, counts)
+        for row, each in enumerate(group):
+            each.cache = cache.alone(row, each.cache.tree_layers[0].capacity)
+            each.text.committed = each.text.prompt[:-1]
+            if each.drafter:
+                each.drafter.observe([features[row, : counts[row]]], [prompts[row]])
+        return tokens.numel()
 
     def _advance(self, own: Own, most: int) -> int:
         """The next stretch of a prompt, of at most `most` tokens. Returns its tokens."""

@@ -273,13 +273,13 @@ class TreeCache(Cache):
             layer.gather(parts, max(one.capacity for one, _ in parts))
         self._hold([*own, *joined])
 
-    def alone(self, row: int) -> "TreeCache":
-        """A copy of one sequence, in a cache of its own."""
+    def alone(self, row: int, capacity: int = 1) -> "TreeCache":
+        """A copy of one sequence, in a cache of its own. capacity: columns to allocate at least."""
         layers = len(self.tree_layers)
         copy = TreeCache(layers, 512, self.recurrent, self.windows, self.slack)
         for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
             if layer.storage:
                 held = self.lengths[row] - self.starts(layer.window)[row]
-                own.gather([(layer, [row])], max(1, held))
+                own.gather([(layer, [row])], max(min(capacity, layer.most or capacity), held))
         copy._hold([self.rows[row]])
         return copy

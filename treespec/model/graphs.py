@@ -12,6 +12,9 @@ that were recorded once, on the same addresses and shapes. So a forward that it 
       columns      | a b c | 0 1 | . . . |
       row 0        | x x x | x . | . . . |
       row 1        | x x x | x x | . . . |
+
+- has as many texts as it was recorded for. A storage has rows for more than it holds: a graph for a
+  power of two of them serves fewer, and the rest repeat the first text into rows that are nobody's.
 """
 
 import logging
@@ -49,7 +52,7 @@ CLOSE = 0.1  # mean difference of a graph's outputs from the model's, in parts o
 
 @final
 class Graph:
-    """A recorded forward of B texts over the storage of some layers.
+    """A recorded forward of B texts over the first B rows of some layers' blocks.
 
     length: of the first layer when it was made. outputs: what `repeat` writes. read: what it reads.
     """
@@ -59,14 +62,14 @@ class Graph:
     read: Sequence[Tensor] = ()
     is_proven = False
 
-    def __init__(self, layers: Sequence[TreeLayer]) -> None:
-        self.storage = [ref(x) for layer in layers for x in layer.storage]
+    def __init__(self, layers: Sequence[TreeLayer], texts: int) -> None:
+        self.blocks, self.texts = [ref(x) for layer in layers for x in layer.block], texts
         self.length, self.given = layers[0].length, dict[str, Tensor]()
 
     def fits(self, layers: Sequence[TreeLayer]) -> bool:
         """Whether the layers still have the storage that the graph writes to."""
-        now = [x for layer in layers for x in layer.storage]
-        return all(known() is x for known, x in zip(self.storage, now, strict=True))
+        now = [x for layer in layers for x in layer.block]
+        return all(known() is x for known, x in zip(self.blocks, now, strict=True))
 
     def take(
         self, layers: Sequence[TreeLayer], inputs: Inputs, masks: Masks, rows: int, written: int
@@ -74,17 +77,20 @@ class Graph:
         """Copy what a forward reads: inputs, the columns to write, and masks of all columns."""
         b, n = inputs["tokens"].shape
         for name, x in inputs.items():
-            own = self.kept(name, x, (b, rows, *x.shape[2:]) if rows > n else x.shape)
-            (own[:, :n] if rows > n else own).copy_(x)
+            shape = (rows, *x.shape[2:]) if rows > n else x.shape[1:]
+            own = self.kept(name, x, (self.texts, *shape))
+            (own[:b, :n] if rows > n else own[:b]).copy_(x)
         of = {layer.window: layer for layer in layers}
         for window, layer in of.items():
             numbers = self.kept(f"columns {window}", inputs["tokens"], (written,))
             torch.arange(layer.length, layer.length + written, out=numbers)
         for name, (window, mask) in masks.items():
             first, t = of[window].first, mask.shape[3]
-            own = self.kept(name, mask, (b, 1, rows, of[window].capacity))
+            own = self.kept(name, mask, (self.texts, 1, rows, of[window].capacity))
             own.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
-            own[:, :, :n, first : first + t] = mask
+            own[:b, :, :n, first : first + t] = mask
+        for name in (*inputs, *masks) if b < self.texts else ():
+            self.given[name][b:] = self.given[name][:1]
 
     def kept(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
         """The tensor of that name which the graph reads."""
@@ -95,14 +101,16 @@ class Graph:
 
     def run(self, layers: Sequence[TreeLayer], run: Run) -> Outputs:
         """The forward without a graph, on what the graph reads."""
+        held = [layer.storage for layer in layers]
         try:
             for layer in layers:
                 layer.columns = self.given[f"columns {layer.window}"]
+                layer.storage = tuple(x[: self.texts] for x in layer.block)
             with sdpa_kernel(BACKENDS):
                 return run(self.given)
         finally:
-            for layer in layers:
-                layer.columns = None
+            for layer, storage in zip(layers, held, strict=True):
+                layer.columns, layer.storage = None, storage
 
 
 @final
@@ -125,28 +133,30 @@ class Graphs:
         run: Run,
         inputs: Inputs,
         masks: Masks,
-        how: tuple[int, int, Any],
+        how: tuple[int, int, bool, Any],
     ) -> Outputs:
         """The outputs of a forward that writes to these layers, valid until the next call.
 
-        run: the forward, of inputs and masks. inputs: `tokens` [B, N], and others. masks: [B, 1, N, T].
-        how: the rows that it has in a graph, the columns that it writes there, and what else it depends
-        on. Where the rows are more than N, all inputs and outputs are [B, N, ...].
+        run: the forward, of inputs and masks. inputs: `tokens` [B, N], and others [B, ...]. masks: [B, 1, N, T].
+        how: the rows that it has in a graph, the columns that it writes there, whether a graph may have
+        more texts, as all outputs are [B, ...], and what else it depends on. Where the rows are more
+        than N, all inputs and outputs are [B, N, ...].
         """
         # 1. A graph over this storage; the model itself where none would be used again.
-        (rows, written, _), b = how, len(inputs["tokens"])
+        (rows, written, spare, _), b = how, len(inputs["tokens"])
         plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
         if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
             return plain()
         for layer in layers:
             layer.reserve(layer.length + written)
-        graph = self.graphs.get(key := (*map(id, layers[0].storage), b, *how))
+        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if spare else b
+        graph = self.graphs.get(key := (*map(id, layers[0].block), texts, *how))
         if graph is None or not graph.fits(layers):
             self.met = Counter() if len(self.met) > MOST else self.met
             self.met[key] += 1
             if self.met[key] < MET:
                 return plain()
-            graph = Graph(layers)
+            graph = Graph(layers, texts)
 
         # 2. What it reads; a new one is recorded.
         graph.take(layers, inputs, masks, rows, written)
@@ -157,7 +167,7 @@ class Graphs:
                 self.give_up(first_line(error))
                 return plain()
             del self.met[key]
-            stored = {x.data_ptr() for layer in layers for x in layer.storage}
+            stored = {x.data_ptr() for layer in layers for x in layer.block}
             graph.read = [x for x in read if x.data_ptr() not in stored]
             self.graphs = dict([*self.graphs.items()][-KEPT:]) | {key: graph}
 
@@ -166,12 +176,13 @@ class Graphs:
         if not graph.is_proven and layers[0].length != graph.length:
             graph.is_proven, true = True, plain()
         graph.repeat()
-        for found, wanted in zip(graph.outputs, true, strict=False):
+        outputs = tuple(x[:b] for x in graph.outputs) if texts > b else graph.outputs
+        for found, wanted in zip(outputs, true, strict=False):
             apart = found[:, : wanted.shape[1]] - wanted if wanted.is_floating_point() else None
             if apart is not None and not apart.abs().mean() <= CLOSE * wanted.std():
                 self.give_up("its outputs are not the model's")
                 return true
-        return graph.outputs
+        return outputs
 
     def give_up(self, why: str) -> None:
         self.is_broken, self.graphs = True, {}

@@ -291,7 +291,7 @@ class Target:
             of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
             rows = 1 << (n - 1).bit_length()
             hidden, features = self.graphs(
-                cache.tree_layers, run, inputs, of, (rows, rows, aux_layers)
+                cache.tree_layers, run, inputs, of, (rows, rows, True, aux_layers)
             )
             return hidden[:, :n], features[:, :n].clone()
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():

@@ -52,26 +52,26 @@ class EagleProposer(DeepeningProposer):
         layers, inputs = self.cache.tree_layers, {"tokens": tokens, "features": features}
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor]:
-            known = given["tokens"], given["features"], given["places"].unbind(0), given["mask"]
+            known = given["tokens"], given["features"], given["places"].unbind(1), given["mask"]
             return (self.head.step(*known, layers),)
 
         if self.graphs and layers[0].columns is None:
             known = {"mask": (None, seen[:, None])}
-            how = tokens.shape[1], tokens.shape[1], places.shape
+            how = tokens.shape[1], tokens.shape[1], True, places.shape[1:]
             return self.graphs(layers, run, inputs | {"places": places}, known, how)[0]
         return run(inputs | {"places": places, "mask": seen[:, None]})[0]
 
     def placed(self, count: int) -> Tensor:
         """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
 
-        [2, B, 1, count, R] cos and sin.
+        [B, 2, 1, count, R] cos and sin.
         """
         starts, device = self.cache.lengths, self.target.output_device
         table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
-            return table[:, None, None, -count:]
+            return table[None, :, None, -count:]
         rows = made(sent, (*starts,), device)[:, None] + columns(count, device)
-        return table[:, rows].unsqueeze(2)
+        return table[:, rows].unsqueeze(2).transpose(0, 1)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         places = self.placed(tokens.shape[1])
@@ -94,20 +94,25 @@ class EagleProposer(DeepeningProposer):
         layers = self.cache.tree_layers
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            """The fields of all trees, and the features of the first drafted level."""
+            """The features of the first drafted level, and the fields of all trees."""
             self.frontiers, self.places = [given["frontier"]], given["places"]
             self.drafted = Levels(given["mask"][:, 0], layers[0].columns)
             rows = given["logits"].unbind(0)
             trees = grow(given["tokens"][:, 0], rows, given.get("noise"))
             fields = [(t.tokens, t.parents, t.depth, t.ancestors) for t in trees]
-            return (*chain.from_iterable(fields), self.frontiers[:2][-1])
+            return (self.frontiers[:2][-1], *chain.from_iterable(fields))
 
         inputs = {"tokens": sent(roots[:, None], logits[0].device), "logits": torch.stack(logits)}
         inputs |= {"frontier": self.frontiers[0], "places": self.places}
         inputs |= {} if noise is None else {"noise": noise}
-        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in {*key[:-1]}]
-        known = {"mask": (None, self.drafted.seen[:, None])}
-        fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), key))[:-1]
+        policies = {*key[:-1]}
+        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in policies]
+        known, alike = (
+            {"mask": (None, self.drafted.seen[:, None])},
+            all(p.reranks for p in policies),
+        )
+        key = (*policies, key[-1]) if alike else key  # whatever their number
+        _, *fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), alike, key))
         by_field = (fields[i::4] for i in range(4))
         return [TokenTree(*parts) for parts in zip(*by_field, strict=True)]
 

@@ -152,11 +152,11 @@ def test_chances_are_the_fitted_models_of_the_features():
     generator = seeded(0)
     q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
     calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1))
-    of_tops, of_draws = map(torch.from_numpy, features_of(outline(q), 2))
+    of_tops, of_draws = map(torch.from_numpy, features_of(outline(q).numpy(), 2))
     tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops, dtype=torch.float64))
     tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
     accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws, dtype=torch.float64))
-    found_tops, found_draws = map(torch.from_numpy, calibration.chances(outline(q), 2))
+    found_tops, found_draws = map(torch.from_numpy, calibration.chances(outline(q).numpy(), 2))
     close(found_tops, tops, 1e-6)
     for j in range(accept.shape[1]):
         reach = (1 - tops[:, :j].sum(-1)).clamp(min=0)

@@ -34,6 +34,9 @@ SETUPS = {
     ("eagle", "eagle", "layer:greedy", 1): 2,
     ("eagle", "eagle", "traversal", 1): 2,
     ("eagle", "auto", "auto", 1): 2,
+    ("eagle", "auto", "auto", 0): 1,
+    ("eagle", "confident:depth=3", "single", 1): 4,
+    ("dflash", "ddtree:nodes=9", "traversal", 1): 3,
     ("none", None, "auto", 1): 1,
     ("eagle", "dynamic", "gumbel", 1): 2,
 }

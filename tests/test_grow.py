@@ -162,7 +162,7 @@ def test_children_are_reached_no_more_often_than_their_parent(price):
     q = torch.stack([random_law(20, generator) for _ in range(200)])
     for _ in range(5):
         weights = torch.randn(11, generator=generator).tolist()
-        tops, draws = Calibration(tuple(weights[:4]), tuple(weights[4:])).chances(outline(q), depth=2)
+        tops, draws = Calibration(tuple(weights[:4]), tuple(weights[4:])).chances(outline(q).numpy(), depth=2)
         assert (tops.shape, draws.shape) == ((200, TOPS), (200, TOPS + 1, DRAWS))
         reach = torch.rand(200, generator=generator, dtype=q.dtype).numpy()
         _, children = allot(reach, tops, draws, price)

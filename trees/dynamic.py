@@ -95,11 +95,11 @@ class DDTree(Policy):
     depth: int = 16
 
     def grow(self, build: Builder, known: None) -> Growth:
-        levels = build.levels(self.depth, self.nodes - 1)
+        levels = yield from build.levels(self.depth, self.nodes - 1)
         if not build.one_hot:
-            return build.fixed(most_likely(levels.tolist(), self.nodes))
+            return (yield from build.fixed(most_likely(levels.tolist(), self.nodes)))
         # No path below a node that a level of nodes - 1 leaves out is among the most likely of all.
-        return build.ranked(len(levels), self.nodes - 1, self.nodes)
+        return (yield from build.ranked(len(levels), self.nodes - 1, self.nodes))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from treespec.trees.tree import TokenTree
 
-# Yields the nodes whose children are to be drafted and is sent the draft logits [F, V] below them.
+# Yields the nodes whose children are to be drafted and is sent the draft logits [F, V] below them, or
+# a tensor and is sent its numbers on the host.
 Growth: TypeAlias = "Generator[Any, Any, TokenTree]"
 
 
@@ -30,7 +31,7 @@ class Builder(Protocol):
     @property
     def one_hot(self) -> bool: ...
 
-    def levels(self, depth: int, ranks: int) -> "np.ndarray":
+    def levels(self, depth: int, ranks: int) -> "Generator[Any, Any, np.ndarray]":
         """[D, R] the largest probabilities of up to `depth` levels, of a head that has all at once."""
         ...
 

@@ -18,6 +18,15 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)  # only a pinned copy runs by itself
 
 
+def received(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one device on the host, in one copy: it waits once. Their dtype is one that holds all."""
+    if not tensors:
+        return []
+    parts = [tensor.flatten() for tensor in tensors]
+    read = torch.cat(parts).cpu().split(list(map(len, parts)))
+    return [numbers.view(x.shape) for numbers, x in zip(read, tensors, strict=True)]
+
+
 @lru_cache(1024)
 def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """What `make` gives of these arguments, made once for several cycles: tensors for any mode."""

@@ -160,7 +160,7 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> list[
     [n, J]; for draws after 0 to J tops features [n, J + 1, M, 7], the probability that each is
     accepted [n, J + 1, M], and the probability that is left for it [n, J + 1, M].
     """
-    top, draw = map(torch.from_numpy, features_of(outline(q), depth))
+    top, draw = map(torch.from_numpy, features_of(outline(q).cpu().numpy(), depth))
     best = q.topk(min(TOPS, q.shape[-1])).indices
     hit = pad(p.gather(1, best), (0, TOPS - best.shape[1]))
     accepted, room = [], []

@@ -123,8 +123,8 @@ def features_of(outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarra
     return features_of_tops(log_odds(top[:, :-1], 0), depth), np.stack(of_draws, -1)
 
 
-def outline(q: "Tensor") -> np.ndarray:
-    """[F, J + 2] float64 on the host: all that the models see of the distributions q [F, V].
+def outline(q: "Tensor") -> "Tensor":
+    """[F, J + 2] float64: all that the models see of the distributions q [F, V].
 
     The J + 1 largest probabilities of each, and the sum of its squares.
     """
@@ -135,7 +135,7 @@ def outline(q: "Tensor") -> np.ndarray:
 
     count = min(TOPS + 1, q.shape[-1])
     top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
-    return cat([top, linalg.vecdot(q, q)[:, None]], dim=1).double().cpu().numpy()
+    return cat([top, linalg.vecdot(q, q)[:, None]], dim=1).double()
 
 
 def log_odds(p: np.ndarray, least: float) -> np.ndarray:

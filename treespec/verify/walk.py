@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treespec.shaping.distribution import Distribution, TargetDistributions
 from treespec.shaping.sampling import greedy_choice, sample
-from treespec.trees.tree import Draws, TokenTree, columns
+from treespec.trees.tree import Draws, TokenTree, columns, received
 from treespec.verify.scheme import Scheme
 
 Probabilities: TypeAlias = (
@@ -186,11 +186,7 @@ def together(judgings: Sequence[Judging]) -> list[Any]:
                 found[row] = end.value
             except Exception as error:  # of this one; the others go on
                 found[row] = error
-        parts = [tensor.flatten() for tensor in asked.values()]
-        read = torch.cat(parts).cpu().split(list(map(len, parts))) if parts else ()
-        answers = {
-            row: numbers.view(asked[row].shape) for row, numbers in zip(asked, read, strict=True)
-        }
+        answers = dict(zip(asked, received([*asked.values()]), strict=True))
     return [found[row] for row in range(len(judgings))]
 
 

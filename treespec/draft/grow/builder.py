@@ -101,11 +101,11 @@ class TreeBuilder:
     def one_hot(self) -> bool:
         return self.scheme.deterministic
 
-    def levels(self, depth: int, ranks: int) -> np.ndarray:
+    def levels(self, depth: int, ranks: int) -> Growing[np.ndarray]:
         assert self.ahead
         levels = probs(self.ahead()[:depth], self.params)
         most = min(ranks, self.scheme.max_draws or ranks, levels.shape[1])
-        return largest(levels, most)[0].double().cpu().numpy()
+        return (yield largest(levels, most)[0].double()).numpy()
 
     def fixed(self, shape: StaticTree, threshold: float = 0.0) -> Growth:
         """One draft step and one batch of draws for each level.
@@ -119,7 +119,7 @@ class TreeBuilder:
             #    drafted for as token 0.
             if above:
                 last = tokens[-1][level.nodes - above.first].clamp_min(0)
-                if threshold and not float(logits.float().softmax(-1)[0, last]) >= threshold:
+                if threshold and not (yield logits.float().softmax(-1)[0, last]) >= threshold:
                     break
                 logits = yield Frontier(last, level.parent_rows)
 
@@ -150,7 +150,7 @@ class TreeBuilder:
         for level in range(1, depth + 1):
             # 1. The numbers of draws and sure tokens, fixed before drawing.
             q = probs(logits, self.params)
-            tops, accepted = calibration.chances(outline(q), level - 1)
+            tops, accepted = calibration.chances((yield outline(q)).numpy(), level - 1)
             k, child_reach = allot(reach, tops, accepted, price, scheme.equal_draws)
 
             # 2. The nodes that have any.
@@ -163,7 +163,7 @@ class TreeBuilder:
             # 3. Their draws; of repeats and further draws none has a node.
             number, sure = torch.from_numpy(k).unbind(-1)
             drawn = scheme.draw_with_sure(q, number, sure, self.generator)
-            slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
+            slots = (yield drawn.tokens[:, : child_reach.shape[1]]).long().numpy()
             row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
             levels.append((sent(first + frontier, q.device), q, drawn))
 
@@ -184,7 +184,7 @@ class TreeBuilder:
         return TokenTree(torch.cat(tokens), parents, depths, ancestors, drafts)
 
     def chain(self, depth: int, threshold: float) -> Growth:
-        """A chain (`treespec.trees.dynamic`). The host waits once a level. threshold: the paper's γ."""
+        """A chain (`treespec.trees.dynamic`). threshold: the paper's γ."""
         return self.fixed(static.chain(depth), threshold)
 
 

@@ -7,7 +7,7 @@ which they leave no choice about, are a chain above the drafted tree.
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,15 +18,25 @@ from treespec.draft.vocabulary import spread
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import Drafts, Draws, TokenTree, best_first, hung_below, made, sent
+from treespec.trees.tree import (
+    Drafts,
+    Draws,
+    TokenTree,
+    best_first,
+    hung_below,
+    made,
+    received,
+    sent,
+)
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Judging, answered
 
 Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
 Grown = TypeVar("Grown")
-# A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them.
-Growing = Generator[Frontier, Tensor, Grown]
+# A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them, or a
+# tensor and is sent its numbers on the host.
+Growing = Generator[Frontier | Tensor, Tensor, Grown]
 Growth = Growing[TokenTree]
 
 
@@ -35,20 +45,27 @@ Extend = Callable[[Frontiers], list[Tensor]]
 
 
 def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Grown]:
-    """Run the growth of each sequence, a level of all at a time, and return the trees."""
+    """Run the growth of each sequence, a level of all at a time, and return the trees.
+
+    The host waits once for the numbers that all of them ask for.
+    """
     grown: dict[int, Grown] = {}
 
-    def step(row: int, logits: Tensor | None) -> Frontier | None:
+    def step(row: int, answer: Tensor | None) -> Frontier | Tensor | None:
         try:
-            return next(growths[row]) if logits is None else growths[row].send(logits)
+            return next(growths[row]) if answer is None else growths[row].send(answer)
         except StopIteration as end:
             grown[row] = end.value
             return None
 
-    frontiers = [step(row, None) for row in range(len(growths))]
-    while any(frontiers):
-        below = extend(frontiers)
-        frontiers = [part and step(row, below[row]) for row, part in enumerate(frontiers)]
+    found = [step(row, None) for row in range(len(growths))]
+    while len(grown) < len(growths):
+        if asked := {row: part for row, part in enumerate(found) if isinstance(part, Tensor)}:
+            for row, numbers in zip(asked, received([*asked.values()]), strict=True):
+                found[row] = step(row, numbers)
+        else:
+            below = extend(frontiers := cast(Frontiers, found))
+            found = [part and step(row, below[row]) for row, part in enumerate(frontiers)]
     return [grown[row] for row in range(len(growths))]
 
 

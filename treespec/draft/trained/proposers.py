@@ -231,7 +231,7 @@ class BlockProposer(AtOnceProposer):
         # 1. Positions [B, T]: the block's follow the sequence's last pair.
         b, n = tokens.shape
         size, device = 0 if roots is None else self.head.block, chunk.seen.device
-        taken = torch.tensor(chunk.taken, device=device)[:, None]
+        taken = sent(chunk.taken, device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
         places = torch.cat([chunk.places, after], dim=1)
 

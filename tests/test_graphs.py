@@ -101,14 +101,14 @@ def test_what_a_run_reads_and_did_not_make_is_kept():
     assert {x.data_ptr() for x in reading.read.values()} == {weight.data_ptr(), table.data_ptr()}
 
 
-@pytest.mark.parametrize("kind", [None, "eagle", "eagle3"])
-def test_a_graph_serves_the_texts_that_are_left(monkeypatch, kind):
+@pytest.mark.parametrize("name, kind", [("llama", None), ("llama", "eagle"), ("llama", "eagle3"), ("gemma3", "eagle")])
+def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     """Of seven texts one ends every few cycles: a graph of eight has all of them, down to five."""
     recordings, found = [], []
     monkeypatch.setattr(graphs, "Recorder", lambda: lambda run: recordings.append(run) or traced(run))
     monkeypatch.setattr(graphs, "MET", 3)
     monkeypatch.setattr(kernels, "library", lambda: None)
-    target = Target(random_model(CONFIGS["llama"]()))
+    target = Target(random_model(CONFIGS[name]()))
     target.eos, source = frozenset(), KINDS[kind][0](target) if kind else None
     for used in (None, graphs.Graphs("Llama")):
         target.graphs = used

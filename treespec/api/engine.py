@@ -17,6 +17,7 @@ from treespec.decoding.sequence import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.model.target import Target
+from treespec.model.workers import end_workers
 from treespec.options import whole
 from treespec.requests.options import Keywords, Seed
 from treespec.requests.output import Completion, OnPiece
@@ -64,6 +65,7 @@ class Engine:
         rows.keep, rows.columns = self.batch, self.columns
 
         # 2. Requests, and the thread that answers them.
+        end_workers()
         self._changed = Condition()  # guards the fields below
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []

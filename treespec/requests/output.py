@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from threading import Condition, RLock
+from threading import Condition, Event, RLock
 from typing import final
 
 from treespec.decoding.sequence import Piece, Request, TokenLogprob
@@ -111,15 +111,14 @@ class Completion:
         self.stats = text.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
         self._read = 0  # pieces that the consumer has got
-        self._over = False
-        self._changed = Condition()
+        self._changed, self._ended = Condition(), Event()
 
     def __iter__(self) -> "Completion":
         return self
 
     def __next__(self) -> Piece:
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._read < len(self._pieces))
+            self._changed.wait_for(lambda: self._ended.is_set() or self._read < len(self._pieces))
             if self._read < len(self._pieces):
                 self._read += 1
                 return self._pieces[self._read - 1]
@@ -133,8 +132,7 @@ class Completion:
 
     def result(self) -> Output:
         """The whole answer, once it has ended. Raises its error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._over)
+        self._ended.wait()  # no piece wakes this thread: many would take turns with the engine's
         if self.error:
             raise self.error
         return self.output
@@ -166,7 +164,7 @@ class Completion:
     def end(self) -> None:
         """For the engine: no more pieces come."""
         with self._changed:
-            self._over = True
+            self._ended.set()
             self._changed.notify_all()
         if self._on_piece:
             try:

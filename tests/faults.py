@@ -99,7 +99,7 @@ def doubted_token_dropped(monkeypatch):
     """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
     whole = "            tokens.append(drawn.tokens[level.rows, level.columns])\n"
     stop = (
-        "                if threshold and not float(logits.float().softmax(-1)[0, last]) >= threshold:\n"
+        "                if threshold and not (yield logits.float().softmax(-1)[0, last]) >= threshold:\n"
         "                    break\n"
     )
     early = "".join(line.removeprefix("    ") for line in stop.splitlines(keepends=True))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from treespec.model.workers import end_workers
+
 POOL = 64  # batches sorted by length together: less than 5 % is padding
 
 
@@ -61,8 +63,15 @@ def read_ahead(
     coming: Iterator[Forward], read: Callable[[list[int]], Tensor]
 ) -> Iterator[tuple[Forward, Tensor]]:
     """Endless forwards with their features; a thread reads those of the next one meanwhile."""
+
+    def alone(conversations: list[int]) -> Tensor:
+        try:
+            return read(conversations)
+        finally:
+            end_workers()
+
     with ThreadPoolExecutor(1, "features") as reader:
-        asked = ((forward, reader.submit(read, forward.conversations)) for forward in coming)
+        asked = ((forward, reader.submit(alone, forward.conversations)) for forward in coming)
         for (forward, features), _ in pairwise(asked):
             yield forward, features.result()
 

@@ -1,12 +1,15 @@
 """The OpenMP workers of a thread that has computed, and now leaves that to another.
 
 Each thread of Python that computes has workers of its own. OpenMP counts them all: where there are
-more than processors, they sleep at every barrier, and a barrier takes ten times as long. So the
-thread that loads a model ends its workers before an engine's thread begins.
+more than processors, they sleep at every barrier instead of waiting awake for a while. So the
+thread that loads a model ends its workers before an engine's thread begins, and a thread that reads
+ahead its own when it has read.
 """
 
 import ctypes
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 HARD = 1  # omp_pause_hard of OpenMP 5.0
@@ -17,9 +20,16 @@ def end_workers() -> None:
 
     Where no OpenMP library is found that can, nothing happens.
     """
-    if sys.platform == "linux":
-        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        for library in {line.split()[-1] for line in mapped if "gomp" in line}:
-            pause = getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
-            if pause:
-                pause(HARD)
+    for pause in pauses():
+        pause(HARD)
+
+
+@cache
+def pauses() -> list[Callable[[int], int]]:
+    """`omp_pause_resource_all` of each GNU OpenMP library that the process has loaded."""
+    if sys.platform != "linux":
+        return []
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    libraries = map(ctypes.CDLL, {line.split()[-1] for line in mapped if "gomp" in line})
+    found = (getattr(library, "omp_pause_resource_all", None) for library in libraries)
+    return [pause for pause in found if pause]

@@ -1,6 +1,6 @@
 """Nothing mixes devices, and the waits of a cycle do not grow: on a device that counts them.
 
-As a program it prints the waits and launches of a cycle of each set-up as JSON.
+As a program it prints JSON: for each set-up the waits and launches of a cycle.
 """
 
 import json
@@ -82,7 +82,7 @@ def measure():
             return far_device.moved(heads[name])
         return None if name == "none" else load_source(DrafterSpec.parse(name), target)
 
-    # 2. The cycles of each, but the first.
+    # 2. All their cycles but the first.
     found = {}
     for setup in SETUPS:
         drafter, tree, verifier, temperature = setup

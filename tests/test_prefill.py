@@ -1,4 +1,4 @@
-"""Prompts on their way into the batch: a stretch between two cycles, behind what is kept of earlier ones."""
+"""Prompts enter the batch a stretch at a time, and begin behind the prefix that an earlier text left."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_finds_its_prefix_whoever_aske
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("stretch", [None, 60])
 def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
-    """Eight prompts, one of which goes on from a text before, and one of a single token: the texts of each alone."""
+    """Of eight prompts one continues an earlier text, and one is a single token. All have their texts alone."""
     monkeypatch.setattr(kernels, "library", lambda: None)
     target = Target(random_model(CONFIGS[name]()))
     target.eos, new = frozenset(), 12

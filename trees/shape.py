@@ -44,7 +44,7 @@ class Builder(Protocol):
         ...
 
     def drawn(self, depth: int, price: float) -> Growth:
-        """Draws and sure tokens, as many at each node as are worth `price` (`trees.sampled.allot`)."""
+        """Draws and sure tokens: a node gets those that are worth `price` (`trees.sampled.allot`)."""
         ...
 
     def chain(self, depth: int, threshold: float) -> Growth:

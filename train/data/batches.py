@@ -50,7 +50,7 @@ def forwards(
 ) -> Iterator[Forward]:
     """The forwards of a process from batch `first` of the run on, without an end.
 
-    batches_of: the batches of an epoch, as many in each.
+    batches_of: the batches of an epoch; all epochs have the same number.
     """
     per_epoch = len(batches_of(0))
     for epoch in count(first // per_epoch):

@@ -38,6 +38,12 @@ class Own:
         """Tokens of the prompt, without its last, that are not in the cache."""
         return len(self.text.prompt) - 1 - len(self.text.committed)
 
+    @property
+    def new(self) -> bool:
+        """Whether all of its prompt is left, and it shares none."""
+        text = self.text
+        return self.begun and not text.committed and not text.samples and self.left > 0
+
 
 @final
 class Batch:
@@ -148,15 +154,16 @@ class Batch:
                 continue
 
             # 2. A stretch of its prompt. Of an error, such as memory that ran out, it alone ends.
-            with shared([text.stats], "total"), shared([text.stats], "prefill"), text.failing():
+            sharing = [text.stats]
+            with shared(sharing, "total"), shared(sharing, "prefill"), text.failing():
                 if not text.ended:
                     if not own.begun:
                         self._begin(own)
-                    room = STRETCH if most is None else most - spent
-                    new = own.left and not own.cache.lengths[0] and not samples
-                    if new and self.target.graphs:
-                        spent += self._together(own, TOGETHER if most is None else room)
-                    spent += self._advance(own, room)
+                    if self.target.graphs and own.new:
+                        group = self._group(own, TOGETHER if most is None else most - spent)
+                        sharing += [other.text.stats for other in group[1:]]
+                        spent += self._together(group) if len(group) > 1 else 0
+                    spent += self._advance(own, STRETCH if most is None else most - spent)
 
             # 3. It has ended, goes on, or is complete.
             if text.ended:
@@ -209,25 +216,24 @@ class Batch:
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
         own.cache.reserve(len(text.prompt))
 
-    def _together(self, own: Own, room: int) -> int:
-        """Prefill a new prompt with other new ones. Returns their tokens, with padding.
+    def _group(self, own: Own, room: int) -> list[Own]:
+        """A new prompt and the next new ones that fit in: a GPU takes as long for one as for many.
 
-        A GPU takes as long for one as for many. room: the most of those tokens.
+        room: the most of their tokens, with padding.
         """
-        # 1. New prompts that fit in, the next ones first.
         group = [own]
         for other in [*self.entering]:
-            if not other.begun and not other.text.samples and not other.text.ended:
-                self._begin(other)
+            with other.text.failing():
+                if not other.begun and not other.text.samples and not other.text.ended:
+                    self._begin(other)
             longest = max(other.left, *(each.left for each in group))
-            new = other.begun and other.left and not other.cache.lengths[0]
-            if new and not other.text.samples and longest * (1 + len(group)) <= room:
+            if other.new and longest * (1 + len(group)) <= room:
                 group.append(other)
-        if len(group) == 1:
-            return 0
+        return group
 
-        # 2. A cache of all, of which each takes its row.
-        counts, drafter = [each.left for each in group], own.drafter
+    def _together(self, group: Sequence[Own]) -> int:
+        """Prefill new prompts as one. Returns their tokens, with padding."""
+        counts, drafter = [each.left for each in group], group[0].drafter
         cache = self.target.new_cache(max(counts))
         cache.rewind([0] * len(group))
         prompts = [torch.tensor(each.text.prompt) for each in group]

@@ -107,11 +107,9 @@ class EagleProposer(DeepeningProposer):
         inputs |= {} if noise is None else {"noise": noise}
         policies = {*key[:-1]}
         sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in policies]
-        known, alike = (
-            {"mask": (None, self.drafted.seen[:, None])},
-            all(p.reranks for p in policies),
-        )
-        key = (*policies, key[-1]) if alike else key  # whatever their number
+        known = {"mask": (None, self.drafted.seen[:, None])}
+        alike = all(p.reranks for p in policies)
+        key = (*policies, key[-1]) if alike else key  # for any number of texts
         _, *fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), alike, key))
         by_field = (fields[i::4] for i in range(4))
         return [TokenTree(*parts) for parts in zip(*by_field, strict=True)]

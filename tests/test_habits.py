@@ -138,10 +138,10 @@ def test_the_house_only_shrinks():
     graph = edges()
     inhabited = {m for m, file in MODULES.items() if file.stat().st_size and file.name != "__main__.py"}
     counted = {
-        "source code tokens": 225_929sum(map(code_tokens, source)),
-        "test code tokens": 185_846sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
+        "source code tokens": sum(map(code_tokens, source)),
+        "test code tokens": sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
         "source files": len(source),
-        "source lines": 34_537sum(text.count("\n") for text in source),
+        "source lines": sum(text.count("\n") for text in source),
         "functions with 7 parameters or more": sum(map(wide_functions, source)),
         "rooms": len({room(module) for module in inhabited}),
         "imports between rooms": len({(room(a), room(b)) for a in graph for b in graph[a] if room(a) != room(b)}),

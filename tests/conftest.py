@@ -4,11 +4,10 @@ import os
 import tempfile
 
 import pytest
-import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and for each thread
 
 
 @pytest.fixture(scope="session", autouse=True)

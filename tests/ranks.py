@@ -14,7 +14,7 @@ FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.run"])
 
 def rank(number, port, words, said):
     """Run `python -m WORDS` as one of two, with its standard output in a file."""
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "MASTER_PORT": f"{port}"}
     sys.argv[:] = words
     with said.open("w") as out, redirect_stdout(out):

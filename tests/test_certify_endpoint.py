@@ -26,7 +26,7 @@ from treespec.shaping.sampling import SamplingParams
 QUESTIONS = ["the user asks", "who is there"]
 
 
-def verdict(served, tokens=1600, length=16, plain=None):
+def verdict(served, tokens=900, length=16, plain=None):
     """The verdict on a server of `served`, beside the same target without drafts."""
     spec = Spec(served.target, None)
     prompts = {tuple(spec.encode([{"role": "user", "content": question}])): question for question in QUESTIONS}

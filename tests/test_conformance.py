@@ -12,7 +12,7 @@ from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.conformance import FAULTS, check, recursive_rejection
 from treespec.verify.registry import verifier_by_name
 
-CYCLES = {"runs": 1500}
+CYCLES = {"runs": 700}
 
 
 def ours(name):

@@ -16,6 +16,8 @@ from treespec.eval.texts import Passage
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
+pytestmark = pytest.mark.xdist_group("doctor")  # one process makes what they share
+
 
 def completions(model, count, length, **options):
     """Random prompts, and what follows."""
@@ -53,7 +55,7 @@ def learnt():
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    return Spec(model, head.eval()), completions(model, 100, 24, temperature=0), young
+    return Spec(model, head.eval()), completions(model, 70, 24, temperature=0), young
 
 
 def other_target(head):

@@ -190,7 +190,7 @@ HEADS: dict[str, HeadKind] = {
         summary="the same, over three of the target's layers",
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
-        engines=("sglang", "vllm", "speculators", "eagle", "gguf"),
+        engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
         marks=rf"draft_vocab_size=|{KIND}=|architectures=.*eagle3",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",

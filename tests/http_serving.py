@@ -27,11 +27,9 @@ def until(condition, seconds=30):
         time.sleep(0.005)
 
 
-def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, said=None, eos=None):
-    """Without eos, answers end by their limit alone. said: a text that many of its tokens stand for."""
+def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, eos=None):
+    """Without eos, answers end by their limit alone."""
     words = tokenizer()
-    if said:
-        words.add_tokens([f"{said}{i}" for i in range(80)])
     if chat_template:
         words.chat_template = chat_template
     endless = {"vocab_size": len(words), "max_position_embeddings": context, "eos_token_id": eos}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from commands import treespec
 from drafting import source_of
 from gguf import GGUFReader
+from huggingface_hub import HfApi
 from models import GROUPED, as_undrafted, random_eagle3, random_model
 from refusals import complains
 from safetensors.torch import load_file
@@ -92,6 +94,10 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
         "hidden_norm.weight lm_head.weight",
         "",
     ),
+    ("tensorrt-llm", three): ({"eagle_config": {"norm_before_fc": False}}, "d2t midlayer.hidden_norm.weight", ""),
+    ("tensorrt-llm", whole): ({"draft_vocab_size": 64}, "norm.weight", "d2t t2d"),
+    ("mlx", three): ({"speculators_model_type": "eagle3"} | IDS_OF_EAGLE3, "layers.0.hidden_norm.weight d2t", ""),
+    ("mlx", whole): ({"draft_vocab_size": 64}, "embed_tokens.weight", "d2t t2d"),
     ("gguf", three): (
         IDS_OF_EAGLE3,
         "blk.0.attn_norm_2.weight d2t",
@@ -178,10 +184,10 @@ def reading(*aux_layers):
         ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),
         ("eagle", reading(1, 4, 5), {}, r"reads layers 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
         ("vllm", reading(2, 4, 8), {}, "reads layer 8, the target has 8"),
-        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators and gguf"),
+        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators, gguf and mlx"),
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("speculators", partial(dflash, own_output=False), {}, "no output layer of its own"),
-        ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, vllm and speculators"),
+        ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, tensorrt-llm, vllm and speculators"),
         ("gguf", three, {"rope_parameters": YARN}, r"rotary positions \(yarn\) have no place"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
         ("eagle", three, {"rope_parameters": YARN}, "rotary positions are of type 'yarn'"),
@@ -237,6 +243,10 @@ COMMANDS = {
     ("sglang", one): "python -m sglang.launch_server --model-path {t} --speculative-algorithm EAGLE "
     "--speculative-draft-model-path {d} --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4",
+    ("tensorrt-llm", three): "trtllm-serve {t} --config <(echo "
+    '\'{{"speculative_config":{{"decoding_type":"Eagle3","max_draft_len":3,"speculative_model":"{d}",'
+    '"eagle3_layers_to_capture":[1,3,4]}}}}\')',
+    ("mlx", three): "python -m mlx_vlm.server --model {t} --draft-model {d}",
     ("gguf", three): "llama-server --model TARGET.gguf --model-draft {d}/model.gguf --spec-type draft-eagle3 "
     "--spec-draft-n-max 3",
     ("eagle", three): "python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {t} "
@@ -264,3 +274,28 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     as_undrafted(spec, [[5, 9, 33]], 12)
+
+
+def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, monkeypatch):
+    random_model(LlamaConfig(**GROUPED)).save_pretrained(tmp_path / "target")
+    head = saved(random_eagle3(Target.load(tmp_path / "target")), tmp_path / "head")
+    card, there, told = tmp_path / "head" / "README.md", tmp_path / "out" / "README.md", []
+    line = f"export --target {tmp_path}/target --head {head} --to mlx --out {tmp_path}/out --push me/mine"
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, exist_ok: f"https://hub/{name}")
+    monkeypatch.setattr(HfApi, "upload_folder", lambda api, **given: told.append((given, there.read_text())))
+
+    assert treespec(line) == 2
+    card.write_text("---\nlicense: FILL IN (the data and the target bind it)\n---\n# Mine\n")
+    assert treespec(line) == 2
+    assert "--push needs a licence: give --license" in capsys.readouterr().err
+    assert not there.exists()
+    assert treespec(f"{line} --dry-run") == 0
+    assert "me/mine would write README.md, config.json, model.safetensors" in capsys.readouterr().out
+    assert not told
+    shutil.rmtree(there.parent)
+    assert treespec(f"{line} --license mit") == 0
+    assert "Pushed to https://hub/me/mine" in capsys.readouterr().out
+    ((given, said),) = told
+    assert given == {"repo_id": "me/mine", "folder_path": there.parent}
+    assert said.startswith("---\nlicense: mit\n---\n# Mine\n")
+    assert said.rstrip().endswith(f"python -m mlx_vlm.server --model {tmp_path}/target --draft-model {there.parent}")

@@ -117,6 +117,9 @@ def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(conf
     card.write_text(card.read_text().replace("FILL IN", "apache-2.0"))
     trained(config, max_steps=3)
     assert "2 optimizer steps" in card.read_text()
+    card.unlink()
+    trained(config, max_steps=4, license="mit")
+    assert "license: mit\n" in card.read_text()
 
 
 def test_later_draft_steps_are_trained_in_the_second_half(config):

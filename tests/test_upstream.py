@@ -46,6 +46,7 @@ def exported(head, to, folder):
         to,
         folder / "out",
         served,
+        lambda: EIGHT.model.get_input_embeddings().weight,
     )
     return folder / "out"
 
@@ -101,6 +102,21 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     known = torch.cat([head.fuse(features), ours[:, -1:]], dim=1)
     ours = head.step(torch.cat([tokens, token], dim=1), known, torch.arange(N + 1))[:, -1:]
     agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafted", [None, DRAFTED])
+def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
+    drafters = pytest.importorskip("mlx_vlm.speculative.drafters", exc_type=ImportError)
+    array = pytest.importorskip("mlx.core").array
+    head = moved(random_eagle3(EIGHT, drafted=drafted))
+    theirs, kind = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
+    assert (kind, theirs.config.capture_layer_ids) == ("eagle3", [layer - 1 for layer in head.aux_layers])
+    theirs._cache = theirs.make_cache()
+    features, tokens = EIGHT.features(TOKENS, head.aux_layers)[:, :N], TOKENS[:, 1:]
+    hidden = theirs._forward_tokens(array(tokens.numpy()), array(features.numpy()), array([0]).dtype)
+    ours = head.logits(head.step(tokens, head.fuse(features), torch.arange(N)))
+    agree(torch.tensor(theirs._logits(hidden).tolist()), ours)
 
 
 @torch.no_grad()

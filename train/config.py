@@ -16,14 +16,12 @@ from treespec.options import (
     CommandOptions,
     check_place,
     either,
-    nearest,
     option,
     refuse,
 )
 
-LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
+LOSSES = ("published", "cross-entropy", "tv", "lk")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
-MOST_DRAWS = 64
 TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
     *("swanlab", "tensorboard", "trackio", "wandb"),
@@ -138,9 +136,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     loss: str = option(
         f"loss between the token distributions of head and target: {either(LOSSES)}; published: the kind's "
-        "own; tv: 1 - α, how often a single draft is refused; log-acceptance: -log α; lk: from KL "
-        "to tv as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
+        "own; tv: 1 - α, how often a single draft is refused; lk: from KL to tv as α grows",
         "published",
+        choices=LOSSES,
     )
     unrolled_steps: int | None = option(
         "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 1 for "
@@ -198,10 +196,12 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "accelerate's placement of the target; default: the process's device", None
     )
     tracker: str | None = option(f"{either(TRACKERS)}", None, choices=TRACKERS)
+    license: str | None = option(
+        "the head's licence, for its card; the data and the target bind it", None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        draws_of(self.loss)
         check_place(self.device_map)
         for known in fields(self):
             able = [kind for kind, training in TRAINING.items() if known.name in training.options]
@@ -257,16 +257,3 @@ def check_folders(config: TrainConfig) -> None:
         raise InputError(
             f"--out {out} holds a model that was not trained there: name another folder"
         )
-
-
-def draws_of(loss: str) -> int | None:
-    """K of `acceptance:K`, None for the other names of `LOSSES`. Raises InputError for no name."""
-    name, _, draws = loss.partition(":")
-    if name == "acceptance" and draws.isdecimal() and 1 <= int(draws) <= MOST_DRAWS:
-        return int(draws)
-    if loss not in LOSSES[:-1]:
-        raise InputError(
-            f"--loss is {loss!r}, must be {either(LOSSES)}, with a number of drafts from 1 to "
-            f"{MOST_DRAWS}, as in acceptance:4{nearest(loss, LOSSES)}"
-        )
-    return None

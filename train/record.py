@@ -12,6 +12,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, write_text
+from treespec.heads.formats.card import UNFILLED, front
 from treespec.model.identity import target_identity
 from treespec.options import command_line
 from treespec.text.sources import digest
@@ -25,7 +26,7 @@ Record = dict[str, Any]  # the options of a run; of target and data digests of t
 ENDS = {"epochs", "max_steps", "minutes"}  # when a run ends
 MAY_CHANGE = ENDS | {
     *("validate_every", "validate_on", "decode_on", "checkpoint_every"),
-    *("tracker", "calibrate", "out"),
+    *("tracker", "calibrate", "out", "license"),
 }
 
 
@@ -117,9 +118,6 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
     return set(changed)
 
 
-UNFILLED = "FILL IN"  # stands in a card until someone completes it
-
-
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
     """Write OUT/README.md, unless someone has completed the card of an earlier end of the run."""
     file = Path(config.out) / "README.md"
@@ -130,14 +128,7 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     tokens = sum(len(example.input_ids) for example in data.train)
     figures = "\n".join(f"- {line}" for line in str(result).split("; "))
     card = f"""\
----
-base_model: {config.target}
-tags: [treespec, speculative-decoding, {config.head}]
-license: {UNFILLED} (the data and the target bind it)
----
-
-# A draft head of kind {config.head} for {config.target}
-
+{front(config.head, config.target, config.license)}
 `treespec chat --target {config.target} --head {file.parent.name}`
 
 It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the

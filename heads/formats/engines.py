@@ -1,4 +1,4 @@
-"""Heads of EAGLE-1 and EAGLE-3 for SGLang, vLLM, vllm-project/speculators, SafeAILab/EAGLE and llama.cpp."""
+"""Heads of EAGLE and DFlash for SGLang, TensorRT-LLM, vLLM, its speculators, mlx-vlm, SafeAILab/EAGLE, llama.cpp."""
 
 import re
 
@@ -18,7 +18,10 @@ SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
 )
-ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
+ROTARY = {
+    "eagle": ("default", "linear", "dynamic"),
+    "mlx": ("default",),
+}  # all that the project computes
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = "LlamaForCausalLMEagle3"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
@@ -27,14 +30,17 @@ VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compare
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 VLLM = ("vllm", "speculators")
 LIKE_VLLM = ("vllm", "gguf")
-ENGINES = ("sglang", *VLLM)
+LIKE_SGLANG = ("sglang", "tensorrt-llm")
+ENGINES = (*LIKE_SGLANG, *VLLM)
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # The parts that newer heads have, by their names in config.json, and the formats that have a place
 # for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
 PARTS = {
     **dict.fromkeys(("qk_norm", "sliding_window"), VLLM),
-    **dict.fromkeys(("norm_before_residual", "norm_before_fc"), (*VLLM, "gguf")),
-    **dict.fromkeys(("fc_norm", "norm_output", "num_hidden_layers"), ENGINES),
+    "norm_before_residual": (*VLLM, "gguf", "mlx"),
+    "norm_before_fc": ("tensorrt-llm", *VLLM, "gguf", "mlx"),
+    **dict.fromkeys(("fc_norm", "norm_output"), ENGINES),
+    "num_hidden_layers": (*ENGINES, "mlx"),
 }
 
 
@@ -63,9 +69,9 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     """For an engine, or SafeAILab/EAGLE.
 
     SafeAILab/EAGLE reads no layer ids, and no embedding of another width. SGLang requires
-    `draft_vocab_size`, and names a norm of later layers otherwise. vLLM refuses unknown tensors,
-    and d2t of a head that drafts all tokens; it loads a directory of speculators together with the
-    target that it names.
+    `draft_vocab_size`, and names a norm of later layers otherwise, as does TensorRT-LLM, which reads a
+    field of its own. vLLM refuses unknown tensors, and d2t of a head that drafts all tokens; it loads
+    a directory of speculators together with the target that it names. mlx-vlm reads such a one.
     """
     # 1. What all have.
     config, tensors, text = head.config, head.state_dict(), served.get_text_config()
@@ -89,10 +95,13 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
         **{name: name in parts for name in NORMS},
     }
 
-    # 2. SGLang and SafeAILab/EAGLE.
-    if to == "sglang":
-        nested = {"eagle_config": {IDS: to_sglang_ids(ids), "use_aux_hidden_state": True}}
-        return {"architectures": [LLAMA]} | layers | own | nested, renamed(tensors, TO_SGLANG)
+    # 2. SGLang, TensorRT-LLM and SafeAILab/EAGLE.
+    if to in LIKE_SGLANG:
+        nested = {IDS: to_sglang_ids(ids), "use_aux_hidden_state": True}
+        if to == "tensorrt-llm":
+            nested["norm_before_fc"] = own["norm_before_fc"]
+        config = {"architectures": [LLAMA]} | layers | own | {"eagle_config": nested}
+        return config, renamed(tensors, TO_SGLANG)
     own[IDS] = list(ids)
     if to == "eagle":
         depth = text.num_hidden_layers
@@ -105,7 +114,7 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
             del own["target_hidden_size"]
         return {"architectures": ["LlamaForCausalLM"]} | layers | own, tensors
 
-    # 3. vLLM and speculators.
+    # 3. vLLM, llama.cpp, speculators and mlx-vlm.
     if to in LIKE_VLLM:
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
     nested = nesting("eagle3", "Eagle3Speculator", layers, served, DRAFTED)
@@ -191,6 +200,7 @@ def check_layer(head: LlamaHead, to: str, biases: bool = False) -> None:
     llama, scale = head.llama, head.config.get("embed_scale", 1.0)
     rope, eagle = llama.rope_parameters or {}, to == "eagle"
     kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0)
+    rotary = ROTARY.get(to, ())
     width = (llama.head_dim or 0) * llama.num_attention_heads
     problems = {
         f"its target's embeddings are scaled by {scale:g}, for which there is no field": scale != 1,
@@ -198,9 +208,9 @@ def check_layer(head: LlamaHead, to: str, biases: bool = False) -> None:
         and head.config.get("qkv_bias"),
         f"its activation is {llama.hidden_act}, where the engines have silu": not eagle
         and llama.hidden_act != "silu",
-        f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}": eagle
-        and kind not in ROTARY,
-        f"its partial_rotary_factor is {part}, which the project does not compute": eagle
+        f"its rotary positions are of type {kind!r}, which is none of {', '.join(rotary)}": rotary
+        and kind not in rotary,
+        f"its partial_rotary_factor is {part}, which the project does not compute": to in ROTARY
         and part != 1.0,
         f"its attention heads are {width} wide together, not {llama.hidden_size} as there": eagle
         and width != llama.hidden_size,

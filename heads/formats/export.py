@@ -28,6 +28,8 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
     "sglang": "python -m sglang.launch_server --model-path {target} "
     "--speculative-algorithm {algorithm} --speculative-draft-model-path {folder} "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+    "tensorrt-llm": "trtllm-serve {target} --config <(echo {captured})",
+    "mlx": "python -m mlx_vlm.server --model {target} --draft-model {folder}",
     "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF} --spec-type draft-eagle3 "
     f"--spec-draft-n-max {DRAFTED}",
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
@@ -67,7 +69,7 @@ def export(
         head.check_target(text.num_hidden_layers, text.vocab_size, width, width)
         if len(head.aux_layers) not in (0, 3):
             raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
-        if head.lacks_embedding and kind.embedded and embedding is not None:
+        if head.lacks_embedding and (kind.embedded or to == "mlx") and embedding is not None:
             weight = embedding().detach().to(head.dtype)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
         config, tensors = resolve_name(kind.write)(head, served, to)
@@ -91,11 +93,18 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
     number = head.max_depth or DRAFTED
     drafts = {"method": head.kind, "model": str(out), "num_speculative_tokens": number}
+    captured = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": number,
+        "speculative_model": str(out),
+        "eagle3_layers_to_capture": [k - 1 for k in head.aux_layers],
+    }
     qwen = "Qwen3ForCausalLM" in (served.architectures or ())
     return SERVING[to].format(
         target=shlex.quote(str(served.name_or_path)),
         folder=shlex.quote(str(out)),
         drafts=shlex.quote(json.dumps(drafts, separators=(",", ":"))),
+        captured=shlex.quote(json.dumps({"speculative_config": captured}, separators=(",", ":"))),
         algorithm=head.kind.upper(),
         three=" --use_eagle3" if head.aux_layers else "",
         prompts="qwen3" if qwen else "llama3chat",  # the project has a script for Vicuna too

@@ -1,14 +1,11 @@
 """The losses between the target's distribution p and the head's q, a chunk of positions at a time.
 
-`--loss` takes their names. α = Σ min(p, q) is the probability that a single draft is accepted; for
-several independent drafts α* is that of the best verifier (`treespec.verify.rates`):
+`--loss` takes their names. α = Σ min(p, q) is the probability that a single draft is accepted:
 
     loss              value
     cross-entropy     -Σ p log q
     tv                1 - α
-    log-acceptance    -log α
     lk                λ KL + (1 - λ) (1 - α), with λ = exp(-3 α) held fixed
-    acceptance:K      1 - α* of K drafts
 
 p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted. Where
 it sums to 0 a position has no loss.
@@ -27,13 +24,10 @@ weights, which the backward pass scales:
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-
-from treespec.train.config import draws_of
 
 ETA = 3.0  # of lk: Samarin et al. 2026 (2602.23881)
 TINY = torch.finfo(torch.float32).tiny
@@ -58,28 +52,6 @@ def lk(p: Tensor, logs: Tensor) -> Tensor:
     return weight * divergence + (1 - weight) * (1 - accepted)
 
 
-def refusal(p: Tensor, logs: Tensor, draws: int) -> Tensor:
-    """1 - α* of `draws` independent drafts. At one draft it is `tv`.
-
-    α* is the minimum over sets H of tokens of p(H) + 1 - q(H)^K. By the envelope theorem only the
-    best H moves it: the prefix of the tokens in descending q/p with the smallest p(H) - q(H)^K.
-    """
-    # 1. The best set of tokens, without a gradient.
-    q = logs.exp()
-    with torch.no_grad():
-        order = (q / p.clamp(min=TINY)).argsort(-1, descending=True)
-        cut = p.gather(1, order).cumsum(-1, dtype=torch.float64)
-        cut -= q.gather(1, order).cumsum(-1, dtype=torch.float64).pow_(draws)
-        best, last = cut.min(-1, keepdim=True)
-        del cut
-        within = torch.arange(order.shape[1], device=order.device) <= last.where(best < 0, -1)
-        outside = torch.empty_like(within).scatter_(1, order, ~within)
-        del order, within
-
-    # 2. Its mass under both distributions.
-    return q.masked_fill(outside, 0).sum(-1) ** draws - p.masked_fill(outside, 0).sum(-1)
-
-
 def overlap(p: Tensor, logs: Tensor) -> Tensor:
     """[M] the acceptance rate α."""
     return torch.minimum(p, logs.exp()).sum(-1)
@@ -90,23 +62,12 @@ def mass(p: Tensor) -> Tensor:
     return p.sum(-1).clamp(min=TINY)
 
 
-LOSSES: dict[str, TokenLoss] = {  # by `--loss`, but for acceptance:K
+LOSSES: dict[str, TokenLoss] = {  # by `--loss`
     "published": cross_entropy,
     "cross-entropy": cross_entropy,
     "tv": lambda p, logs: 1 - overlap(p, logs),
-    "log-acceptance": lambda p, logs: -overlap(p, logs).clamp(min=TINY).log(),
     "lk": lk,
 }
-
-
-def chosen_loss(name: str) -> tuple[TokenLoss, int]:
-    """The loss that `--loss` names, and its bytes of memory for each row and token of a chunk.
-
-    "published" is cross-entropy at every kind of head.
-    """
-    if draws := draws_of(name):
-        return partial(refusal, draws=draws), 56
-    return LOSSES[name], 28 if LOSSES[name] is cross_entropy else 36
 
 
 class Teacher(NamedTuple):
@@ -168,7 +129,10 @@ def token_losses(
     loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
     """
     # 1. Zeros to add to, and how far each guess is.
-    device, (loss_of, size) = places.device, chosen_loss(loss)
+    device, loss_of = places.device, LOSSES[loss]
+    size = (
+        28 if loss_of is cross_entropy else 36
+    )  # bytes of memory for each row and token of a chunk
     elements = ON_CPU if device.type == "cpu" else ELSEWHERE
     rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
     slopes = [torch.zeros_like(guess.states) for guess in guesses]

@@ -1,5 +1,6 @@
 """The commands that make files: train, regenerate, export, datastore build."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from treespec.errors import InputError
 from treespec.files.atomic import check_folder
 from treespec.heads.folder import check_new, head_folder
 from treespec.heads.registry import check_export, kind_in
-from treespec.options import either, option
+from treespec.options import either, option, refuse
 from treespec.text.strings import one_line
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.regenerate.config import RegenerateConfig
@@ -39,6 +40,8 @@ ENGINES = {
     "sglang": "SGLang",
     "vllm": "vLLM",
     "speculators": "vLLM's speculators library",
+    "tensorrt-llm": "TensorRT-LLM",
+    "mlx": "mlx-vlm",
     "eagle": "SafeAILab/EAGLE",
     "gguf": "llama.cpp",
 }
@@ -103,11 +106,20 @@ class ExportConfig(TargetOptions):
         choices=ENGINES,
     )
     out: str = option("new folder to write")
+    push: str | None = option("ORG/NAME: write it to that repository of the hub, too", None)
+    license: str | None = option("the head's licence, for its card", None)
+    dry_run: bool = option("with --push: print the card and the files, and push nothing", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse({"--dry-run is for --push: leave it out": self.dry_run and self.push is None})
 
 
 @takes(ExportConfig)
 def export(config: ExportConfig) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
+    from treespec.heads.formats.card import check_complete, front, served_card
+
     # 1. Check the options and paths.
     place, head = Path(config.out), head_of(config.head) or config.head
     check_folder(config.out)
@@ -116,8 +128,13 @@ def export(config: ExportConfig) -> None:
     if kind := kind_in(Path(head).expanduser()):
         check_export(kind, config.to, head)
 
+    own = head_folder(head)
+    if config.push and not config.dry_run:
+        check_complete(own, config.license)
+
     # 2. Write, and say how to serve it.
-    from treespec.files.atomic import remove_leftovers
+    from treespec.files.atomic import remove_leftovers, write_text
+    from treespec.files.hub import push
     from treespec.heads.formats.export import command
     from treespec.heads.formats.export import export as write
     from treespec.model.quantised import table_of
@@ -141,7 +158,18 @@ def export(config: ExportConfig) -> None:
         print(
             "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
         )
-    print(f"Serve it with\n\n  {command(config.to, written, served, place)}\n")
+    how = command(config.to, written, served, place)
+    print(f"Serve it with\n\n  {how}\n")
+
+    # 3. The card, and the hub.
+    bare = front(written.kind, str(served.name_or_path), None)
+    card = served_card(own, bare, config.license, f"## In {ENGINES[config.to]}\n\n    {how}")
+    write_text(place / "README.md", card)
+    if config.push and config.dry_run:
+        files = ", ".join(sorted(os.listdir(place)))
+        print(f"--push {config.push} would write {files}. README.md:\n\n{card}")
+    elif config.push:
+        print(f"Pushed to {push(place, config.push)}")
 
 
 @dataclass(frozen=True, kw_only=True)

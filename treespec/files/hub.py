@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
+from treespec.errors import InputError, first_line
+
 SECONDS = 10.0  # for the hub's first answer
 
 
@@ -98,3 +100,21 @@ def only_cached(name: str, revision: str | None = None) -> bool:
     if cached(name, revision):
         return True
     raise ValueError(problem)
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a folder into a model repository, new or known. Returns its address.
+
+    Raises InputError with the hub's reason.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # of many kinds; its first line gives the reason
+        raise InputError(
+            f"{name} was not pushed, {folder} is there: {first_line(error)}"
+        ) from error
+    return address

@@ -1,0 +1,43 @@
+"""The model card of a head: README.md, which says the target, the licence, and how it was made."""
+
+import re
+from pathlib import Path
+
+from treespec.errors import InputError
+
+UNFILLED = "FILL IN"  # stands in a card until someone completes it
+
+
+def front(kind: str, target: str, license: str | None) -> str:
+    """The fields that the hub reads, and a title."""
+    return f"""\
+---
+base_model: {target}
+tags: [treespec, speculative-decoding, {kind}]
+license: {license or f"{UNFILLED} (the data and the target bind it)"}
+---
+
+# A draft head of kind {kind} for {target}
+"""
+
+
+def own_card(head: Path) -> str:
+    """The card beside a head; "" where there is none."""
+    card = head / "README.md"
+    return card.read_text(encoding="utf-8", errors="replace") if card.exists() else ""
+
+
+def check_complete(head: Path, license: str | None) -> None:
+    """Raises InputError for a card without a licence, where none is given: the hub is public."""
+    if not license and (UNFILLED in own_card(head) or not own_card(head)):
+        raise InputError(
+            f"--push needs a licence: give --license, or write it into {head / 'README.md'}"
+        )
+
+
+def served_card(head: Path, bare: str, license: str | None, served: str) -> str:
+    """The card of an exported head: that of the head, or a bare one, and what serves it."""
+    text = own_card(head) or bare
+    if license:
+        text = re.sub("^license: .*", f"license: {license}", text, count=1, flags=re.MULTILINE)
+    return f"{text.rstrip()}\n\n{served}\n"

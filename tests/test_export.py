@@ -284,7 +284,6 @@ def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, mo
     monkeypatch.setattr(HfApi, "create_repo", lambda api, name, exist_ok: f"https://hub/{name}")
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **given: told.append((given, there.read_text())))
 
-    assert treespec(line) == 2
     card.write_text("---\nlicense: FILL IN (the data and the target bind it)\n---\n# Mine\n")
     assert treespec(line) == 2
     assert "--push needs a licence: give --license" in capsys.readouterr().err

@@ -141,6 +141,7 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     )
     top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MANY)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
+    json_schema: str | None = option("the answers must be JSON of this schema", None)
     error: float = option(
         "probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1
     )

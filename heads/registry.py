@@ -231,7 +231,7 @@ HEADS: dict[str, HeadKind] = {
         source="DFlash, 2602.06036",
         at_once=True,
         write=f"{FORMATS}.engines:write_dflash",
-        engines=("speculators",),
+        engines=("speculators", "gguf"),
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
         training=replace(BLOCKS, options=("unrolled_steps", "head_layers", "sliding_window")),

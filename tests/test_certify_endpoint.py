@@ -26,13 +26,15 @@ from treespec.shaping.sampling import SamplingParams
 QUESTIONS = ["the user asks", "who is there"]
 
 
-def verdict(served, tokens=900, length=16, plain=None):
+def verdict(served, tokens=900, length=16, plain=None, **changes):
     """The verdict on a server of `served`, beside the same target without drafts."""
     spec = Spec(served.target, None)
     prompts = {tuple(spec.encode([{"role": "user", "content": question}])): question for question in QUESTIONS}
     with serving(served) as state:
         address = f"{state.url}/v1"
-        config = CertifyConfig(target="t", endpoint=address, plain=plain and address, tokens=tokens, length=length)
+        config = CertifyConfig(
+            target="t", endpoint=address, plain=plain and address, tokens=tokens, length=length, **changes
+        )
         return examined_server(Examination(spec, [[*prompt] for prompt in prompts], config), prompts)
 
 
@@ -40,17 +42,22 @@ def p_values(found):
     return {test["test"]: test["p_value"] for test in found["tests"][1:]}
 
 
-def test_an_exact_server_is_certified_by_the_ids_of_its_tokens():
-    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640)
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_exact_server_is_certified_by_the_ids_of_its_tokens(plain):
+    """Beside the target itself, and beside another server."""
+    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=640, plain=plain)
     assert found["passed"], found["tests"]
     assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS, ALIKE]
-    assert found["tests"][1]["samples"] == 640
 
 
-def test_an_exact_server_is_certified_beside_another_server():
-    found = verdict(tiny_spec("2x2", "rrs-wo"), tokens=320, plain=True)
-    assert found["passed"], found["tests"]
-    assert [*p_values(found)] == [BY_RATIO, BY_P, TOKENS, ALIKE]
+@pytest.mark.parametrize("exact", [True, False])
+def test_so_is_one_whose_answers_have_a_schema(exact):
+    served = tiny_spec("chain:1", "single", context=512, eos=2)
+    if not exact:
+        faults.change(served, planning=argmax)
+    schema = {"type": "array", "items": {"enum": [*"abcdefgh"]}, "minItems": 5, "maxItems": 5}
+    found = verdict(served, length=24, json_schema=json.dumps(schema))
+    assert found["passed"] == exact, found["tests"]
 
 
 def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
@@ -65,7 +72,7 @@ def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
     assert found["passed"], found["tests"]
     assert [*p_values(found)] == [ALIKE]
     sure = tiny_spec("chain:1", "single")
-    faults.change(sure, planning=lambda scheme, p, q, draws: argmax(p))
+    faults.change(sure, planning=argmax)
     assert p_values(verdict(sure))[ALIKE] < 1e-3
 
 
@@ -87,15 +94,15 @@ def test_ids_are_read_as_each_server_tells_them():
     assert told == [(True, None), (None, True), (None, True), (None, True), (None, None)]
 
 
+def argmax(scheme, p, q, draws):
+    return torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1.0)
+
+
 FAULTS = {
-    "drafts accepted by argmax": ("chain:2", "single", lambda scheme, p, q, draws: argmax(p)),
+    "drafts accepted by argmax": ("chain:2", "single", argmax),
     "last token without temperature": ("chain:1", "single", cold),
     "residual": ("chain:1", "single", wrong_residual),
 }
-
-
-def argmax(p):
-    return torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1.0)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -122,8 +122,8 @@ def measure():
             told = [*counts, places, far_device.outside // since]
             if (batch, first) == (BATCH, WARM):  # their texts may grow as one
                 how |= {"seed": 1, "batch": 1}
-                alone = [spec.generate(prompt, **how).stats.accepted for prompt in prompts[1:3]]
-                if [out.stats.accepted for out in outs[1:3]] != alone:
+                alone = [spec.generate(prompt, **how).stats.accepted for prompt in prompts[:2]]
+                if [out.stats.accepted for out in outs[:2]] != alone:
                     told = f"{setup}: {batch} texts are drafted for otherwise than each alone"
             found.setdefault(str(setup), []).append(told)
     del keep

@@ -84,9 +84,7 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
 @pytest.mark.parametrize("head, more", [("eagle3", "--no-calibrate"), ("eagle", "--calibrate --features {}/features")])
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, head, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = trained(
-        config, head=head, noise=0.0, batch_size=4, max_steps=3, calibrate=more.startswith("--cal"), validate_on=2
-    )
+    one = trained(config, head=head, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
     options += f" --head {head} --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"

@@ -110,8 +110,8 @@ def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
     drafters = pytest.importorskip("mlx_vlm.speculative.drafters", exc_type=ImportError)
     array = pytest.importorskip("mlx.core").array
     head = moved(random_eagle3(EIGHT, drafted=drafted))
-    theirs, kind = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
-    assert (kind, theirs.config.capture_layer_ids) == ("eagle3", [layer - 1 for layer in head.aux_layers])
+    theirs, _ = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
+    assert theirs.config.capture_layer_ids == [layer - 1 for layer in head.aux_layers]
     theirs._cache = theirs.make_cache()
     features, tokens = EIGHT.features(TOKENS, head.aux_layers)[:, :N], TOKENS[:, 1:]
     hidden = theirs._forward_tokens(array(tokens.numpy()), array(features.numpy()), array([0]).dtype)

@@ -1,10 +1,11 @@
-"""A head in llama.cpp beside the same head in treespec: greedy texts, and cycles of three drafts.
+"""A head in llama.cpp beside the same head in treespec: greedy texts, and their cycles.
 
     treespec export --target demo --head HEAD --to gguf --out exported
     llama-server --model TARGET.gguf --model-draft exported/model.gguf --spec-type draft-eagle3 --spec-draft-n-max 3 \
         --cache-type-k f32 --cache-type-v f32 --flash-attn off
     python docs/scripts/llama_cpp.py http://localhost:8080 --target demo --head HEAD --questions QUESTIONS
 
+For DFlash: draft-dflash, and as many drafts as the head has levels.
 TARGET.gguf: the target by llama.cpp's convert_hf_to_gguf.py, in float32. A cycle gives its accepted drafts and
 one token more; there the first token of an answer comes from the prompt, without a cycle.
 """
@@ -15,7 +16,9 @@ from typing import Annotated
 import typer
 
 from treespec.api.load import load
+from treespec.demo.known import head_of
 from treespec.eval.questions import load_questions
+from treespec.heads.checkpoint import load_head
 from treespec.requests.endpoint import opened
 
 
@@ -27,7 +30,8 @@ def main(
     limit: int = 8,
     max_new_tokens: int = 64,
 ) -> None:  # fmt: skip
-    spec = load(target, head=head, tree="chain:3", verifier="topk", dtype="float32")
+    levels = load_head(head_of(head) or head).max_depth or 3
+    spec = load(target, head=head, tree=f"chain:{levels}", verifier="topk", dtype="float32")
     same, tokens, cycles, asked, accepted = 0, 0, [0, 0], 0, 0
     for question in load_questions(questions)[0][:limit]:
         prompt = spec.encode([{"role": "user", "content": question.turns[0]}])

@@ -97,6 +97,8 @@ class Examination:
         self.spec, self.config, self.report = spec, config, report
         self.prompts = [[*prompt] for prompt in dict.fromkeys(map(tuple, prompts))]
         self.changes = chosen(config, LogitOptions)
+        if config.json_schema:
+            self.changes["json_schema"] = config.json_schema
         drafter = config.drafter and DrafterSpec.parse(config.drafter)
         self.remember = not (drafter and drafter.cache_folder)
 

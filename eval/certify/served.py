@@ -1,5 +1,6 @@
 """A server as a side of a certificate: what it answers, by the ids of its tokens or by its words."""
 
+import json
 import urllib.error
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,9 @@ class Served:
         self.way = 0  # of WAYS
         try:
             self.body = {"model": name or served(self.address), "max_tokens": length, **changes}
+            if schema := self.body.pop("json_schema", None):
+                form = {"name": "answer", "schema": json.loads(str(schema)), "strict": True}
+                self.body["response_format"] = {"type": "json_schema", "json_schema": form}
         except FAILURES as error:
             raise self.refused(error) from error
 

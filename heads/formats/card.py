@@ -35,9 +35,14 @@ def check_complete(head: Path, license: str | None) -> None:
         )
 
 
-def served_card(head: Path, bare: str, license: str | None, served: str) -> str:
-    """The card of an exported head: that of the head, or a bare one, and what serves it."""
-    text = own_card(head) or bare
-    if license:
-        text = re.sub("^license: .*", f"license: {license}", text, count=1, flags=re.MULTILINE)
+def served_card(head: Path, kind: str, target: str, license: str | None, served: str) -> str:
+    """The card of an exported head: that of the head, or a bare one, and what serves it.
+
+    target: as the hub knows it.
+    """
+    text = own_card(head) or front(kind, target, license)
+    for field, value in (("base_model", target), ("license", license)):
+        if value:
+            line = f"{field}: {value}".replace("\\", "\\\\")
+            text = re.sub(f"^{field}: .*", line, text, count=1, flags=re.MULTILINE)
     return f"{text.rstrip()}\n\n{served}\n"

@@ -130,7 +130,10 @@ def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored
 
 
 def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
-    """For speculators. Raises ValueError for a head that uses the target's output layer, as z-lab's do."""
+    """For speculators, or llama.cpp, which has no draft from the last token and one causality for all layers.
+
+    Raises ValueError for a head that uses the target's output layer, as z-lab's do.
+    """
     if head.lm_head is None:
         raise ValueError("it has no output layer of its own: its directory is z-lab's already")
     check_layer(head, to)
@@ -138,6 +141,14 @@ def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
         "model_type": "qwen3",
         "num_hidden_layers": head.cached_layers,
     }
+    if to == "gguf":
+        if head.from_anchor or len(set(head.causal)) > 1:
+            part = "sample_from_anchor" if head.from_anchor else "layers of which some are causal"
+            raise ValueError(f"it has {part}, for which llama.cpp has no place")
+        causal = list(head.causal)
+        return (
+            head.config | layers | {"model_type": head.kind, "causal": causal}
+        ), head.state_dict()
     if head.config.get("layer_types"):
         layers |= {name: head.config[name] for name in ("layer_types", "sliding_window")}
     own = {

@@ -30,8 +30,8 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     "tensorrt-llm": "trtllm-serve {target} --config <(echo {captured})",
     "mlx": "python -m mlx_vlm.server --model {target} --draft-model {folder}",
-    "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF} --spec-type draft-eagle3 "
-    f"--spec-draft-n-max {DRAFTED}",
+    "gguf": f"llama-server --model TARGET.gguf --model-draft {{folder}}/{GGUF} --spec-type draft-{{kind}} "
+    "--spec-draft-n-max {number}",
     "eagle": "python -m eagle.evaluation.gen_ea_answer_{prompts} --base-model-path {target} "
     "--ea-model-path {folder}{three}",
 }
@@ -105,6 +105,8 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
         folder=shlex.quote(str(out)),
         drafts=shlex.quote(json.dumps(drafts, separators=(",", ":"))),
         captured=shlex.quote(json.dumps({"speculative_config": captured}, separators=(",", ":"))),
+        kind=head.kind,
+        number=number,
         algorithm=head.kind.upper(),
         three=" --use_eagle3" if head.aux_layers else "",
         prompts="qwen3" if qwen else "llama3chat",  # the project has a script for Vicuna too

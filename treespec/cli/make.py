@@ -118,7 +118,7 @@ class ExportConfig(TargetOptions):
 @takes(ExportConfig)
 def export(config: ExportConfig) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
-    from treespec.heads.formats.card import check_complete, front, served_card
+    from treespec.heads.formats.card import check_complete, served_card
 
     # 1. Check the options and paths.
     place, head = Path(config.out), head_of(config.head) or config.head
@@ -154,16 +154,16 @@ def export(config: ExportConfig) -> None:
         f"{place} holds the {written.kind} head. Read back it gives the same {compared} "
         "logits: difference 0."
     )
-    if (head_folder(head) / "draft_vocab.json").exists():
+    if (own / "draft_vocab.json").exists():
         print(
             "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
         )
-    how = command(config.to, written, served, place)
-    print(f"Serve it with\n\n  {how}\n")
+    print(f"Serve it with\n\n  {command(config.to, written, served, place)}\n")
 
     # 3. The card, and the hub.
-    bare = front(written.kind, str(served.name_or_path), None)
-    card = served_card(own, bare, config.license, f"## In {ENGINES[config.to]}\n\n    {how}")
+    how = command(config.to, written, served, Path(config.push or place))
+    known = written.kind, str(served.name_or_path), config.license
+    card = served_card(own, *known, f"## In {ENGINES[config.to]}\n\n    {how}")
     write_text(place / "README.md", card)
     if config.push and config.dry_run:
         files = ", ".join(sorted(os.listdir(place)))

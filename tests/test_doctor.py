@@ -16,8 +16,6 @@ from treespec.eval.texts import Passage
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
-pytestmark = pytest.mark.xdist_group("doctor")  # one process makes what they share
-
 
 def completions(model, count, length, **options):
     """Random prompts, and what follows."""

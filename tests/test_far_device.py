@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("far")  # one process makes what they share
 BATCH = 4
 WARM = 8  # with graphs, cycles are counted from that one on
 GRAPHED = {("eagle", "dynamic", "topk", 0), ("eagle", "dynamic", "gumbel", 1)}  # counted with graphs too

@@ -69,7 +69,7 @@ def test_such_questions_are_found():
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
     "source code tokens": 226_801,
-    "test code tokens": 184_940,
+    "test code tokens": 184_920,
     "source files": 268,
     "source lines": 34_668,
     "functions with 7 parameters or more": 3,
@@ -139,7 +139,7 @@ def test_the_house_only_shrinks():
     inhabited = {m for m, file in MODULES.items() if file.stat().st_size and file.name != "__main__.py"}
     counted = {
         "source code tokens": sum(map(code_tokens, source)),
-        "test code tokens": sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
+        "test code tokens": 184_920sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
         "source files": len(source),
         "source lines": sum(text.count("\n") for text in source),
         "functions with 7 parameters or more": sum(map(wide_functions, source)),

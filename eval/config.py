@@ -1,5 +1,6 @@
 """The options of what measures: `treespec eval`, `certify`, `calibrate`, `doctor` and `tree`."""
 
+import json
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -155,6 +156,10 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        try:
+            json.loads(self.json_schema or "{}")
+        except ValueError as error:
+            raise InputError(f"--json-schema is no JSON: {error}") from error
         if self.plain and not self.endpoint:
             raise InputError("--plain is what --endpoint is compared with: give that, too")
         if self.endpoint is None:

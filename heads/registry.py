@@ -31,8 +31,8 @@ class Recipe:
 
     warm_up: steps, None is a tenth of the run. decay: how the rate falls, "linear" or "cosine".
     last_rate: the rate at the end, as a share of the highest. grow_at: the share of the run over
-    one draft step alone. batch: conversations per optimizer step in all processes; None is one
-    forward of each process.
+    one draft step alone. batch: conversations per optimizer step in all processes; None: every
+    process has one forward.
     """
 
     epochs: int

@@ -94,7 +94,7 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
         "hidden_norm.weight lm_head.weight",
         "",
     ),
-    ("tensorrt-llm", three): ({"eagle_config": {"norm_before_fc": False}}, "d2t midlayer.hidden_norm.weight", ""),
+    ("tensorrt-llm", three): ({"eagle_config": {"norm_before_fc": False}}, "d2t layers.0.hidden_norm.weight", ""),
     ("mlx", three): (
         {"speculators_model_type": "eagle3"} | IDS_OF_EAGLE3,
         "layers.0.hidden_norm.weight embed_tokens.weight",

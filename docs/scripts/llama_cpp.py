@@ -5,7 +5,7 @@
         --cache-type-k f32 --cache-type-v f32 --flash-attn off
     python docs/scripts/llama_cpp.py http://localhost:8080 --target demo --head HEAD --questions QUESTIONS
 
-For DFlash: draft-dflash, and as many drafts as the head has levels.
+A DFlash head takes draft-dflash, and its number of levels for --spec-draft-n-max.
 TARGET.gguf: the target by llama.cpp's convert_hf_to_gguf.py, in float32. A cycle gives its accepted drafts and
 one token more; there the first token of an answer comes from the prompt, without a cycle.
 """

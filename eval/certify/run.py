@@ -138,7 +138,7 @@ class Examination:
         return sorted(samples, key=lambda sample: self.groups.index((sample.params, sample.prompt)))
 
     def sample_plain(self) -> list[Sample]:
-        """As many samples of each group, in the same order, by `model.generate`."""
+        """The same number of samples for every group, in the same order, by `model.generate`."""
         samples, copies = list[Sample](), self.copies * len(self.batches)
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed + 1)
@@ -157,7 +157,7 @@ class Examination:
         asked: Iterable[str] = QUESTIONS,
         alike: tuple[str, str] = (RANK, RANK),
     ) -> dict[str, Any]:
-        """The verdict of each test, on greedy outputs and on the samples of both sides.
+        """What the tests say of greedy outputs and of the samples of both sides.
 
         outputs: as from `greedy_output`. An empty `plain` leaves out the comparison of both sides.
         asked: questions about ours. alike: by which numbers both sides are compared, and its name.
@@ -214,7 +214,7 @@ class Examination:
     def shown_by(
         self, name: str, numbers: Sequence[Mapping[str, Tensor]], ours: Sequence[Sample]
     ) -> dict[str, Any]:
-        """The sample that shows most of what a test found. numbers: of each, as from `places`."""
+        """The sample that shows most of what a test found. numbers: those of all samples, as from `places`."""
         p_value, tokenizer = QUESTIONS[name][0], self.spec.target.tokenizer
         own = [(p_value(one[name]), i) for i, one in enumerate(numbers) if len(one.get(name, ()))]
         least, at = min(own)

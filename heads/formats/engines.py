@@ -18,13 +18,14 @@ SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
 )
-ROTARY = {
+ROTARY = {  # the types that a project computes, where it does not compute all
     "eagle": ("default", "linear", "dynamic"),
     "mlx": ("default",),
-}  # all that the project computes
+}
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = "LlamaForCausalLMEagle3"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
+TO_FIRST = (r"^midlayer\.", "layers.0.")
 TO_SGLANG = (r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.")
 VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
@@ -98,10 +99,11 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     # 2. SGLang, TensorRT-LLM and SafeAILab/EAGLE.
     if to in LIKE_SGLANG:
         nested = {IDS: to_sglang_ids(ids), "use_aux_hidden_state": True}
+        tensors = renamed(tensors, TO_SGLANG)
         if to == "tensorrt-llm":
             nested["norm_before_fc"] = own["norm_before_fc"]
-        config = {"architectures": [LLAMA]} | layers | own | {"eagle_config": nested}
-        return config, renamed(tensors, TO_SGLANG)
+            tensors = renamed(tensors, TO_FIRST)
+        return {"architectures": [LLAMA]} | layers | own | {"eagle_config": nested}, tensors
     own[IDS] = list(ids)
     if to == "eagle":
         depth = text.num_hidden_layers
@@ -118,7 +120,7 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     if to in LIKE_VLLM:
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
     nested = nesting("eagle3", "Eagle3Speculator", layers, served, DRAFTED)
-    return own | nested, renamed(tensors, (r"^midlayer\.", "layers.0."))
+    return own | nested, renamed(tensors, TO_FIRST)
 
 
 def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored:
@@ -130,8 +132,9 @@ def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored
 
 
 def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
-    """For speculators, or llama.cpp, which has no draft from the last token and one causality for all layers.
+    """For speculators, or for llama.cpp.
 
+    llama.cpp drafts nothing from the last token's own row. There all layers are causal, or none is.
     Raises ValueError for a head that uses the target's output layer, as z-lab's do.
     """
     if head.lm_head is None:
@@ -145,10 +148,8 @@ def write_dflash(head: DFlashHead, served: PretrainedConfig, to: str) -> Stored:
         if head.from_anchor or len(set(head.causal)) > 1:
             part = "sample_from_anchor" if head.from_anchor else "layers of which some are causal"
             raise ValueError(f"it has {part}, for which llama.cpp has no place")
-        causal = list(head.causal)
-        return (
-            head.config | layers | {"model_type": head.kind, "causal": causal}
-        ), head.state_dict()
+        layers |= {"model_type": head.kind, "causal": list(head.causal)}
+        return head.config | layers, head.state_dict()
     if head.config.get("layer_types"):
         layers |= {name: head.config[name] for name in ("layer_types", "sliding_window")}
     own = {

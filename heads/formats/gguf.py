@@ -1,13 +1,13 @@
 """EAGLE-3 and DFlash heads for llama.cpp: one GGUF file, beside the config.json that treespec reads.
 
-Of EAGLE-3 llama.cpp rotates neighbours, all others rotate halves. So the rows of each head of queries and
-keys change places:
+In EAGLE-3 heads llama.cpp rotates neighbours, and all others rotate halves. So the rows of queries and keys
+change places:
 
     row of the others    0  1  2  3  4  5      0 turns with 3, 1 with 4, 2 with 5
     row of llama.cpp     0  3  1  4  2  5      the same pairs, side by side
 
-The file holds no tokenizer. llama.cpp drafts with the target's; for the mask token of DFlash it needs a
-vocabulary, whose tokens are their numbers.
+The file holds no tokenizer, because llama.cpp drafts with the target's. It finds the mask token of DFlash
+in a vocabulary of the file, so that has one, whose tokens are numbers.
 """
 
 import re
@@ -26,10 +26,7 @@ from treespec.heads.folder import GGUF
 from treespec.heads.head import Config, Tensors
 from treespec.heads.layers import SLIDING, Rotary
 
-FUSED_NORM = {
-    "eagle3": "input_norm",
-    "dflash": "hidden_norm",
-}  # of aux hidden states, by architecture
+FUSED_NORM = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # of the fused aux hidden states
 LAYERS = {"eagle3": r"midlayer()", "dflash": r"layers\.(\d+)"}
 NAMES = {  # of modules: llama.cpp's
     "fc": "fc",
@@ -197,6 +194,6 @@ def factors_of(config: LlamaConfig) -> Tensor:
     rope: Config = dict(config.rope_parameters or {})
     kind, frequencies, width = rope["rope_type"], Rotary(config).inv_freq, config.head_dim or 0
     if kind not in ROTARY or 2 * len(frequencies) != width:
-        part = "part of each head is rotated" if kind in ROTARY else kind
+        part = "part of a head is rotated" if kind in ROTARY else kind
         raise ValueError(f"its rotary positions ({part}) have no place in llama.cpp's file")
     return rope["rope_theta"] ** -(torch.arange(0, width, 2) / width) / frequencies

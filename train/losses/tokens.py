@@ -130,9 +130,7 @@ def token_losses(
     """
     # 1. Zeros to add to, and how far each guess is.
     device, loss_of = places.device, LOSSES[loss]
-    size = (
-        28 if loss_of is cross_entropy else 36
-    )  # bytes of memory for each row and token of a chunk
+    size = 28 if loss_of is cross_entropy else 36  # bytes for each row and token of a chunk
     elements = ON_CPU if device.type == "cpu" else ELSEWHERE
     rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
     slopes = [torch.zeros_like(guess.states) for guess in guesses]

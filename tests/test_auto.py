@@ -1,6 +1,7 @@
 """What pays by the cost model: auto trees, the part of a given tree, or no draft; and the text is the target's."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import best_size
-from treespec.draft.cost.running import CostModel
+from treespec.draft.cost.running import CostModel, bounded
 from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.matches import tree_of
 from treespec.draft.model_free.one_hot import RATES as ACCEPTED
@@ -88,12 +89,13 @@ def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(tempera
 
 
 def test_the_fixed_shape_is_the_fastest_of_sequoias_by_what_was_accepted_so_far():
-    """To the grain of the corrections; of a tree's levels half of the nodes are taken to be inner ones."""
+    """To 1 %: the search takes half of a tree's nodes to be inner ones. The speed is that of the tree."""
     model, tree, rates = CostModel(times(5e-4, 1e-3), (0.5, 0.2, 0.1)), AutoTree(nodes=20, depth=5), (0.5, 0.2, 0.1)
 
     def speed(shape, corrected):
         expected = expected_length(shape, [corrected] * shape.max_depth)
-        return expected / model.cost.seconds(shape.size, shape.max_depth, max(shape.size / 2, shape.max_depth))
+        inner = len({path[:-1] for path in shape.paths[1:]})
+        return expected / model.cost.seconds(shape.size, shape.max_depth, inner)
 
     for factor in (1.0, math.exp(-3.0)):
         model.by_rates.accepted, model.by_rates.predicted = np.full((2, 2), factor), np.ones((2, 2))
@@ -101,7 +103,21 @@ def test_the_fixed_shape_is_the_fastest_of_sequoias_by_what_was_accepted_so_far(
         corrected = tuple(rate * factor for rate in rates)
         assert found.speed == pytest.approx(speed(found.tree, corrected))
         others = [sequoia(corrected, n, d) for d in range(1, 6) for n in range(2, 21)]
-        assert found.speed == pytest.approx(max(speed(other, corrected) for other in others))
+        assert found.speed >= 0.99 * max(speed(other, corrected) for other in others)
+
+
+def test_corrections_between_two_points_of_the_grid_meet_few_trees_that_are_nearly_the_best():
+    """Of 121 corrections of first children by 0.37 to 1.5: at most 12 trees, within 5 % of the best speed."""
+    cost, rates, tree = times(5e-4, 1e-3), (0.7, 0.1, 0.05), AutoTree(nodes=20, depth=5)
+    met, model = set(), CostModel(cost, rates)
+    for of_root, of_others in product(np.exp(np.linspace(-1, 0.4, 11)), repeat=2):
+        model.by_rates.predicted = np.ones((2, 2))
+        model.by_rates.accepted = np.array([[of_root, 1.0], [of_others, 1.0]])
+        corrected = bounded(np.array([rates, rates]) * [[of_root, 1, 1], [of_others, 1, 1]])
+        found = shape_for(model, tree)
+        met.add(found.tree)
+        assert found.speed > 0.95 * cost.best(corrected, tree.nodes, tree.depth)[1]
+    assert len(met) <= 12
 
 
 def test_the_drawing_of_what_is_expanded():

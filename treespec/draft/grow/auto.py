@@ -1,8 +1,10 @@
 """A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.dynamic`)."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import final
 
 import numpy as np
@@ -17,10 +19,12 @@ from treespec.draft.grow.growth import Growth
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.layout import layout
+from treespec.trees.most_likely import expected_length
 from treespec.trees.static import StaticTree
 
-# Grid of the logarithm of the corrections, of first children and of others: trees are solved on it.
-GRAINS = np.array([0.1, 0.3])
+# Grid of the logarithm of the corrections, of first children and of others. Trees are solved at every fifth
+# point: a text meets few of them, and graphs soon repeat their drafts.
+GRAINS, SOLVED = np.array([0.1, 0.3]), 5
 SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
 
 
@@ -44,28 +48,43 @@ def shape_for(model: CostModel, tree: AutoTree) -> Shape:
 
 @lru_cache(4096)
 def _shape(
-    cost: Cost,
-    rates: tuple[float, ...],
-    grains: tuple[float, ...],
-    tree: AutoTree,
+    cost: Cost, rates: tuple[float, ...], grains: tuple[float, ...], tree: AutoTree
 ) -> Shape:
     """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them."""
-    # 1. The corrected rates: [2, K] of the root's children, and of deeper ones.
-    factors = np.exp(GRAINS * np.reshape(grains, (2, 2)))
-    corrected = bounded(np.array(rates) * factors[:, [0, *[1] * (len(rates) - 1)]])
+    point = np.reshape(grains, (2, 2)) / SOLVED
+    corrected, found = _at(rates, point), list[Shape]()
+    for firsts in product(*([math.floor(x), math.ceil(x)] for x in point[:, 0])):
+        near = (*zip(firsts, map(round, point[:, 1]), strict=True),)
+        shape = _solved(cost, rates, near, tree)
+        table = corrected[[0, *[1] * (shape.tree.max_depth - 1)]].tolist()
+        speed = expected_length(shape.tree, table) / shape.prediction.seconds
+        found.append(replace(shape, speed=speed))
+    return max(found, key=lambda shape: shape.speed)
 
-    # 2. The fastest chain, or the fastest tree if that is faster.
-    most, found = min(cost.nodes[-1], tree.nodes), []
+
+@lru_cache(1024)
+def _solved(
+    cost: Cost, rates: tuple[float, ...], point: tuple[tuple[int, int], ...], tree: AutoTree
+) -> Shape:
+    """The fastest chain at a point where trees are solved, or the fastest tree if that is faster."""
+    # 1. The tree.
+    corrected, most, found = _at(rates, np.array(point)), min(cost.nodes[-1], tree.nodes), []
     for width in {1, len(rates)}:
         found.append(cost.best(corrected[:, :width], most, tree.depth))
     fastest, speed = max(found, key=lambda entry: entry[1])
 
-    # 3. What it predicts.
+    # 2. What it predicts.
     parents = layout(fastest, torch.device("cpu")).parents.numpy()
     predicted = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
     inner = len(np.unique(parents)) - 1
     seconds = float(cost.seconds(fastest.size, fastest.max_depth, inner))
     return Shape(fastest, speed, Prediction(seconds, parents, predicted))
+
+
+def _at(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
+    """[2, K] the rates at a point of the grid of trees, of the root's children and of deeper ones."""
+    factors = np.exp(GRAINS * SOLVED * point)
+    return bounded(np.array(rates) * factors[:, [0, *[1] * (len(rates) - 1)]])
 
 
 @final

@@ -10,6 +10,7 @@ from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
 from treespec.model import graphs, kernels
 from treespec.model.target import Target
+from treespec.trees.tree import TokenTree
 
 RANKED = "dynamic:depth=3,topk=3,nodes=9"
 KINDS = {
@@ -126,3 +127,30 @@ def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     assert 8 in of_target
     assert not {5, 6, 7} & {*of_target}
     assert kind or len(recordings) == 1
+
+
+def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
+    """After trees of nine nodes for two texts, one of four for one text does not run the model."""
+    monkeypatch.setattr(graphs, "Recorder", lambda: traced)
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    target, runs = Target(random_model(CONFIGS["llama"]())), []
+    target.graphs, cache = graphs.Graphs("Llama"), target.new_cache(60)
+    cache.rewind([0, 0])
+    target.prefill(cache, torch.tensor([prompt(9, 0), prompt(9, 1)]))
+    target.decoder.register_forward_hook(lambda *_: runs.append(1))
+
+    def logits(n, texts):
+        chain = torch.arange(n)
+        tree = TokenTree(chain, chain - 1, chain, torch.ones(n, n).tril().bool())
+        return torch.stack([out.logits for out in target.forward_trees(cache, [tree] * texts)])
+
+    for _ in range(graphs.MET):
+        logits(9, texts=2)
+    cache.commit([[0], [0]])
+    cache.select([1])
+    before = len(runs)
+    found = [logits(4, texts=1) for _ in range(2)]
+    assert len(runs) == before + 1  # once for comparison
+    target.graphs = None
+    for own in found:
+        torch.testing.assert_close(own, logits(4, texts=1))

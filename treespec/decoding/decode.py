@@ -88,7 +88,7 @@ class Decoder:
                 pieces = self.step(entering)
                 running = bool(self.rows.running or self.rows.entering)
             yield from pieces
-            for text in (*entering, *self.rows.texts):
+            for text in texts:
                 if text.error:
                     raise text.error
 

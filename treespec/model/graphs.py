@@ -15,6 +15,8 @@ that were recorded once, on the same addresses and shapes. So a forward that it 
 
 - has as many texts as it was recorded for. A storage has rows for more than it holds: a graph for a
   power of two of them serves fewer, and the rest repeat the first text into rows that are nobody's.
+
+A forward that came too rarely for a graph of its own takes one of more texts or rows where there is one.
 """
 
 import logging
@@ -39,6 +41,8 @@ Inputs = Mapping[str, Tensor]
 Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of their layers
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
+More = tuple[str, ...]  # of "texts" and "rows"
+Key = tuple[tuple[int, ...], int, int, int, More, Any]  # blocks, texts, rows, written columns
 Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
 MET = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
@@ -125,7 +129,7 @@ class Graphs:
         """name: of the model."""
         self.name, self.record, self.is_broken = name, Recorder(), False
         self.met = Counter[Any]()
-        self.graphs: dict[Any, Graph] = {}
+        self.graphs: dict[Key, Graph] = {}
 
     def __call__(
         self,
@@ -133,30 +137,37 @@ class Graphs:
         run: Run,
         inputs: Inputs,
         masks: Masks,
-        how: tuple[int, int, bool, Any],
+        how: tuple[int, int, More, Any],
     ) -> Outputs:
         """The outputs of a forward that writes to these layers, valid until the next call.
 
         run: the forward, of inputs and masks. inputs: `tokens` [B, N], and others [B, ...]. masks: [B, 1, N, T].
-        how: the rows that it has in a graph, the columns that it writes there, whether a graph may have
-        more texts, as all outputs are [B, ...], and what else it depends on. Where the rows are more
-        than N, all inputs and outputs are [B, N, ...].
+        how: its rows, the columns that it writes, what a graph may have more of, and what else it
+        depends on. Where that is texts, all outputs are [B, ...]; where it is rows, all inputs and
+        outputs are [B, N, ...], and it writes N columns.
         """
         # 1. A graph over this storage; the model itself where none would be used again.
-        (rows, written, spare, _), b = how, len(inputs["tokens"])
+        (rows, written, more, of), (b, n) = how, inputs["tokens"].shape
         plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
         if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
             return plain()
+        blocks = tuple(id(x) for layer in layers for x in layer.block)
+        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if "texts" in more else b
+        rows, written = (1 << (n - 1).bit_length(),) * 2 if "rows" in more else (rows, written)
         for layer in layers:
             layer.reserve(layer.length + written)
-        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if spare else b
-        graph = self.graphs.get(key := (*map(id, layers[0].block), texts, *how))
+        key = (blocks, texts, rows, written, more, of)
+        graph = self.graphs.get(key)
         if graph is None or not graph.fits(layers):
             self.met = Counter() if len(self.met) > MOST else self.met
             self.met[key] += 1
-            if self.met[key] < MET:
+            if self.met[key] >= MET:
+                graph = Graph(layers, texts)
+            elif (larger := self.larger(key, layers)) is None:
                 return plain()
-            graph = Graph(layers, texts)
+            else:
+                key, graph = larger, self.graphs[larger]
+                _, texts, rows, written, *_ = key
 
         # 2. What it reads; a new one is recorded.
         graph.take(layers, inputs, masks, rows, written)
@@ -177,12 +188,25 @@ class Graphs:
             graph.is_proven, true = True, plain()
         graph.repeat()
         outputs = tuple(x[:b] for x in graph.outputs) if texts > b else graph.outputs
+        outputs = tuple(x[:, :n] for x in outputs) if rows > n else outputs
         for found, wanted in zip(outputs, true, strict=False):
-            apart = found[:, : wanted.shape[1]] - wanted if wanted.is_floating_point() else None
+            apart = found - wanted if wanted.is_floating_point() else None
             if apart is not None and not apart.abs().mean() <= CLOSE * wanted.std():
                 self.give_up("its outputs are not the model's")
                 return true
         return outputs
+
+    def larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
+        """The smallest graph of more texts or rows that does for now. key: of a forward that has none."""
+        blocks, texts, rows, written, more, of = key
+        room = min(layer.capacity - layer.length for layer in layers)
+        able = []
+        for other, graph in self.graphs.items():
+            alike = (other[0], *other[4:]) == (blocks, more, of) and graph.fits(layers)
+            many = other[1] == texts or (other[1] > texts and "texts" in more)
+            wide = other[2:4] == (rows, written) or (other[2] > rows and "rows" in more)
+            able += [other] if alike and many and wide and other[3] <= room else []
+        return min(able, key=lambda other: other[1] * other[2], default=None)
 
     def give_up(self, why: str) -> None:
         self.is_broken, self.graphs = True, {}

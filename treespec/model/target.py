@@ -286,13 +286,11 @@ class Target:
             taken |= {"input_ids": given["tokens"], "use_cache": True}
             return forward_with_features(self.decoder, self.stack, taken, aux_layers)
 
-        # 3. The forward, by a graph with a power of two as its rows.
+        # 3. The forward, by a graph.
         if self.graphs:
             of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
-            rows = 1 << (n - 1).bit_length()
-            hidden, features = self.graphs(
-                cache.tree_layers, run, inputs, of, (rows, rows, True, aux_layers)
-            )
-            return hidden[:, :n], features[:, :n].clone()
+            how = (n, n, ("texts", "rows"), aux_layers)
+            hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)
+            return hidden, features.clone()
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
             return run(inputs | masks)

@@ -57,7 +57,7 @@ class EagleProposer(DeepeningProposer):
 
         if self.graphs and layers[0].columns is None:
             known = {"mask": (None, seen[:, None])}
-            how = tokens.shape[1], tokens.shape[1], True, places.shape[1:]
+            how = (tokens.shape[1], tokens.shape[1], ("texts",), places.shape[1:])
             return self.graphs(layers, run, inputs | {"places": places}, known, how)[0]
         return run(inputs | {"places": places, "mask": seen[:, None]})[0]
 
@@ -110,7 +110,8 @@ class EagleProposer(DeepeningProposer):
         known = {"mask": (None, self.drafted.seen[:, None])}
         alike = all(p.reranks for p in policies)
         key = (*policies, key[-1]) if alike else key  # for any number of texts
-        _, *fields = self.graphs(layers, run, inputs, known, (1, sum(sizes), alike, key))
+        how = (1, sum(sizes), ("texts",) if alike and len(roots) > 1 else (), key)
+        _, *fields = self.graphs(layers, run, inputs, known, how)
         by_field = (fields[i::4] for i in range(4))
         return [TokenTree(*parts) for parts in zip(*by_field, strict=True)]
 

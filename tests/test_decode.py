@@ -123,12 +123,6 @@ def test_the_pairing_rule_refuses_biased_pairs():
         check_fit(default_tree(scheme, None), scheme)
 
 
-@pytest.mark.parametrize("new", [1, 2, 5, 17])
-def test_max_new_tokens_is_exact(llama, new):
-    out = llama.configured("eagle").generate(prompt(), temperature=1.0, max_new_tokens=new, seed=1, ignore_eos=True)
-    assert len(out.token_ids) == out.stats.new_tokens == new
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "opt"])
 def test_the_context_ends_texts_at_different_times(name):
     """127 of 128 tokens end in the first cycle, when the others have just begun."""
@@ -210,7 +204,7 @@ def test_logits_that_are_not_numbers_are_an_error(verifier, temperature, cycles)
         next(pieces)
     model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight * math.nan)
     with complains("not numbers"):
-        [*pieces]
+        list(pieces)
 
 
 @pytest.mark.parametrize(

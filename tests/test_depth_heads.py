@@ -200,7 +200,7 @@ def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
     spec = Spec(target("llama"), heads_for(target("llama"), "hydra", 2))
     text = Passage(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
     assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
-    with complains("draft 2 tokens ahead, --step is 3"):
+    with complains("--step is 3: 2 is the most with"):
         logits_of(spec, [text], 3)
 
 

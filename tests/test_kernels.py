@@ -258,24 +258,6 @@ def test_a_model_whose_nodes_may_round_otherwise_is_named_at_loading(caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_greedy_text_with_drafts_is_that_of_generate_in_bfloat16(name):
-    """Also where two tokens are as likely: a model of 12 tokens, whose bfloat16 logits often tie."""
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    config.vocab_size = 12
-    model = type(target(name).model)(config).bfloat16().eval()
-    spec = load(model, drafter="lookup:tokens=1", verifier="topk")
-    pack(model)
-    fuse(model)
-    assert has_equal_bits(spec.target)
-    for seed in range(10):
-        prompt = torch.randint(3, 12, (1, 20), generator=seeded(seed))
-        options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
-        plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, 20:].tolist()
-        assert spec.generate(prompt[0].tolist(), max_new_tokens=40, temperature=0, ignore_eos=True).token_ids == plain
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (1, 2, 9, 9)])
 def test_a_mask_of_another_shape_and_training_are_left_to_torch(shape):
     x = torch.randn(1, 2, 9, 16)

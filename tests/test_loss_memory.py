@@ -71,7 +71,7 @@ def bytes_each(target, head, kind, loss):
 
 CASES = [
     *((kind, "published") for kind in ("eagle", "eagle3", "medusa", "hydra", "hydra++")),
-    *(("hydra", loss) for loss in ("tv", "lk")),
+    ("hydra", "tv"),
 ]
 
 

@@ -20,14 +20,10 @@ from enumeration import (
     with_tops,
 )
 from equality import close, seeded
-from models import TableConfig, TableModel, random_head
 from mutants import mutant
 from oracle import chances_of, deviation
 from refusals import complains
 
-from treespec.api.spec import Spec
-from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
 from treespec.verify import distributions, is_lp, kseq, rrs, single, spechub, topk
 from treespec.verify.is_lp import IsLp
@@ -198,14 +194,3 @@ def test_the_threshold_falls_with_the_entropy():
     assert Typical().threshold(p).squeeze(1).tolist() == pytest.approx([0.015, 0.09, 0.09])
     threshold = Typical(epsilon=1, delta=0.5).threshold(p).squeeze(1).tolist()
     assert threshold == pytest.approx([0.025, 0.25, 0.5 * math.exp(-entropy)])
-
-
-def test_a_threshold_below_everything_makes_sampled_text_that_of_the_draft():
-    """With epsilon next to 0 every likely first child is accepted: a chain is kept whole, unlike under topk."""
-    model = Target(TableModel(TableConfig(4, seed=1)))
-    head = random_head(model, seed=2)
-    loose = Spec(model, head, "chain:3", "typical:epsilon=1e-9", allow_lossy=True)
-    out = loose.generate([1, 2], temperature=1.0, max_new_tokens=40, seed=0)
-    law_of_last = probs(model.model(torch.tensor([[1, 2, *out.token_ids]])).logits[0], SamplingParams(1.0))
-    assert law_of_last.min() > 1e-9
-    assert out.stats.accepted[1:-1] == [3] * (len(out.stats.accepted) - 2)

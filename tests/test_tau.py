@@ -116,14 +116,18 @@ def test_tau_is_that_of_the_real_loop(verifier, shape):
     assert abs(found - wanted) < (1e-4 if exact else 0.02)
 
 
-def test_trees_that_are_drafted_anew_follow_the_text():
-    """The cycles of `topk` along a text cut it where no child is its next token, whatever the generator draws."""
-    spec = spec_of("eagle", "2x2", "topk")
-    text = Text(torch.tensor([*PROMPT, 2, 1, 3]), len(PROMPT) - 1, 0)
-    fixed = cycles_of("topk", "2x2", spec, [2, 1, 3], samples=1)
-    again = Decoded("topk", "2x2", policy("2x2")).cycles(spec, Cost((1, 2), (1.0, 1.0)), text, SamplingParams(1.0), 5)
-    assert len(again) == round(float(fixed))
-    assert [token for cycle in again for piece in cycle.answer for token in piece.token_ids] == [2, 1, 3]
+@pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4"),
+                                         ("eagle", "confident:depth=2,threshold=0.4")])  # fmt: skip
+def test_tau_of_trees_that_are_drafted_anew_is_that_of_the_real_loop(kind, shape):
+    spec, params = spec_of(kind, shape, "topk"), SamplingParams(1.0)
+    texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
+    one, found = Decoded("topk", shape, policy(shape)), 0.0
+    for text, chance in texts.items():
+        along = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
+        cycles = one.cycles(spec, Cost((1, 2), (1.0, 1.0)), along, params, 5)
+        assert [token for cycle in cycles for piece in cycle.answer for token in piece.token_ids] == [*text]
+        found += chance * len(cycles)
+    assert found == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):

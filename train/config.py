@@ -20,7 +20,7 @@ from treespec.options import (
     refuse,
 )
 
-LOSSES = ("published", "cross-entropy", "tv", "lk")
+LOSSES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
 TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
@@ -136,7 +136,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     loss: str = option(
         f"loss between the token distributions of head and target: {either(LOSSES)}; published: the kind's "
-        "own; tv: 1 - α, how often a single draft is refused; lk: from KL to tv as α grows",
+        "own; tv: 1 - α, how often a single draft is refused",
         "published",
         choices=LOSSES,
     )

@@ -56,7 +56,7 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
     head, target = spec.head, spec.target
     assert head is not None
     if draft_steps(head, step) < step:
-        raise InputError(f"{head.known_as} draft {head.max_depth} tokens ahead, --step is {step}")
+        raise InputError(f"--step is {step}: {head.max_depth} is the most with {head.known_as}")
     wanted = [passage.counts[step + 1 :].nonzero().squeeze(1) for passage in passages]
     total = sum(map(len, wanted))
     if not total:

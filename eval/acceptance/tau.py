@@ -66,10 +66,11 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     with locked(out):
         specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
         for spec, pairs in zip(specs, every, strict=True):
-            deepest = max((pair.tree.max_depth for pair in pairs if pair.tree), default=0)
+            trees = [pair.tree for pair in pairs if pair.tree and not pair.tree.at_once]
+            deepest = max((tree.max_depth for tree in trees), default=0)
             if spec.head and draft_steps(spec.head, deepest) < deepest:
                 raise InputError(
-                    f"--tree is {deepest} deep, {spec.head.known_as} draft {spec.head.max_depth} ahead"
+                    f"--tree is {deepest} deep: {spec.head.max_depth} levels are the most with {spec.head.known_as}"
                 )
         costs = [costs_of(spec, config) for spec in specs]
 
@@ -137,7 +138,7 @@ def misfit(
     if tree is None or not hasattr(tree, "paths"):
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
-        fits = name in ("topk", "gumbel", "auto") and not (tree and tree.may_draw)
+        fits = name in ("topk", "gumbel", "auto") and not (tree and tree.sure_tokens)
         return (
             "" if fits else "topk, gumbel and auto are measured here, the others by treespec eval"
         )

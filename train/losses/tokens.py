@@ -5,11 +5,10 @@
     loss              value
     cross-entropy     -Σ p log q
     tv                1 - α
-    lk                λ KL + (1 - λ) (1 - α), with λ = exp(-3 α) held fixed
 
 p may sum to less than 1, where a draft vocabulary leaves tokens out: they are never accepted. Where
 it sums to 0 a position has no loss.
-Cross-entropy and KL are then those of p divided by its sum, as published.
+Cross-entropy is then that of p divided by its sum, as published.
 
 Logits of all counted positions would take most of a run's memory: at 49,152 tokens 200 kB a
 position in float32, several times over and for each draft step. So the forward pass computes a
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-ETA = 3.0  # of lk: Samarin et al. 2026 (2602.23881)
 TINY = torch.finfo(torch.float32).tiny
 BUDGET = 6  # bytes for each counted position and token, at most
 # Numbers in an array of a chunk. On a CPU 8 MB in float32, which the heap reuses and caches hold in
@@ -44,17 +42,9 @@ def cross_entropy(p: Tensor, logs: Tensor) -> Tensor:
     return -(p * logs).sum(-1) / mass(p)
 
 
-def lk(p: Tensor, logs: Tensor) -> Tensor:
-    """λ KL + (1 - λ) (1 - α), where λ = exp(-3 α) gives KL the weight while drafts are poor."""
-    entropy = mass(p).log() - torch.xlogy(p, p).sum(-1) / mass(p)
-    divergence, accepted = cross_entropy(p, logs) - entropy, overlap(p, logs)
-    weight = (-ETA * accepted.detach()).exp()
-    return weight * divergence + (1 - weight) * (1 - accepted)
-
-
-def overlap(p: Tensor, logs: Tensor) -> Tensor:
-    """[M] the acceptance rate α."""
-    return torch.minimum(p, logs.exp()).sum(-1)
+def refused(p: Tensor, logs: Tensor) -> Tensor:
+    """1 - α."""
+    return 1 - torch.minimum(p, logs.exp()).sum(-1)
 
 
 def mass(p: Tensor) -> Tensor:
@@ -65,8 +55,7 @@ def mass(p: Tensor) -> Tensor:
 LOSSES: dict[str, TokenLoss] = {  # by `--loss`
     "published": cross_entropy,
     "cross-entropy": cross_entropy,
-    "tv": lambda p, logs: 1 - overlap(p, logs),
-    "lk": lk,
+    "tv": refused,
 }
 
 

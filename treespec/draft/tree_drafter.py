@@ -146,8 +146,13 @@ class TreeDrafter(ForcedDrafter):
             trees = self.proposer.repeated(grown, roots, logits, noise, (*settled, by_noise))
         else:
             ends = torch.tensor(list(map(self.end, range(len(each)), each)))
-            drafting = [None if pause else row for pause, row in zip(pauses, begun, strict=True)]
-            trees = grown(ends, drafting, noise)
+            if all(pauses):
+                trees = [*map(root_only, sent(ends, device).split(1))]
+            else:
+                drafting = [
+                    None if pause else row for pause, row in zip(pauses, begun, strict=True)
+                ]
+                trees = grown(ends, drafting, noise)
         if alike:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)

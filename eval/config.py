@@ -71,7 +71,9 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
         None,
     )
     assistant: str | None = option(
-        "smaller model for transformers' assisted generation; its tokenizer may be another", None
+        "smaller model for transformers' assisted generation, whose tokenizer may be another, or "
+        "transformers' DFlash model for this target",
+        None,
     )
     warm_up: int = option(
         "short generations per configuration before anything is timed", 2, least=0, most=10**6

@@ -8,7 +8,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from treespec.api.spec import Output
 from treespec.decoding.stats import Stats
@@ -16,10 +16,11 @@ from treespec.errors import InputError
 from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
 from treespec.eval.contestants import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
+from treespec.model.folder import loading
 from treespec.model.placement import Placement
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
-from treespec.model.weights import load_model
+from treespec.model.weights import load_config, load_model
 from treespec.requests.endpoint import FAILURES, completed, said_by, served
 
 
@@ -46,14 +47,24 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
 
     Raises InputError if it cannot be loaded.
     """
+    path, how = str(config.assistant), Placement(trust_remote_code=config.trust_remote_code)
     try:
-        how = Placement(trust_remote_code=config.trust_remote_code)
-        model = load_model(str(config.assistant), how).requires_grad_(False)
+        if is_dflash(load_config(path, how)):
+            with loading(path):
+                model = AutoModel.from_pretrained(path, **how.options).eval()
+        else:
+            model = load_model(path, how)
+        model.requires_grad_(False)
     except InputError as error:
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
     module: nn.Module = model  # transformers' own `to` has no usable annotations
     module.to(device=target.device)
     return model
+
+
+def is_dflash(config: PreTrainedConfig) -> bool:
+    """Whether a model drafts blocks from the target's hidden states, with the target's embeddings."""
+    return hasattr(config, "target_layer_ids") and hasattr(config, "block_size")
 
 
 def plain_tokens(
@@ -94,7 +105,9 @@ class Stock:
             self.method["assistant_early_exit"] = len(target.stack) // 2
         if one.method == ASSISTED and assistant:
             self.method["assistant_model"] = assistant
-            if assistant.config.vocab_size != model.config.vocab_size:  # "universal"
+            if is_dflash(assistant.config):
+                self.method["speculation_type"] = "dflash"
+            elif assistant.config.vocab_size != model.config.vocab_size:  # "universal"
                 own = load_tokenizer(str(config.assistant), config.placement)
                 self.method |= {"tokenizer": self.tokenizer, "assistant_tokenizer": own}
         sampling = {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}

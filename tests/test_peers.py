@@ -85,6 +85,21 @@ def test_methods_that_are_named_say_the_same_and_those_that_cannot_say_why(home,
     assert "num_mtp_layers" in summary["failed"]["target-MTP-t0"]
 
 
+def test_a_dflash_model_assists_where_transformers_has_one(home, tmp_path):
+    if not hasattr(hf, "MuseGlimmerAssistantConfig"):
+        pytest.skip("transformers has no DFlash model")
+    target = load(f"{home}/target").target.model.config
+    sizes = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    more = {"num_hidden_layers": 1, "head_dim": 8, "block_size": 4, "mask_token_id": 9, "target_layer_ids": [0, 1]}
+    more |= {"num_key_value_heads": sizes["num_attention_heads"]}
+    config = hf.MuseGlimmerAssistantConfig(**sizes, **more, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    hf.AutoModel.from_config(config).save_pretrained(tmp_path / "dflash")
+    changes = {"verifier": "topk", "max_new_tokens": 6, "turns": 1, "assistant": f"{tmp_path}/dflash"}
+    summary = evaluate(config_in(home, tmp_path / "out", peers="transformers,assisted generation", **changes))
+    assert [row["same"] for row in summary["rows"][2:]] == [3]
+    assert not summary["failed"]
+
+
 def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
     config = config_in(home, tmp_path, dtype="bfloat16", peers="transformers", assistant=f"{home}/target")
     target = load(f"{home}/target", dtype="bfloat16").target

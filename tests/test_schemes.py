@@ -26,7 +26,6 @@ from refusals import complains
 
 from treespec.trees.tree import Draws
 from treespec.verify import distributions, is_lp, kseq, rrs, single, spechub, topk
-from treespec.verify.is_lp import IsLp
 from treespec.verify.topk import Typical
 
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1"]
@@ -152,11 +151,6 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
     draws, chances = zip(*outcomes(name, q, min(2, SCHEMES[name].max_draws or 2)), strict=True)
     plan = SCHEMES[name].plan(p.expand(len(draws), -1), q.expand(len(draws), -1) / 2, Draws(torch.tensor(draws)))
     close(law(chances) @ plan, p, 1e-12)
-
-
-def test_options_have_the_type_of_their_field():
-    assert scheme_by_name("is-lp:s=8") == IsLp(s=8)
-    assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

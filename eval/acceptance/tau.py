@@ -66,7 +66,7 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     with locked(out):
         specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
         for spec, pairs in zip(specs, every, strict=True):
-            trees = [pair.tree for pair in pairs if pair.tree and not pair.tree.at_once]
+            trees = (pair.tree for pair in pairs if pair.tree and not pair.tree.at_once)
             deepest = max((tree.max_depth for tree in trees), default=0)
             if spec.head and draft_steps(spec.head, deepest) < deepest:
                 raise InputError(
@@ -139,9 +139,8 @@ def misfit(
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
         fits = name in ("topk", "gumbel", "auto") and not (tree and tree.sure_tokens)
-        return (
-            "" if fits else "topk, gumbel and auto are measured here, the others by treespec eval"
-        )
+        others = "topk, gumbel and auto are measured here, the others by treespec eval"
+        return "" if fits else others
     if drafter.cache or not drafter.kind.is_head:
         return (
             "it has no draft distribution along a text: take another tree, such as dynamic or auto"

@@ -107,13 +107,13 @@ class TreeDrafter(ForcedDrafter):
             started = now()
             begun = self.proposer.begin(roots, cache)
             self.forward_seconds += now() - started
+        begun = [None if pause else row for pause, row in zip(pauses, begun, strict=True)]
 
         # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         logits = [row for row in begun if row is not None]
         noises, params = [by.noise for by in distributions if by.noise], distributions[0].params
         apart = any(by.shapers or by.reported is not None for by in distributions)
-        apart = apart or any(pauses) or any(self.chains) or self.proposer.at_once
-        apart = apart or len(logits) < len(each)
+        apart = apart or any(self.chains) or self.proposer.at_once or len(logits) < len(each)
         if noises:  # a CPU makes the noise of a level when the tree gets there
             same = len(noises) == len(each) and all(by.params == params for by in distributions)
             apart = apart or not same or device.type == "cpu"
@@ -146,13 +146,8 @@ class TreeDrafter(ForcedDrafter):
             trees = self.proposer.repeated(grown, roots, logits, noise, (*settled, by_noise))
         else:
             ends = torch.tensor(list(map(self.end, range(len(each)), each)))
-            if all(pauses):
-                trees = [*map(root_only, sent(ends, device).split(1))]
-            else:
-                drafting = [
-                    None if pause else row for pause, row in zip(pauses, begun, strict=True)
-                ]
-                trees = grown(ends, drafting, noise)
+            alone = all(pauses) and sent(ends, device).split(1)
+            trees = [*map(root_only, alone)] if alone else grown(ends, begun, noise)
         if alike:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)

@@ -42,7 +42,7 @@ Masks = Mapping[str, tuple[int | None, Tensor]]  # by name, with the window of t
 Outputs = tuple[Tensor, ...]
 Run = Callable[[Inputs], Outputs]
 More = tuple[str, ...]  # of "texts" and "rows"
-Key = tuple[tuple[int, ...], int, int, int, More, Any]  # blocks, texts, rows, written columns
+Key = tuple[tuple[int, ...], int, int, int, More, Any]  # block, texts, rows, written columns
 Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
 MET = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
@@ -151,12 +151,11 @@ class Graphs:
         plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
         if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
             return plain()
-        blocks = tuple(id(x) for layer in layers for x in layer.block)
-        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if "texts" in more else b
         rows, written = (1 << (n - 1).bit_length(),) * 2 if "rows" in more else (rows, written)
         for layer in layers:
             layer.reserve(layer.length + written)
-        key = (blocks, texts, rows, written, more, of)
+        texts = min(1 << (b - 1).bit_length(), len(layers[0].block[0])) if "texts" in more else b
+        key = (tuple(map(id, layers[0].block)), texts, rows, written, more, of)
         graph = self.graphs.get(key)
         if graph is None or not graph.fits(layers):
             self.met = Counter() if len(self.met) > MOST else self.met
@@ -198,11 +197,11 @@ class Graphs:
 
     def larger(self, key: Key, layers: Sequence[TreeLayer]) -> Key | None:
         """The smallest graph of more texts or rows that does for now. key: of a forward that has none."""
-        blocks, texts, rows, written, more, of = key
+        block, texts, rows, written, more, of = key
         room = min(layer.capacity - layer.length for layer in layers)
         able = []
         for other, graph in self.graphs.items():
-            alike = (other[0], *other[4:]) == (blocks, more, of) and graph.fits(layers)
+            alike = (other[0], *other[4:]) == (block, more, of) and graph.fits(layers)
             many = other[1] == texts or (other[1] > texts and "texts" in more)
             wide = other[2:4] == (rows, written) or (other[2] > rows and "rows" in more)
             able += [other] if alike and many and wide and other[3] <= room else []

@@ -24,7 +24,7 @@ Collected = tuple["Logits", dict[str, object]]  # and the environment that they 
 class Logits:
     """Logits of target and draft for the same token, at n positions.
 
-    p, q: [n, V] in the model's dtype. group: [n] int64, the question or text of each position.
+    p, q: [n, V] in the model's dtype. group: [n] int64, the question or text that a position belongs to.
     names: of given distributions, what names each pair in tables.
     """
 
@@ -52,7 +52,7 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
         row 0                     p, q        p from the feature of c, q drafted after b
         row 1                          p, q   p from the feature of d, q drafted after c
     """
-    # 1. The rows of each passage's rollout whose token counts.
+    # 1. The rows whose token counts, passage by passage.
     head, target = spec.head, spec.target
     assert head is not None
     if draft_steps(head, step) < step:

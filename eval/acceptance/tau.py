@@ -74,7 +74,7 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
                 )
         costs = [costs_of(spec, config) for spec in specs]
 
-        # 2. Cycles and tokens of each text.
+        # 2. Cycles and tokens, text by text.
         for heat in map(float, config.temperatures):
             params, found = SamplingParams(heat, config.top_k, config.top_p), list[list[Array]]()
             texts = kept_texts(config, params, specs[0], report)

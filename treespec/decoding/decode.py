@@ -85,10 +85,11 @@ class Decoder:
                 if self.latest is not iteration:
                     raise SupersededError
                 entering = admitted(waiting, self.rows.running, batch)
+                begun = [own.text for own in self.rows.entering] + self.rows.texts
                 pieces = self.step(entering)
                 running = bool(self.rows.running or self.rows.entering)
             yield from pieces
-            for text in texts:
+            for text in (*entering, *begun):
                 if text.error:
                     raise text.error
 

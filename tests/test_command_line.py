@@ -111,6 +111,7 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         ("eval --limit many", 2, "--limit"),
         ("eval --limt 3", 2, "--limit"),
         ("calibrate --text x", 2, "Missing option '--target'"),
+        ("generate --prompt Hi you", 2, "extra argument(s) (you); a value stands behind its option, see --help"),
     ],
 )
 def test_what_the_parser_says_is_one_line(line, code, words, capsys):

@@ -68,8 +68,8 @@ def test_such_questions_are_found():
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 227_453,
-    "test code tokens": 184_900,
+    "source code tokens": 227_443,
+    "test code tokens": 184_851,
     "source files": 268,
     "source lines": 34_715,
     "functions with 7 parameters or more": 3,

@@ -130,10 +130,10 @@ class WarningLines(logging.Handler):
 
 def in_words(error: Exception) -> str:
     """The one line of an error. "" for a reader that left, and where the help is printed instead."""
-    if parser_line := getattr(error, "format_message", None):  # the parser's own errors
-        return " ".join(parser_line().split())
-    if getattr(error, "exit_code", None) == 2:
-        return " ".join(str(error).split("\n"))
+    if hasattr(error, "exit_code"):  # ours, and the parser's own
+        said = getattr(error, "format_message", error.__str__)().replace("\n", " ")
+        extra = "; a value stands behind its option, see --help" if "extra arg" in said else ""
+        return said + extra
     line, kind = first_line(error), type(error).__name__
     if isinstance(error, OSError):
         return "" if isinstance(error, BrokenPipeError) else f"cannot read or write: {line}"

@@ -137,8 +137,8 @@ class Stock:
 class Server:
     """A server with OpenAI's interface, as its client sees it: vLLM, SGLang, llama.cpp, treespec.
 
-    It answers as many prompts at a time as the contestant's batch has. Raises InputError where
-    nothing answers at its address.
+    It is asked a batch of the contestant's size at a time. Raises InputError where nothing answers
+    at its address.
     """
 
     def __init__(self, one: Contestant, config: EvalConfig) -> None:

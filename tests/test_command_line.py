@@ -111,7 +111,7 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         ("eval --limit many", 2, "--limit"),
         ("eval --limt 3", 2, "--limit"),
         ("calibrate --text x", 2, "Missing option '--target'"),
-        ("generate --prompt Hi you", 2, "extra argument(s) (you); a value stands behind its option, see --help"),
+        ("generate --prompt Hi you", 2, "extra argument(s) (you): values follow options, see --help"),
     ],
 )
 def test_what_the_parser_says_is_one_line(line, code, words, capsys):
@@ -158,7 +158,7 @@ def test_ctrl_c_is_answered_by_a_line_and_the_same_command_goes_on(home, tmp_pat
     with monkeypatch.context() as patched:
         patched.setattr(Target, "prefill", interrupted(Target.prefill, 3))
         assert treespec(line) == 130
-    stopped = f"\nStopped. The same command goes on; what is there lies in {tmp_path}\n"
+    stopped = f"\nStopped. The same command goes on with what lies in {tmp_path}\n"
     assert capsys.readouterr().err.endswith(stopped)
     assert treespec(line) == 0
 

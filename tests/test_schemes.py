@@ -47,7 +47,7 @@ def test_output_law_is_the_target_law(name):
 
 
 def marked(draws):
-    """Tokens of each node, those there for sure 10 more."""
+    """The draws by node; a token for sure counts 10 more."""
     return (draws.tokens + 10 * (draws.sure & (draws.tokens >= 0))).tolist()
 
 
@@ -105,7 +105,7 @@ def test_float32_plans_at_vocabulary_size_are_laws(name):
 @pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [3e-13, 1 - 1e-12, 7e-13]])
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "optimal"])
 def test_draws_follow_the_law_that_is_enumerated(name, q):
-    """Also what is left of q after a draw of nearly all of it. Draws of the generator: test_certify_tests.py."""
+    """Also where one draw takes nearly all of q. test_certify_tests.py has the generator's draws."""
     for k in numbers_of_draws(name):
         if not SCHEMES[name].deterministic or 0 not in q:
             found = chances_of(lambda oracle, k=k: (*SCHEMES[name].draw(law(q)[None], k, oracle).tokens[0].tolist(),))

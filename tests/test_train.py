@@ -82,11 +82,11 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
 
 
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
-    """Equal lengths, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = trained(config, head="eagle3", batch_size=4, max_steps=3, validate_on=2)
+    """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
+    one = trained(config, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
-    options += " --head eagle3 --warm-up 2 --learning-rate 1e-3 --held-out 0.2 --validate-every 0"
+    options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
     options += f" --validate-on 2 --mixed-precision no --calibrate --features {tmp_path}/features"
     said = by_two(f"treespec.train {options}", tmp_path)
     assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")

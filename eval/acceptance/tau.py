@@ -106,7 +106,7 @@ def costs_of(spec: Spec, config: TauConfig) -> Costs:
 
 
 def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
-    """(what is compared of each drafter, why other pairs are not). Raises InputError where nothing is left."""
+    """The pairs to compare, by drafter, and why others are left out. Raises InputError where all are."""
     every, left_out = list[list[Measured]](), dict[str, str]()
     for drafter in config.drafters:
         pairs, own = list[Measured](), drafter.tree or (drafter.kind.one_hot and OWN)
@@ -258,13 +258,13 @@ def rows_of(
     found: Array,
     costs: Sequence[Costs],
 ) -> list[Row]:
-    """Rows with `Figure`s, with intervals over groups. pairs: with their drafter. costs: of each.
+    """Rows of `Figure`s, whose intervals are over groups. pairs: a drafter's name and a pair. costs: by pair.
 
     tau; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the cost model, and over
     those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups: [texts]. found: [texts,
     pairs, …], of `totals`.
     """
-    # 1. Totals of each group, and of resamples of groups.
+    # 1. Totals by group, and by resample of groups.
     _, number = np.unique(groups, return_inverse=True)
     summed = np.zeros((number.max() + 1, *found.shape[1:]))
     np.add.at(summed, number, found)
@@ -277,7 +277,7 @@ def rows_of(
         kept = drawn[0, i, first:].nonzero()[0].max(initial=0)
         deepest = pair.tree.max_depth if isinstance(pair, Pair) else int(kept)
         counts = drawn[:, i, first : first + 1 + deepest]
-        least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of so many tokens or more
+        least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of 1, 2, … tokens or more
         with np.errstate(divide="ignore", invalid="ignore"):
             alpha = [interval(b / a) for a, b in pairwise(least.T)]
             shares = [float(x) for x in counts[0] / counts[0].sum()]

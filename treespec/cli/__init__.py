@@ -132,8 +132,7 @@ def in_words(error: Exception) -> str:
     """The one line of an error. "" for a reader that left, and where the help is printed instead."""
     if hasattr(error, "exit_code"):  # ours, and the parser's own
         said = getattr(error, "format_message", error.__str__)().replace("\n", " ")
-        extra = "; a value stands behind its option, see --help" if "extra arg" in said else ""
-        return said + extra
+        return said + ": values follow options, see --help" * said.startswith("Got unexpected")
     line, kind = first_line(error), type(error).__name__
     if isinstance(error, OSError):
         return "" if isinstance(error, BrokenPipeError) else f"cannot read or write: {line}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from equality import close
-from models import CONFIGS, GROUPED, random_eagle3, random_head, random_model, tokenizer
+from models import CONFIGS, random_eagle3, random_head, random_model, tokenizer
 from refusals import complains
 from test_target import plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
@@ -131,29 +131,6 @@ ADAPTERS = {
     ),
 }
 PROMPT_TUNING = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
-}
-TEXT = GROUPED | {"head_dim": 8, "pad_token_id": 0}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-QWEN_VISION = {"depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4}
-WITH_IMAGES = {
-    "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": VISION | {"model_type": "pixtral"}},
-    "llava": {
-        "text_config": TEXT | {"model_type": "llama"},
-        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
-    },
-    "idefics3": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": VISION},
-    "internvl": {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": VISION},
-    "qwen2_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION},
-    "qwen2_5_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION},
-    "qwen3_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
-}
 
 
 def base(folder):
@@ -211,17 +188,3 @@ def test_without_peft_a_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with complains("it is a PEFT adapter; pip install peft$"):
         Target.load(f"{tmp_path}/adapter")
-
-
-@pytest.mark.parametrize("name", WITH_IMAGES)
-def test_a_model_with_images_decodes_text_by_folder(tmp_path, name):
-    torch.manual_seed(0)
-    config = hf.AutoConfig.for_model(name, **WITH_IMAGES[name])
-    model = hf.AutoModelForImageTextToText.from_config(config).eval()
-    assert model.num_parameters() < 3e6
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.25)
-    model.save_pretrained(tmp_path)
-    assert decoded(load(tmp_path, device_map="cpu", dtype="float32", drafter="lookup")) == greedy(model)
-    assert equal_or_refused(model) is None

@@ -12,6 +12,7 @@ from treespec.decoding.sequence import Request, copied
 from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.model.cache import TreeCache
+from treespec.model.pictures import Shown, shown
 from treespec.model.target import Target
 from treespec.text.strings import common_prefix
 
@@ -26,12 +27,14 @@ class Own:
     """A sequence in a cache and a drafter of its own: on its way into the batch, and after it has left.
 
     Both hold `text.committed`, which may begin with a reused prefix. begun: whether its prompt has.
+    shown: of a prompt with pictures.
     """
 
     text: Request
     cache: TreeCache
     drafter: Drafter | None
     begun: bool = False
+    shown: Shown | None = None
 
     @property
     def left(self) -> int:
@@ -42,7 +45,8 @@ class Own:
     def new(self) -> bool:
         """Whether all of its prompt is left, and it shares none."""
         text = self.text
-        return self.begun and not text.committed and not text.samples and self.left > 0
+        alone = text.samples or text.pictures
+        return self.begun and not text.committed and not alone and self.left > 0
 
 
 @final
@@ -130,7 +134,8 @@ class Batch:
             self.texts = texts + [own.text for own in rest]
 
     def _keep(self, own: Own) -> None:
-        self.kept = [*self.kept, own][-self.keep :]
+        if not own.text.pictures:  # the tokens do not say what is on them
+            self.kept = [*self.kept, own][-self.keep :]
 
     def _make_room(self) -> None:
         """Forget the oldest of what is kept, where the texts may need its memory."""
@@ -185,7 +190,7 @@ class Batch:
         # features, and the others take them.
         text, samples = own.text, own.text.samples
         best, most = None, 0
-        for kept in [] if samples else self.kept:
+        for kept in [] if samples or text.pictures else self.kept:
             common = common_prefix(text.prompt[:-1], kept.text.committed)
             reused = common - 1
             # A shorter prefix may be worth more to another one.
@@ -211,7 +216,9 @@ class Batch:
             own.cache, own.drafter = copied(samples.cache, samples.drafter)
             text.committed = text.prompt[:-1]
 
-        # 3. Its counts.
+        # 3. Its pictures, and its counts.
+        if text.pictures and own.left:
+            own.shown = shown(self.target, text.pictures)
         text.root, own.begun = text.prompt[-1], True
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
         own.cache.reserve(len(text.prompt))
@@ -253,7 +260,8 @@ class Batch:
         if count := min(most, STRETCH, own.left):
             tokens = torch.tensor(text.prompt[start : start + count + 1])
             aux_layers = drafter.aux_layers if drafter else ()
-            features = self.target.prefill(own.cache, tokens[None, :-1], aux_layers)
+            new = tokens[None, :-1]
+            features = self.target.prefill(own.cache, new, aux_layers, pictures=own.shown)
             if drafter:
                 drafter.observe([features[0]], [tokens])
             text.committed = text.prompt[: start + count]

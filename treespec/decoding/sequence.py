@@ -1,6 +1,6 @@
 """The requests of a decoder, what samples of one prompt share, and the pieces of completions."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
@@ -142,6 +142,7 @@ class Request:
     listener: is called after each cycle; an error of it ends the text.
     memory: the name of the answers that it may be drafted from; None: of none. remember: whether its
     own answer joins them.
+    pictures: what the processor gives for a prompt with pictures.
     """
 
     prompt: list[int]
@@ -158,6 +159,7 @@ class Request:
     listener: Listener | None = None
     memory: str | None = None
     remember: bool = True
+    pictures: Mapping[str, Tensor] | None = None
 
     @property
     def columns(self) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from treespec.model.tree_layer import TreeLayer
-from treespec.trees.tree import sent
+from treespec.trees.tree import made, sent
 
 State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
 States = list[State]  # of each recurrent layer; empty before the first token
@@ -43,12 +43,14 @@ class Mark(NamedTuple):
     """A length of a sequence, and the states after it.
 
     base: the shortest length that `rewind` can go back to, but for 0. A layer of window w holds the
-    positions from base + 1 - w on.
+    positions from base + 1 - w on. shift: from the places of its next tokens to their positions, which
+    pictures move.
     """
 
     length: int
     states: States
     base: int = 0
+    shift: int = 0
 
 
 def first_seen(position: int, window: int | None) -> int:
@@ -104,6 +106,11 @@ class TreeCache(Cache):
     def lengths(self) -> list[int]:
         """Committed positions of each sequence."""
         return [row[-1].length for row in self.rows]
+
+    def shifted(self, places: Tensor) -> Tensor:
+        """[B, N] positions of nodes of each sequence, from their places [B, N]."""
+        shifts = tuple(row[-1].shift for row in self.rows)
+        return places + made(sent, shifts, places.device)[:, None] if any(shifts) else places
 
     @property
     def states(self) -> list[States]:
@@ -183,7 +190,7 @@ class TreeCache(Cache):
         if self.recurrent and any(nodes):
             after = self.recurrent.committed(self, nodes)
         for (*marks, now), own, kept in zip(self.rows, after, nodes, strict=True):
-            rows.append([*marks, Mark(now.length + len(kept), own, now.base)])
+            rows.append([*marks, now._replace(length=now.length + len(kept), states=own)])
         self._hold(rows)
 
         # 4. Drop columns that no window reaches.
@@ -221,6 +228,10 @@ class TreeCache(Cache):
                 now = (marks or [nothing])[-1]._replace(base=now.base)
             rows.append([*marks, now] if now.length >= now.base else [nothing])
         self._hold(rows)
+
+    def shift(self, by: int) -> None:
+        """Set the shift of the only sequence."""
+        self.rows = [[mark._replace(shift=by) for mark in self.rows[0]]]
 
     def mark(self) -> None:
         """Keep the recurrent states of the present lengths, for `rewind`."""

@@ -150,9 +150,10 @@ def causal_chunks(
         n = min(size(end), max(counts) - start)
         taken = [max(0, min(count - start, n)) for count in counts]
         depth = columns(n, device).expand(len(counts), n)
-        places = positions(depth, cache.lengths)
         if min(cache.lengths) == end:  # no gap: a text's positions are the columns
             places = columns(end + n, device).expand(len(counts), -1)
+        else:
+            places = positions(depth, cache.lengths)
         causal = depth[:, None] <= depth[..., None]
         yield Chunk(slice(start, start + n), taken, places, causal)
         cache.commit([range(kept) for kept in taken])

@@ -36,6 +36,7 @@ from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import forward_with_features, scaled
+from treespec.model.pictures import Shown
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
@@ -53,8 +54,7 @@ AuxLayers = tuple[int, ...]
 class Target:
     """A decoder and its tokenizer. It has no state of a text: that is the cache's.
 
-    vocab_size: V.
-    feature_width: H, the width of the hidden states that enter the output embedding.
+    vocab_size: V. feature_width: H, the width of the hidden states that enter the output embedding.
     context_length: positions that the model scores exactly.
 
     sdpa attention becomes `tree_attention`. Raises InputError for a model that scores no tree.
@@ -122,11 +122,8 @@ class Target:
     @property
     def masks_last(self) -> bool:
         """Whether the attention takes masks of the last columns alone: our kernels do."""
-        return (
-            self.device.type == "cpu"
-            and not self.graphs
-            and self.config._attn_implementation == NAME
-        )
+        own = self.config._attn_implementation == NAME
+        return own and self.device.type == "cpu" and not self.graphs
 
     @property
     def embed_scale(self) -> float:
@@ -152,8 +149,7 @@ class Target:
         output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
         logits = (output or self.model.get_output_embeddings())(hidden)
-        logits = logits.to(hidden.device)  # an output tied to the input may lie on its device
-        return scaled(logits, self.config)
+        return scaled(logits.to(hidden.device), self.config)  # tied to the input, it may lie there
 
     @torch.no_grad()
     def prefill(
@@ -162,21 +158,25 @@ class Target:
         tokens: Tensor,
         aux_layers: AuxLayers = (),
         counts: Sequence[int] | None = None,
+        pictures: Shown | None = None,
     ) -> Tensor:
         """Append tokens to each sequence and commit them, in chunks. Returns features [B, P, H].
 
         tokens: [B, P] int64.
         aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
-        counts: tokens to commit of each sequence; further columns of its row are padding, also in the
-        features. Default: all P.
+        counts: tokens to commit of each sequence; all P by default, further columns are padding.
+        pictures: of the one sequence, from its first token on.
         """
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
         taken, how = counts or [length] * b, (self.rows_at_once, self.output_device)
         for part in causal_chunks(cache, taken, *how):
-            new = tokens[:, part.columns]
-            features.append(self._forward(cache, new, part.places, part.causal, aux_layers)[1])
+            words: dict[str, Any] = {"tokens": tokens[:, part.columns]}
+            if pictures:
+                words = pictures.arguments(cache.end, cache.end + part.causal.shape[1])
+                cache.shift(pictures.shift)
+            features.append(self._forward(cache, words, part.places, part.causal, aux_layers)[1])
         cache.mark()
         return torch.cat(features, 1)
 
@@ -226,11 +226,10 @@ class Target:
 
         trees: one for each text. aux_layers: as for `prefill`.
         """
-        tokens, depth, ancestors = batched(
-            [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
-        )
-        places = positions(depth, cache.lengths)
-        hidden, features = self._forward(cache, tokens, places, ancestors, aux_layers)
+        own = [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
+        tokens, depth, ancestors = batched(own)
+        places, words = positions(depth, cache.lengths), {"tokens": tokens}
+        hidden, features = self._forward(cache, words, places, ancestors, aux_layers)
         sizes = [len(tree.tokens) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         parts = zip(logits, features, sizes, strict=True)
@@ -255,39 +254,43 @@ class Target:
         Nothing is committed: only columns behind the cache's end change.
         """
         with cache.writing_after(seen.shape[2] - tokens.shape[1]):
-            return self._forward(cache, tokens, places, seen, ())[0]
+            return self._forward(cache, {"tokens": tokens}, places, seen, ())[0]
 
     def _forward(
-        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, aux_layers: AuxLayers
+        self,
+        cache: TreeCache,
+        words: dict[str, Any],
+        places: Tensor,
+        seen: Tensor,
+        aux_layers: AuxLayers,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states after the final norm, and features, of B trees of N nodes.
 
-        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns. seen: [B, N, U]
-        bool, the uncommitted columns that each node sees.
+        words: tokens [B, N] int64, or what pictures give. places: [B, T] int64, the positions of all
+        T columns. seen: [B, N, U] bool, the uncommitted columns that each node sees.
         """
         # 1. Masks and positions. Learned positions end at the context length; no node beyond is kept.
-        n = tokens.shape[1]
-        node_places = places[:, -n:].clamp_max(self.context_length - 1)
+        n = seen.shape[1]
+        node_places = cache.shifted(places[:, -n:].clamp_max(self.context_length - 1))
         free = min(cache.lengths) if self.masks_last else 0
-        shown = partial(cache.shown, places, free)
-        masks = additive_masks(self.windows, shown, seen, self.dtype, self.device)
-        inputs = {"tokens": sent(tokens, self.device), "places": sent(node_places, self.device)}
+        columns = partial(cache.shown, places, free)
+        masks = additive_masks(self.windows, columns, seen, self.dtype, self.device)
+        inputs = {"places": sent(node_places, self.device)}
+        if has_tokens := "tokens" in words:
+            inputs["tokens"] = sent(words["tokens"], self.device)
 
         # 2. Those arguments that the decoder takes.
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             kinds = as_taken({kind: given[kind] for kind in masks})
-            options = {
-                "position_ids": given["places"],
-                "attention_mask": self.recurrent.all_masks(kinds) if self.recurrent else kinds,
-                "past_key_values": cache,
-                "cache_params": cache,
-            }
+            options: Any = self.recurrent.all_masks(kinds) if self.recurrent else kinds
+            options = {"attention_mask": options, "past_key_values": cache, "cache_params": cache}
+            options["position_ids"] = given["places"]
             taken = {name: value for name, value in options.items() if name in self.takes}
-            taken |= {"input_ids": given["tokens"], "use_cache": True}
+            taken |= ({"input_ids": given["tokens"]} if has_tokens else words) | {"use_cache": True}
             return forward_with_features(self.decoder, self.stack, taken, aux_layers)
 
         # 3. The forward, by a graph.
-        if self.graphs:
+        if self.graphs and has_tokens:
             of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
             how = (n, n, ("texts", "rows"), aux_layers)
             hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)

@@ -21,6 +21,7 @@ from treespec.shaping.options import SamplingParams
 from treespec.shaping.processors import LeastTokens, shapers_of
 from treespec.text import templates
 from treespec.text.ending import Ending
+from treespec.text.pictures import Pictured
 
 
 def requests_for(
@@ -86,6 +87,7 @@ def request_for(
     if wanted.logprobs or wanted.top_logprobs:
         text.top_logprobs = wanted.top_logprobs
     text.memory, text.remember = wanted.memory, wanted.remember
+    text.pictures = ids.inputs if isinstance(ids, Pictured) else None
     if wanted.on_cycle:
         text.listener = reporting(wanted.on_cycle, target.tokenizer, params, text.stats)
     return text

@@ -15,6 +15,7 @@ from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choi
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import state_of
 from treespec.serve.tools import Catcher, form_of
+from treespec.text.pictures import has_pictures
 from treespec.text.strings import fitting, well_formed
 
 router = APIRouter()
@@ -102,9 +103,10 @@ async def respond(
         tokens = min(most, room, most if isinstance(asked, ChatRequest) else USUAL)
 
     # 3. The answers. OpenAI's `store` lets them be kept.
-    if folder := state.config.log_completions if getattr(asked, "store", None) else None:
+    folder = state.config.log_completions if getattr(asked, "store", None) else None
+    if folder and not has_pictures(messages := cast(ChatRequest, asked).messages):
         file = Path(folder).expanduser() / f"{request.state.memory[:12] or 'anyone'}.jsonl"
-        answers.keep = partial(keep, file, cast(ChatRequest, asked).messages)
+        answers.keep = partial(keep, file, messages)
     options = {"temperature": state.config.temperature, **options, "max_new_tokens": tokens}
     options["memory"] = request.state.memory
     await answers.submit(prompts, asked.n or 1, asked.seed, options)

@@ -11,6 +11,8 @@ from treespec.serve.schema import ChatRequest, Message, Tool
 from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
 from treespec.shaping.compiled import KINDS
 from treespec.text import templates
+from treespec.text.pictures import has_pictures
+from treespec.text.prompts import encode
 
 Fields = dict[str, Any]
 TEACHING = """\
@@ -35,6 +37,11 @@ def encoded(
 
     messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
     """
+    if has_pictures(messages):
+        if tools:
+            raise InputError("a message with pictures goes without tools")
+        talk: list[Fields] = [{**message} for message in messages]
+        return encode(spec.target, talk, spec.template, variables)
     tokenizer, context = spec.target.tokenizer, spec.target.context_length
     if tokenizer is None:
         raise InputError("the target has no tokenizer: send token ids to /v1/completions")

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 
 from treespec.options import nearest
 from treespec.serve.errors import ApiError
+from treespec.text.pictures import has_pictures
 from treespec.text.strings import one_line, text_of
 
 OPTIONS = (  # fields with the name and the meaning of an option
@@ -90,11 +91,31 @@ class ToolCall(TypedDict):
     function: Function
 
 
+def content_of(content: object) -> Any:
+    """The text of a content, or its parts where pictures are among them. Raises ValueError.
+
+    A picture comes with the request: the server opens no address and no file for a client.
+    """
+    if not has_pictures([{"content": content}]):
+        return text_of(content)
+    parts = list[dict[str, Any]]()
+    for part in content if isinstance(content, list) else ():
+        link = part.get("image_url") if isinstance(part, dict) else None
+        url = link.get("url") if isinstance(link, dict) else None
+        if link is None:
+            parts.append({"type": "text", "text": text_of([part])})
+        elif not str(url).startswith("data:image/"):
+            raise ValueError("has a picture that is no data:image/… URL")
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
 class Message(TypedDict):
     """A message; further fields, such as `reasoning_content`, are for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[Annotated[Any, AfterValidator(text_of)] | None]
+    content: NotRequired[Annotated[Any, AfterValidator(content_of)] | None]
     tool_calls: NotRequired[list[ToolCall] | None]
 
 

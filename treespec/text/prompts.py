@@ -5,6 +5,7 @@
 | a string                                 | text, tokenised with the tokenizer's special tokens |
 | a list of `{"role": …, "content": text}` | messages, through the chat template                 |
 | a list, [T] tensor or array of integers  | token ids                                           |
+| what a transformers processor gives      | token ids and pictures                              |
 | a list of any of these                   | several prompts                                     |
 | a [B, T] tensor or array of integers     | B prompts, a whole row each: no token is padding    |
 
@@ -22,6 +23,7 @@ import torch
 
 from treespec.errors import InputError
 from treespec.text import templates
+from treespec.text.pictures import Pictured, has_pictures, pictured
 from treespec.text.strings import fitting, text_of, well_formed
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 Arrays: TypeAlias = torch.Tensor | np.ndarray
 Single: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]
-Prompt: TypeAlias = Single | Arrays
+Prompt: TypeAlias = Single | Arrays | Mapping[str, Any]
 Prompts: TypeAlias = (
     list[str] | list[list[int]] | list[list[dict[str, Any]]] | list[torch.Tensor] | list[np.ndarray]
 )
@@ -48,7 +50,8 @@ def encode(
     variables: of the chat template, for messages.
     """
     # 1. One prompt.
-    given: Any = prompt
+    seen = isinstance(prompt, Mapping) and "input_ids" in prompt
+    given: Any = Pictured(cast(Mapping[str, Any], prompt)) if seen else prompt
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
             raise InputError(
@@ -65,12 +68,16 @@ def encode(
         raise InputError(EMPTY)
 
     # 2. Its tokens.
+    if not isinstance(given, str | Pictured) and has_pictures(given):
+        if template is not None:
+            raise InputError("pictures go through the model's own chat template: no --template")
+        given = pictured(target, given, variables)
     tokenizer, context = target.tokenizer, target.context_length
     if not isinstance(given, str) and not isinstance(given[0], dict):
         for place, token in enumerate(given, 1):
             if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
                 raise InputError(f"token {place} of the prompt is {token!r:.40}: give token ids")
-        ids = list(map(int, given))
+        ids = given if isinstance(given, Pictured) else list(map(int, given))
     elif tokenizer is None:
         raise InputError("the target has no tokenizer: give token ids")
     elif isinstance(given, str):
@@ -91,8 +98,10 @@ def prompts_of(given: object) -> list[Prompt] | None:
     """The prompts in `given` where it holds several; None for one prompt or no prompt."""
     if isinstance(given, Arrays):
         return cast(list[Prompt], given.tolist()) if given.ndim == 2 else None
-    if not _is_list(given) or not given or isinstance(given[0], Integral | dict):
+    if not _is_list(given) or not given or isinstance(given[0], Integral):
         return None
+    if isinstance(given[0], Mapping):
+        return list(given) if "input_ids" in given[0] else None
     holds_prompts = any(isinstance(one, str | Arrays) or _is_list(one) for one in given)
     return list(given) if holds_prompts else None
 

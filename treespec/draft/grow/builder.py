@@ -25,7 +25,7 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree, sent
+from treespec.trees.tree import TokenTree, columns, sent
 from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
@@ -230,14 +230,17 @@ class Ranked:
             drafted.append(tokens.flatten(-2))
             scores.append(reach.flatten(-2))
 
-            # 2. The best of them are the next frontier.
+            # 2. The best of them are the next frontier. Where it is all, no order is needed.
             expanded = self.width(level, scores)
             if not expanded:
                 break
-            ranking = scores[-1].sort(descending=True, stable=True)
-            above = ranking.values[..., :expanded]
-            orders.append(sent(ranking.indices[..., :expanded], root.device))
-            last = drafted[-1].gather(-1, orders[-1])
+            above, last = scores[-1], drafted[-1]
+            order = columns(above.shape[-1], root.device).expand_as(last)
+            if expanded < above.shape[-1]:
+                above, best = above.sort(descending=True, stable=True)
+                above, order = above[..., :expanded], sent(best[..., :expanded], root.device)
+                last = last.gather(-1, order)
+            orders.append(order)
             below = yield Frontier(last, orders[-1], tokens.shape[-1])
             logits = below.unflatten(0, last.shape)
 

@@ -1,0 +1,153 @@
+"""Pictures in a prompt: the answer is `generate`'s for them, or the model is refused by name."""
+
+import base64
+import io
+
+import pytest
+import torch
+import transformers as hf
+from http_serving import NAME, client, serving
+from models import GROUPED, random_head, tokenizer
+from PIL import Image
+from refusals import complains
+from test_every_model import decoded, equal_or_refused, greedy
+
+from treespec import load
+from treespec.api.spec import Spec
+from treespec.decoding import batch
+from treespec.model.pictures import shown
+from treespec.model.target import Target
+
+PICTURE = 9  # the token that a picture's rows stand for
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+TEXT = GROUPED | {"head_dim": 8, "pad_token_id": 0}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4}
+WITH_IMAGES = {
+    "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": VISION | {"model_type": "pixtral"}},
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+    },
+    "idefics3": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": VISION},
+    "internvl": {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": VISION},
+    "qwen2_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION},
+    "qwen2_5_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION},
+    "qwen3_vl": {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+}
+GRID = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": torch.tensor([[0, 1, 1, 1, 1, 0, 0]])}
+PIXELS = {  # of a picture of 4 tokens, or 1
+    "mistral3": {"pixel_values": (1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])},
+    "idefics3": {"pixel_values": (1, 1, 3, 8, 8)},
+    **{key: {"pixel_values": (1, 3, 8, 8)} for key in ("llava", "internvl", "gemma3")},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), {"pixel_values": (16, 96)} | GRID),
+}
+GEMMA = {"text_config": TEXT | {"model_type": "gemma3_text"}, "vision_config": VISION, "mm_tokens_per_image": 4}
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def seeing(name, fields):
+    torch.manual_seed(0)
+    own = "image_token_index" if name == "llava" else "image_token_id"
+    model = hf.AutoModelForImageTextToText.from_config(hf.AutoConfig.for_model(name, **fields, **{own: PICTURE})).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+def prompt_with(name, seed):
+    """What a processor gives for `a <picture> b c`."""
+    torch.manual_seed(seed)
+    fields = {key: torch.randn(x) if isinstance(x, tuple) else x for key, x in PIXELS[name].items()}
+    ids = torch.tensor([[4, *[PICTURE] * (1 if name in ("idefics3", "internvl") else 4), 5, 6]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | fields
+
+
+def answers(model, inputs):
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, monkeypatch):
+    model = seeing(name, WITH_IMAGES[name])
+    model.save_pretrained(tmp_path)
+    assert decoded(load(tmp_path, device_map="cpu", dtype="float32", drafter="lookup")) == greedy(model)
+    assert equal_or_refused(model) is None
+
+    # Two pictures with the same token ids, and a text between them; a picture's tokens in stretches.
+    prompts = [prompt_with(name, 1), [3, 4, 5, 6], prompt_with(name, 2)]
+    wanted = [answers(model, prompts[0]), greedy(model), answers(model, prompts[2])]
+    assert wanted[0] != wanted[2]
+    monkeypatch.setattr(batch, "STRETCH", 3)
+    target = Target(model)
+    for spec in (Spec(target, random_head(target), "2x2"), Spec(target, None)):
+        for size in (1, 3):
+            outs = spec.generate(prompts, max_new_tokens=24, ignore_eos=True, batch=size)
+            assert [out.token_ids for out in outs] == wanted
+        for out in spec.generate(prompts[0], n=2, max_new_tokens=24, ignore_eos=True):
+            assert out.token_ids == wanted[0]
+
+
+def test_positions_behind_a_picture_are_as_drawn():
+    seen = shown(Target(seeing("qwen2_vl", WITH_IMAGES["qwen2_vl"])), prompt_with("qwen2_vl", 1))
+    assert seen.places[:, 0].tolist() == [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
+    assert seen.shift == -2
+
+
+def test_pictures_that_no_tree_can_follow_are_refused_in_a_line():
+    model = seeing("gemma3", GEMMA)
+    inputs = prompt_with("gemma3", 1) | {"token_type_ids": GRID["mm_token_type_ids"]}
+    with complains("pictures of Gemma3ForConditionalGeneration: they have a mask of their own$"):
+        load(model).generate(inputs)
+    with complains("pictures of LlamaForCausalLM: they do not stand in the place of tokens$"):
+        load(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))).generate(prompt_with("llava", 1))
+    for fault, ids in (("input_ids of one row", [4, 5]), ("padding", torch.tensor([[4, 5]]))):
+        with complains(fault):
+            load(model).generate({"input_ids": ids, "attention_mask": torch.tensor([[1, 0]])})
+
+
+def test_a_picture_by_http_is_answered_as_in_python(tmp_path):
+    # 1. A folder with a processor.
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    fields = WITH_IMAGES["llava"] | {"text_config": WITH_IMAGES["llava"]["text_config"] | {"vocab_size": len(words)}}
+    model = hf.AutoModelForImageTextToText.from_config(
+        hf.AutoConfig.for_model("llava", **fields, image_token_index=words.convert_tokens_to_ids("<image>"))
+    )
+    model.save_pretrained(tmp_path)
+    size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    sees = hf.CLIPImageProcessorPil(**size)
+    form = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    hf.LlavaProcessor(sees, words, chat_template=TEMPLATE, **form).save_pretrained(tmp_path)
+
+    # 2. A picture of red, as a client sends it.
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "PNG")
+    link = {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}
+    talk = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": link}, {"type": "text", "text": "What is it?"}]}
+    ]
+    spec = load(tmp_path, device_map="cpu", dtype="float32", drafter="lookup")
+    inputs = hf.AutoProcessor.from_pretrained(tmp_path)(Image.new("RGB", (8, 8), "red"), "<image>What is it?")
+    with serving(spec) as state, client(state) as ask:
+        body = {"model": NAME, "messages": talk, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        answer = ask.post("/v1/chat/completions", json=body).json()
+        assert (
+            answer["choices"][0]["token_ids"]
+            == spec.generate(inputs.convert_to_tensors("pt"), max_new_tokens=12).token_ids
+        )
+        talk[0]["content"][0]["image_url"] = {"url": "http://example.org/a.png"}
+        refused = ask.post("/v1/chat/completions", json=body)
+        assert "data:image/" in refused.json()["error"]["message"]

@@ -1,0 +1,77 @@
+"""Messages with pictures: token ids, with what the model's processor makes of the pictures."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, final
+
+from transformers import AutoProcessor
+
+from treespec.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from treespec.model.target import Target
+
+PICTURES = ("image", "image_url")
+WORDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+
+
+@final
+class Pictured(list[int]):
+    """The token ids of a prompt with pictures. inputs: the processor's tensors; none without pictures."""
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        """inputs: `input_ids` among them. Raises InputError for several prompts, none, and padding."""
+        given, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if given is None or getattr(given, "ndim", 0) != 2 or len(given) != 1:
+            raise InputError("a prompt with pictures has input_ids of one row: [1, P]")
+        if mask is not None and not mask.all():
+            raise InputError("a prompt with pictures has padding: give its own tokens alone")
+        super().__init__(given[0].tolist())
+        self.inputs = inputs if {*inputs} - WORDS else {}
+
+
+def has_pictures(messages: Sequence[Any]) -> bool:
+    contents = (one.get("content") for one in messages if isinstance(one, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in PICTURES for part in parts)
+
+
+def pictured(
+    target: "Target", messages: Sequence[dict[str, Any]], variables: Mapping[str, object] | None
+) -> Pictured:
+    """Messages whose contents are text, or parts of text and pictures, by the target's processor.
+
+    A part is `{"type": "image", "image": picture}` as transformers takes it, or OpenAI's `image_url`.
+    Raises InputError for what the processor refuses.
+    """
+    path = str(target.model.name_or_path)
+    if not path:
+        raise InputError("the target has no folder: give what its processor makes of the pictures")
+    talk = [{**one, "content": [*map(_part, _parts(one.get("content")))]} for one in messages]
+    try:
+        processor = _processor(path, target.trust_remote_code)
+        if not hasattr(processor, "image_processor"):
+            raise ValueError("it has no processor for them")
+        options = dict(variables or {}) | {"tokenize": True, "return_dict": True}
+        options |= {"return_tensors": "pt", "add_generation_prompt": True}
+        return Pictured(processor.apply_chat_template(talk, **options))
+    except Exception as error:  # of a missing package, of the picture, of the template
+        raise InputError(f"{path} cannot read these pictures: {first_line(error)}") from error
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise InputError(f"a part of a message is {part!r:.60}: give text or a picture")
+    if part.get("type") != "image_url":
+        return part
+    link = part.get("image_url")
+    return {"type": "image", "url": link.get("url") if isinstance(link, dict) else link}
+
+
+@lru_cache(maxsize=4)
+def _processor(path: str, trust_remote_code: bool) -> Any:
+    return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from mutants import mutant
 
-from treespec.draft.grow import builder
 from treespec.model.cache import TreeCache
 from treespec.trees.tree import Drafts
 
@@ -93,19 +91,6 @@ def coins_reused(spec):
 def seeded_anew(spec):
     """Every cycle begins with the seed of the text."""
     redraft(spec.decoder.drafter, before=lambda generators: [one.manual_seed(one.initial_seed()) for one in generators])
-
-
-def doubted_token_dropped(monkeypatch):
-    """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
-    whole = "            tokens.append(drawn.tokens[level.rows, level.columns])\n"
-    stop = (
-        "                if threshold and not (yield logits.float().softmax(-1)[0, last]) >= threshold:\n"
-        "                    break\n"
-    )
-    early = "".join(line.removeprefix("    ") for line in stop.splitlines(keepends=True))
-    early = early.replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
-    broken = mutant(builder, (whole, early + whole), (stop, ""))
-    monkeypatch.setattr(builder.TreeBuilder, "fixed", broken.TreeBuilder.fixed)
 
 
 def commits_a_sibling(spec):

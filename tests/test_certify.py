@@ -223,8 +223,3 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
     assert size < 1
     assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
     assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS
-
-
-def test_a_chain_that_drops_the_doubted_token_is_found(monkeypatch):
-    faults.doubted_token_dropped(monkeypatch)
-    assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 96)[POWER] < CONFIG.error / TESTS

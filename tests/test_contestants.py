@@ -118,7 +118,7 @@ def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_pat
 
 def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark(home, tmp_path):
     """At temperature 0 the lossless answer alike; at 1 they run over draws that each of them verifies."""
-    names = ["rrs-wo", "traversal", "block", "layer:greedy", "typical:delta=0.2"]
+    names = ["rrs-wo", "traversal", "block", "typical:delta=0.2"]
     options = {"verifier": ",".join(names), "allow_lossy": True, "temperature": "0,1"}
     rows = evaluate(config_in(home, tmp_path, **options, limit=2, turns=1, max_new_tokens=8, warm_up=0))["rows"]
     marks = [(name, not name.startswith("typical")) for name in ["baseline", *names]]

@@ -106,22 +106,6 @@ def test_a_batch_computes_the_nodes_of_all_in_one_forward():
     assert measured_costs(target("llama"), None, times())(7) == times()
 
 
-def test_the_model_learns_how_far_predictions_hold_for_first_children_and_for_others():
-    """Of first children half are accepted where .9 were predicted, of the others as many as predicted."""
-    model = CostModel(times(), (0.9, 0.1))
-    model.start(100.0)
-    assert model.by_law.factors.tolist() == [[1, 1], [1, 1]]
-    for cycle in range(300):
-        model.predict(Prediction(0.02, np.array([-1, 0, 0]), np.array([1, 0.9, 0.1])), model.by_law)
-        model.update([[1], [], [1], [], [1], [], [1], [], [1], [2]][cycle % 10])
-    first, others = model.by_law.factors[0].tolist()
-    assert model.by_law.factors[1].tolist() == [1, 1]
-    assert model.by_rates.factors.tolist() == [[1, 1], [1, 1]]
-    assert first == pytest.approx(0.5 / 0.9, rel=0.1)
-    assert others == pytest.approx(1, rel=0.3)
-    assert model.speed == pytest.approx(1.6 / 0.02, rel=0.1)
-
-
 def test_the_drawing_of_predicted_and_actual_acceptance():
     """Drawn in treespec/draft/cost/running.py."""
     correction = Correction(0.0)

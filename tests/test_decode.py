@@ -77,7 +77,7 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
         "eagle": "rrs-wo",
         "chain:4": "block",
         "sampled:nodes=12,depth=3": "traversal",
-        "3x2": "layer:greedy",
+        "3x2": "greedy",
     }.items(),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,18 +8,15 @@ import pytest
 import torch
 from enumeration import random_law
 from equality import seeded
-from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, target
+from models import TableConfig, TableModel, draft_tree, follow, random_head
 from refusals import complains
 
-from treespec.api.spec import Spec
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
-from treespec.draft.models.model import ModelProposer
 from treespec.draft.pairing import check_fit
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
-from treespec.trees.dynamic import ConfidentChain
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot
@@ -84,44 +81,6 @@ def test_nothing_is_drafted_before_anything_was_observed(table):
     assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]
 
 
-def test_a_chain_goes_on_while_its_last_token_was_likely_enough_and_keeps_that_token(table):
-    """The chance is that at temperature 1, whatever the temperature of the draws."""
-    lengths = set()
-    for seed in range(40):
-        tree = grow(table, "confident:depth=6,threshold=.5", "single", 0.7, seed=seed)
-        tokens = tree.tokens[1:].tolist()
-        sure = [float(draft_logits(table, tokens[:i]).softmax(-1)[tokens[i]]) for i in range(len(tokens))]
-        assert all(chance >= 0.5 for chance in sure[:-1])
-        assert len(tokens) == 6 or sure[-1] < 0.5
-        assert tree.parents.tolist() == list(range(-1, len(tokens)))
-        lengths.add(len(tokens))
-    assert len(lengths) > 1
-
-
-def test_the_threshold_follows_what_was_accepted():
-    """β₁ .5, goal .9, ε .01, β₂ .9, chains of at most 4, by hand."""
-    chain, threshold, rate = ConfidentChain(depth=4), 0.8, 0.0
-    for accepted, drafted, wanted, known in [
-        (2, 2, 0.801, 0.5),  # below the goal yet
-        (2, 2, 0.802, 0.75),
-        (1, 1, 0.803, 0.875),
-        (3, 3, 0.802, 0.9375),  # above: less sure will do
-        (4, 4, 0.802, 0.96875),  # as long as it may be: nothing to gain
-        (0, 4, 0.803, 0.484375),
-    ]:
-        threshold, rate = chain.update((threshold, rate), accepted, drafted)
-        assert (threshold, rate) == (pytest.approx(wanted), pytest.approx(known))
-
-
-def test_each_text_has_a_threshold_of_its_own_from_its_first_cycle_on():
-    spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "confident:depth=3,threshold=.2")
-    alone = [spec.generate(prompt(seed=seed), max_new_tokens=20) for seed in (3, 4)]
-    assert spec.decoder.drafter.builders[0].known[0] != 0.2
-    together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
-    assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
-    assert [out.stats.drafted for out in together] == [out.stats.drafted for out in alone]
-
-
 def test_the_allotted_draws_are_the_best_of_all_pairs():
     generator = seeded(1)
     rates = torch.rand(60, 30, generator=generator, dtype=torch.float64).numpy()
@@ -180,16 +139,15 @@ def test_the_price_follows_the_sizes_of_a_sequences_trees_to_the_wanted_mean():
     tree = SampledTree(nodes=30)
     price = tree.first
     for _ in range(60):
-        price = tree.update(price, 0, round(3 / price) - 1)
+        price = tree.update(price, round(3 / price) - 1)
     assert 3 / price == pytest.approx(30, rel=0.05)
-    assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
+    assert SampledTree(price=0.05).update(0.05, 99) == SampledTree(price=0.05).first == 0.05
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sampled_trees_go_with_verifiers_that_take_tokens_for_sure_and_confident_chains_with_all(name):
+def test_sampled_trees_go_with_verifiers_that_take_tokens_for_sure(name):
     scheme = verifier_by_name(name, allow_lossy=True).scheme
-    check_fit(ConfidentChain(), scheme)
-    if name in ("rrs-wo", "optimal", "traversal", "layer:optimal"):
+    if name in ("rrs-wo", "optimal", "traversal"):
         check_fit(SampledTree(), scheme)
     else:
         with complains(f"the sampled tree cannot go with verifier {scheme.name}"):

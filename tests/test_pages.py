@@ -135,7 +135,7 @@ def test_treespec_is_typed_for_those_who_import_it():
 RUNS = [  # a script, its arguments, and what it prints of its figures
     ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
     ("measure", "costs target head 8", r"\| 8 \| [\d.]+ \|"),
-    ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
+    ("measure", "verify --vocabulary 64 --rounds 1", r"\| `traversal` \| [\d.]+ \| [\d.]+ \|"),
     ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
 ]
 

@@ -55,8 +55,8 @@ def test_a_spec_is_told_in_a_line(home):
     llama = target("llama")
     lookup = "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
     assert repr(Spec(llama, source_of("lookup", llama))) == lookup
-    for tree in ("auto", "confident", "2x2"):
-        assert "\n" not in repr(Spec(llama, random_head(llama), tree, "topk" if tree != "confident" else "single"))
+    for tree in ("auto", "2x2"):
+        assert "\n" not in repr(Spec(llama, random_head(llama), tree, "topk"))
 
 
 def test_a_new_spec_is_the_same_and_shares_no_text(home):

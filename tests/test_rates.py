@@ -97,13 +97,6 @@ def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):
     assert rates == pytest.approx([rrs, kseq, best, best], rel=0, abs=1e-4)
 
 
-def test_schemes_rank_as_known_on_three_tokens():
-    p, q = law([0.1, 0.6, 0.3]), law([0.5, 0.3, 0.2])
-    known = {"rrs": 0.8, "is-lp": 0.85, "rrs-wo": 0.94, "spechub": 1, "greedy": 1}
-    known["kseq"] = 0.1 + (1.5 + math.sqrt(1.85)) / 4  # ρ(.1/ρ + .5), where .1/ρ + .5 = 2 - ρ
-    assert {name: of_the_plan(name, p, q, 2) for name in known} == pytest.approx(known, abs=1e-9)
-
-
 def tops_then_independent(q, best, k):
     rest = [0.0 if x in best else mass for x, mass in enumerate(q)]
     if sum(rest) == 0:

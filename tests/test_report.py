@@ -25,7 +25,7 @@ from treespec.options import command_line
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
 FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
-VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "layer:greedy", "typical (lossy)")
+VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "typical (lossy)")
 LABELS = ["Verifier", "Tree", "T"]
 NAMES = ("τ", "tokens/s", "speedup", "by question", "identical", "rest of drafting", "humanities", "推理")
 

@@ -116,8 +116,7 @@ def test_tau_is_that_of_the_real_loop(verifier, shape):
     assert abs(found - wanted) < (1e-4 if exact else 0.02)
 
 
-@pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4"),
-                                         ("eagle", "confident:depth=2,threshold=0.4")])  # fmt: skip
+@pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4")])
 def test_tau_of_trees_that_are_drafted_anew_is_that_of_the_real_loop(kind, shape):
     spec, params = spec_of(kind, shape, "topk"), SamplingParams(1.0)
     texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()

@@ -16,9 +16,7 @@ from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.gbv import GBV
-from treespec.verify.layer import Layer
 from treespec.verify.registry import SCHEMES
-from treespec.verify.single import Greedy, Single
 from treespec.verify.traversal import BLOCK, TRAVERSAL
 from treespec.verify.walk import Walk, answered
 
@@ -158,9 +156,8 @@ TREES = [
     Shape(StaticTree(((1,), (1, 1), (1, 1, 0)))),  # the first draws have no node
     Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # as many draws as tokens
 ]
-CHAIN_VERIFIERS, TREE_VERIFIERS = [BLOCK, Layer(Single())], [TRAVERSAL, Layer(Greedy()), GBV]
-VERIFIERS = CHAIN_VERIFIERS + TREE_VERIFIERS
-PAIRS = [*product(CHAIN_VERIFIERS, CHAINS), *product(TREE_VERIFIERS, TREES)]
+VERIFIERS = [BLOCK, TRAVERSAL, GBV]
+PAIRS = [*product([BLOCK], CHAINS), *product(VERIFIERS[1:], TREES)]
 WALKS = [
     (Walk(SCHEMES[name]), Shape(balanced(min(2, SCHEMES[name].max_draws or 2), 1)))
     for name in STOCHASTIC
@@ -206,7 +203,7 @@ def cold_tables(temperature):
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL.scheme)], ids=named)
 def test_so_they_have_in_float32_at_low_temperatures(verifier):
-    shape = Shape(chain(2) if verifier in CHAIN_VERIFIERS else balanced(2, 2))
+    shape = Shape(chain(2) if verifier is BLOCK else balanced(2, 2))
     for temperature in (0.01, 0.05, 1.0):
         cold = cold_tables(temperature)
         found, _ = text_law(verifier, shape, cold, torch.float32)
@@ -217,18 +214,17 @@ def test_so_they_have_in_float32_at_low_temperatures(verifier):
 @pytest.mark.parametrize("verifier", VERIFIERS[:-1], ids=named)
 def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
     """On average over all trees and coins. With draws without nodes that does not hold for traversal."""
-    shape = CHAIN if verifier in CHAIN_VERIFIERS else LOPSIDED
+    shape = CHAIN if verifier is BLOCK else LOPSIDED
     found = random_tables(seed, seed > 0)
     lengths = [text_law(one, shape, found)[1] for one in (verifier, Walk(verifier.scheme))]
     assert lengths[0] >= lengths[1] - 1e-12
 
 
-@pytest.mark.parametrize("other", [TRAVERSAL, Layer(Single())], ids=named)
-def test_on_a_chain_traversal_and_layer_are_block_verification(other):
+def test_on_a_chain_traversal_is_block_verification():
     """Also where a draw is absent, whatever stands in the slots below it."""
     ended = Drawn(CHAIN, SPARSE, {(): (1,), (0,): (-1,), (0, 0): (0,)}, {(): (), (0,): (1,)})
     for drawn in [ended, *(drawn for drawn, _ in trees("single", CHAIN, SPARSE))]:
-        texts = [verdict_texts(verifier, *drawn.tensors()) for verifier in (other, BLOCK)]
+        texts = [verdict_texts(verifier, *drawn.tensors()) for verifier in (TRAVERSAL, BLOCK)]
         assert deviation(*texts) < 1e-9
 
 

@@ -60,7 +60,7 @@ class SampledTree(Policy):
             return build.ranked(self.depth, topk=10, nodes=self.nodes)
         return build.drawn(self.depth, known)
 
-    def update(self, known: float, accepted: int, drafted: int) -> float:
+    def update(self, known: float, drafted: int) -> float:
         if self.price:
             return self.price
         return clipped(known * ((1 + drafted) / self.nodes) ** SPEED)

@@ -47,10 +47,6 @@ class Builder(Protocol):
         """Draws and sure tokens: a node gets those that are worth `price` (`trees.sampled.allot`)."""
         ...
 
-    def chain(self, depth: int, threshold: float) -> Growth:
-        """A chain that ends below a token of less than `threshold` draft probability."""
-        ...
-
 
 class Policy:
     """How many draws each node gets, and where the tree stops.
@@ -100,8 +96,8 @@ class Policy:
         """One cycle's tree. known: what it knows of the sequence."""
         raise NotImplementedError
 
-    def update(self, known: Any, accepted: int, drafted: int) -> Any:
-        """What it knows after a verification. accepted, drafted: tokens of the cycle's tree."""
+    def update(self, known: Any, drafted: int) -> Any:
+        """What it knows after a verification. drafted: tokens of the cycle's tree."""
         return known
 
     def __str__(self) -> str:

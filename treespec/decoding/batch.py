@@ -260,8 +260,8 @@ class Batch:
         if count := min(most, STRETCH, own.left):
             tokens = torch.tensor(text.prompt[start : start + count + 1])
             aux_layers = drafter.aux_layers if drafter else ()
-            new = tokens[None, :-1]
-            features = self.target.prefill(own.cache, new, aux_layers, pictures=own.shown)
+            given = tokens[None, :-1], aux_layers, None, own.shown
+            features = self.target.prefill(own.cache, *given)
             if drafter:
                 drafter.observe([features[0]], [tokens])
             text.committed = text.prompt[: start + count]

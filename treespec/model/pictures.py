@@ -63,10 +63,10 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     # 1. The model's own forward, and what its decoder gets.
     got: Any = {}
 
-    def heard(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
         got.update(given)
 
-    handle = target.decoder.register_forward_pre_hook(heard, with_kwargs=True)
+    handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
     name = type(target.model).__name__
     try:
         own = {key: value.to(target.device) for key, value in inputs.items()}

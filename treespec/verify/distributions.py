@@ -173,29 +173,6 @@ def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = N
     return answer(p, left, tokens, accepted)
 
 
-def partial_draft(
-    p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`LayerScheme.partial` for one draw of a known distribution, next to sure tokens.
-
-    Where the draw is refused, the sure tokens take their p from the refused mass. On average that
-    mass is 1 - the sum of min(p, q), which is at least their p.
-
-    p: [B, V] masses. q: [B, V], 0 on the sure tokens.
-    tokens: [B, K]. chosen, sure: [B, K] bool, which token is the draw and which tokens are sure.
-    """
-    # 1. p without what the draw and the sure tokens take.
-    accepted, left = one_draft(p, q, tokens, chosen)
-    left = without(left, tokens.masked_fill(~sure, -1))
-
-    # 2. The sure tokens' share of the refused mass.
-    sure_mass = p.gather(1, tokens.clamp(min=0)) * sure
-    outside = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
-    mean_refused = outside + sure_mass.sum(-1, keepdim=True) + left.sum(-1, keepdim=True)
-    refused = 1 - accepted.sum(-1, keepdim=True)
-    return accepted + refused * sure_mass / positive(mean_refused), left
-
-
 def recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:
     """[B, V] the plan that verifies draws in turn, each against the residual of the ones before.
 

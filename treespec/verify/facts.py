@@ -27,19 +27,18 @@ class Facts:
     deterministic: bool = False
     max_draws: int | None = None
     sure_tokens: bool = False
-    layered: bool = False
     options: Mapping[str, Range] = field(default_factory=dict)
 
 
 SCHEMES = {
     facts.name: facts
     for facts in (
-        Facts("single", "treespec.verify.single:Single", max_draws=1, layered=True),
+        Facts("single", "treespec.verify.single:Single", max_draws=1),
         Facts("rrs", "treespec.verify.rrs:RRS"),
         Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
         Facts("kseq", "treespec.verify.kseq:KSeq"),
         Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
-        Facts("greedy", "treespec.verify.single:Greedy", layered=True),
+        Facts("greedy", "treespec.verify.single:Greedy"),
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
@@ -49,7 +48,6 @@ SCHEMES = {
             "optimal",
             "treespec.verify.optimal:Optimal",
             sure_tokens=True,
-            layered=True,
             options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH},
         ),
         Facts("topk", "treespec.verify.topk:TopK", deterministic=True),
@@ -90,15 +88,14 @@ BEYOND_THE_NODE: dict[str, Known] = {
     )
 } | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
-LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
-NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
+NAMES = (*SCHEMES, *BEYOND_THE_NODE)
 
 
 def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     """The verifier that a `--verifier` value names.
 
-    A scheme's name, such as `rrs-wo`, is the walk over that scheme. `auto`, `block`, `traversal`
-    and `layer:greedy` are verifiers of whole trees.
+    A scheme's name, such as `rrs-wo`, is the walk over that scheme. `auto`, `block` and `traversal` are
+    verifiers of whole trees.
     Raises InputError for an unknown name, option or value, and for a lossy scheme without
     `allow_lossy`.
     """
@@ -107,16 +104,8 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
         if over:
             raise InputError(f"verifier {spec!r}: {kind} has no options")
         return found
-    if kind != "layer":
-        scheme, _ = known_scheme(spec, allow_lossy, NAMES[len(SCHEMES) :])
-        return Known(spec, scheme, "treespec.verify.walk:Walk", over=spec)
-    over = over or "greedy"
-    scheme, _ = known_scheme(over, allow_lossy)
-    if not scheme.layered:
-        raise InputError(
-            f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}"
-        )
-    return Known(spec, scheme, "treespec.verify.layer:Layer", over=over)
+    scheme, _ = known_scheme(spec, allow_lossy, BEYOND_THE_NODE)
+    return Known(spec, scheme, "treespec.verify.walk:Walk", over=spec)
 
 
 def known_scheme(

@@ -25,12 +25,11 @@ from treespec.verify.distributions import (
     mass_on,
     most_likely,
     overlap,
-    partial_draft,
     scale,
     single_draft,
     without,
 )
-from treespec.verify.scheme import Drawing, LayerScheme
+from treespec.verify.scheme import Drawing, Scheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
@@ -41,7 +40,7 @@ LIKELY = 64  # tokens that count in the expected number of distinct draws; all o
 
 @final
 @dataclass(frozen=True)
-class Optimal(SureScheme, LayerScheme):
+class Optimal(SureScheme, Scheme):
     """Sure tokens, then independent draws, of which a score selects one.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
@@ -134,11 +133,6 @@ class Optimal(SureScheme, LayerScheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return single_draft(p, *self.selection(p, q, draws))
-
-    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        assert draws.sure is not None
-        selected, tokens, chosen = self.selection(p, q, draws)
-        return partial_draft(p, selected, tokens, chosen > 0, (tokens >= 0) & draws.sure)
 
     def selection(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
         """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K]."""

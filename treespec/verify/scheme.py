@@ -50,9 +50,6 @@ class Scheme(Protocol):
     sure_tokens: ClassVar[bool] = False
     """Whether the scheme is a `SureScheme`."""
 
-    layered: ClassVar[bool] = False
-    """Whether the scheme is a `LayerScheme`."""
-
     @property
     def drawing(self) -> Drawing | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`).
@@ -103,19 +100,3 @@ def check(scheme: Scheme, width: int) -> None:
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
             "take a narrower tree, or a verifier for any number of draws, such as rrs"
         )
-
-
-class LayerScheme(Scheme):
-    """A scheme whose mean acceptance of each token, over all draws, has a closed form in p, q."""
-
-    layered = True
-
-    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The accepted mass on each draw, [B, K], and the mass left of p, [B, V].
-
-        p: [B, V] masses, each row with a sum of at most 1.
-
-        The rule: the sum over draws of Pr(draws | q) * accepted mass, plus the mass left, is p. The
-        accepted mass sums to at most 1 for any draws. The mass left depends on p and q alone.
-        """
-        raise NotImplementedError

@@ -18,13 +18,12 @@ from treespec.verify.distributions import (
     keep_first,
     mass_on,
     overlap,
-    partial_draft,
     scale,
     single_draft,
     tops,
     without,
 )
-from treespec.verify.scheme import Drawing, LayerScheme, RandomDraws
+from treespec.verify.scheme import Drawing, RandomDraws, Scheme
 
 
 def last_draw(tokens: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Greedy(LayerScheme):
+class Greedy(Scheme):
     """The k - 1 most likely tokens, then one draw from q' = q without them, normalised.
 
     The last draw is verified as a single draft of distribution q'. The residual norm (p - q')+ includes the
@@ -65,12 +64,6 @@ class Greedy(LayerScheme):
         last = last_draw(draws.tokens)
         rest = without(q, draws.tokens.scatter(1, last, -1))
         return single_draft(p, rest, draws.tokens.gather(1, last))
-
-    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        drawn = draws.tokens >= 0
-        best = drawn.scatter(1, last_draw(draws.tokens), False)
-        rest = without(q, draws.tokens.masked_fill(~best, -1))
-        return partial_draft(p, rest, draws.tokens, drawn & ~best, best)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         return rate(p, q, tops(q, torch.full_like(q[:, :1], k - 1), k - 1))

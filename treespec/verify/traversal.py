@@ -24,7 +24,6 @@ from torch import Tensor
 from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, Draws, TokenTree, sent
 from treespec.verify.distributions import normalise, positive, without
-from treespec.verify.layer import places_of_draws
 from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
@@ -209,3 +208,21 @@ def judge_at_once(
         node, token = above[node]
         text.insert(0, token)
     return Verdict(path, text)
+
+
+def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:
+    """[I, K] int64: the place of each draw's weight, its node's number or a place of its own.
+
+    Five nodes, of which 0, 1 and 2 have two draws each; draw 1 of node 2 repeats the token of
+    draw 0, and draw 1 of node 1 has no node. Places from N = 5 on are numbered as the draws are:
+
+        0 ─┬─ a: 1 ─┬─ c: 3        draws     places
+           │        └─ d           a b       1 2
+           └─ b: 2 ─┬─ e: 4        c d       3 8
+                    └─ e           e e       4 4
+    """
+    tokens = drafts.draws.tokens
+    is_child = tree.parents == drafts.nodes[:, None, None]
+    same = is_child & (tree.tokens == tokens[..., None])  # [I, K, N]
+    beyond = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) + len(tree.tokens)
+    return torch.where(same.any(-1), same.int().argmax(-1), beyond)

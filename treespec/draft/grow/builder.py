@@ -19,7 +19,6 @@ from treespec.draft.grow.growth import (
     drafts_of,
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
-from treespec.trees import static
 from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
@@ -89,7 +88,7 @@ class TreeBuilder:
     def update(self, path: Sequence[int]) -> None:
         """Learn from a verdict. path: the accepted nodes, without the root."""
         if self.drafted >= 0:
-            self.known = self.policy.update(self.known, len(path), self.drafted)
+            self.known = self.policy.update(self.known, self.drafted)
         self.drafted = -1
 
     @property
@@ -107,11 +106,8 @@ class TreeBuilder:
         most = min(ranks, self.scheme.max_draws or ranks, levels.shape[1])
         return (yield largest(levels, most)[0].double()).numpy()
 
-    def fixed(self, shape: StaticTree, threshold: float = 0.0) -> Growth:
-        """One draft step and one batch of draws for each level.
-
-        threshold: of a chain; it ends below a token of less draft probability at temperature 1.
-        """
+    def fixed(self, shape: StaticTree) -> Growth:
+        """One draft step and one batch of draws for each level."""
         tokens, levels, logits, scheme = [self.root], list[Drawn](), self.logits, self.scheme
         fixed = layout(shape, logits.device)
         for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
@@ -119,8 +115,6 @@ class TreeBuilder:
             #    drafted for as token 0.
             if above:
                 last = tokens[-1][level.nodes - above.first].clamp_min(0)
-                if threshold and not (yield logits.float().softmax(-1)[0, last]) >= threshold:
-                    break
                 logits = yield Frontier(last, level.parent_rows)
 
             # 2. The draws at all of these nodes.
@@ -131,8 +125,8 @@ class TreeBuilder:
             # 3. The children's tokens, and what the verifier needs.
             tokens.append(drawn.tokens[level.rows, level.columns])
             levels.append((level.nodes, q, drawn))
-        drafts, n = None if scheme.deterministic else drafts_of(levels), sum(map(len, tokens))
-        parts = fixed.parents[:n], fixed.depth[:n], fixed.ancestors[:n, :n]
+        drafts = None if scheme.deterministic else drafts_of(levels)
+        parts = fixed.parents, fixed.depth, fixed.ancestors
         return TokenTree(torch.cat(tokens), *parts, drafts)
 
     def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
@@ -182,10 +176,6 @@ class TreeBuilder:
         depths = sent(np.arange(len(tokens)).repeat([*map(len, tokens)]), parents.device)
         drafts, ancestors = drafts_of(levels), ancestor_mask(parents)
         return TokenTree(torch.cat(tokens), parents, depths, ancestors, drafts)
-
-    def chain(self, depth: int, threshold: float) -> Growth:
-        """A chain (`treespec.trees.dynamic`). threshold: the paper's γ."""
-        return self.fixed(static.chain(depth), threshold)
 
 
 @dataclass

@@ -55,7 +55,7 @@ def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Pa
     rows = list(rows_of(spec, passages_of(config, spec, report)))
     report(Step(1, 1, "calibrating"))
     assert spec.head
-    fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed)
+    fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions)
     save_calibration(fitted, config.head)
     return file, coverage
 

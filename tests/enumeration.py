@@ -102,22 +102,6 @@ def hub(q, k):
         yield (a, j), q[a] * probability
 
 
-def with_tops(q, draws, tops):
-    """All draws of positive probability, the tops after them, and their probabilities. q: [V]."""
-    masses = q.tolist()
-    sure = [x for x in sorted(range(len(masses)), key=lambda x: -masses[x])[:tops] if masses[x] > 0]
-    rest = [0.0 if x in sure else mass for x, mass in enumerate(masses)]
-    tokens, is_sure, chances = [], [], []
-    for sampled, chance in sequential(rest, draws):
-        if chance > 0:
-            there = [x for x in sampled if x >= 0]
-            absent = draws + tops - len(there) - len(sure)
-            tokens.append([*there, *sure, *[-1] * absent])
-            is_sure.append([False] * len(there) + [True] * (len(sure) + absent))
-            chances.append(chance)
-    return Draws(torch.tensor(tokens, dtype=torch.int64), torch.tensor(is_sure, dtype=torch.bool)), law(chances)
-
-
 scheme_by_name = registry.scheme_by_name
 
 

@@ -26,7 +26,7 @@ from treespec.trees.most_likely import expected_length
 from treespec.verify.registry import SCHEMES
 
 RATES = {"1": (0.5, 0.2, 0.1)}
-CALIBRATION = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), (0.1, 0.8, -1, 0), RATES)
+CALIBRATION = Calibration((0.1, 0.8, -1, 0), RATES)
 NEW = 60
 
 

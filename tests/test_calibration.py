@@ -14,9 +14,7 @@ from treespec.api.spec import Spec
 from treespec.draft.calibration import (
     FILE,
     Calibration,
-    features_of,
     load_calibration,
-    outline,
     save_calibration,
 )
 from treespec.draft.models.model import ModelProposer
@@ -25,7 +23,7 @@ from treespec.draft.trained.proposers import EagleProposer
 from treespec.model.target import Target
 
 RATES = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}
-USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), (0.1, 0.8, -1, 0), RATES)
+USUAL = Calibration((0.1, 0.8, -1, 0), RATES)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +33,8 @@ def table():
 
 
 def test_a_calibration_is_read_as_it_was_saved(tmp_path):
-    weights = torch.randn(11, generator=seeded(6), dtype=torch.float64).tolist()
-    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), (), RATES, (1.4, 1.2))
+    weights = torch.randn(4, generator=seeded(6), dtype=torch.float64).tolist()
+    calibration = Calibration(tuple(weights), RATES, (1.4, 1.2))
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
     assert load_calibration(tmp_path) == calibration
@@ -46,7 +44,7 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        *({"tops": None}, {"format": None}, {"tops": [1.0]}, {"draws": "x"}, {"format": 0}, {"greedy": [math.nan] * 4}),
+        *({"greedy": None}, {"format": None}, {"greedy": [1.0]}, {"format": 1}, {"greedy": [math.nan] * 4}),
         *({"rates": {"1": [math.inf]}}, {"rates": {"warm": [0.1]}}, {"rates": {"1": 0.1}}, {"rates": {"1": []}}),
         *({"sharpness": [1.0, 0.0]}, {"sharpness": [math.nan]}, {"sharpness": None}),
     ],
@@ -83,7 +81,7 @@ def rows_of(model, lengths, counted=True):
 def test_calibrating_gives_finite_weights_and_rates_at_each_temperature(table):
     model, head = table
     found = calibrate(head, model, rows_of(model, [60, 4, 40]), depth=3, positions=60)
-    assert [*map(len, (found.tops, found.draws, found.greedy))] == [4, 7, 4]
+    assert len(found.greedy) == 4
     assert [*found.rates] == ["0.01", "0.3", "0.6", "1"]
     for rates in found.rates.values():
         assert rates[0] > 0
@@ -110,7 +108,7 @@ def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
 def test_drafts_are_drawn_from_the_sharpened_distributions(table):
     """Of both levels of a chain, to 1e-5; and the rollout says the same."""
     model, head = table
-    calibration, seen = Calibration((0.0,) * 4, (0.0,) * 7, sharpness=(1.5, 0.7)), []
+    calibration, seen = Calibration(sharpness=(1.5, 0.7)), []
     spec = Spec(model, head, "chain:2", "rrs", calibration=calibration)
     request = spec.request([1, 2, 3], seed=1, temperature=0.5, max_new_tokens=2)
     request.listener = seen.append
@@ -145,21 +143,3 @@ def test_too_little_text_to_calibrate_is_refused(table, lengths, counted):
     model, head = table
     with complains("too short"):
         calibrate(head, model, rows_of(model, lengths, counted), depth=3)
-
-
-def test_chances_are_the_fitted_models_of_the_features():
-    """Pr(token r) = σ(u · features), scaled to 1 at most; Pr(draw i) = what the tops leave, times refused, times σ."""
-    generator = seeded(0)
-    q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
-    calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1))
-    of_tops, of_draws = map(torch.from_numpy, features_of(outline(q).numpy(), 2))
-    tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops, dtype=torch.float64))
-    tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
-    accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws, dtype=torch.float64))
-    found_tops, found_draws = map(torch.from_numpy, calibration.chances(outline(q).numpy(), 2))
-    close(found_tops, tops, 1e-6)
-    for j in range(accept.shape[1]):
-        reach = (1 - tops[:, :j].sum(-1)).clamp(min=0)
-        for i in range(accept.shape[2]):
-            close(found_draws[:, j, i], reach * accept[:, j, i], 1e-6)
-            reach = reach * (1 - accept[:, j, i])

@@ -57,7 +57,7 @@ def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, t
     assert f"{own}/calibration.json" in said.replace("\n", "")
     assert {"0.01", "0.3", "0.6", "1"} == load_calibration(own).rates.keys()
     assert len(load(target, str(own)).head.vocabulary) == 20
-    drafting = "--tree sampled:nodes=12,depth=3 --verifier traversal --temperature 1"
+    drafting = "--tree eagle --verifier traversal --temperature 1"
     assert treespec(f"generate {models} {drafting} --prompt 'the question' --max-new-tokens 8") == 0
 
 

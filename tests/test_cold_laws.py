@@ -5,11 +5,10 @@ q is as likely as any other, however little that is. Verifiers of whole trees: t
 """
 
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
-from enumeration import ENUMERABLE, law, outcomes, scheme_by_name, with_tops
+from enumeration import ENUMERABLE, law, outcomes, scheme_by_name
 from equality import close, seeded
 from test_optimal import limit, off, sampled_plans
 
@@ -78,21 +77,12 @@ def test_every_scheme_gives_the_targets_law_at_every_temperature(name, dtype):
             check(scheme, p, q, [all_draws(scheme.name, row, k) for row in q])
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("number, sure", [*product(range(3), repeat=2)][1:])
-def test_draws_beside_tokens_for_sure_give_it_too(number, sure, dtype):
-    for temperature in TEMPERATURES:
-        p, q = probs(logits(dtype), SamplingParams(temperature))
-        check(scheme_by_name("rrs-wo"), p, q, [with_tops(unit(row), number, sure) for row in q])
-
-
-@pytest.mark.parametrize("asked", [[3], [(2, 1), (1, 0), (0, 2), (3, 2)]])
 @pytest.mark.parametrize("scheme", [Optimal(), Optimal(exact=1), Optimal(extra=0, exact=1)])
-def test_the_mean_plan_of_optimal_is_the_targets_law(scheme, asked):
-    """Its draws carry uniforms, so they are sampled: a test fails by chance with 1e-4. Nodes ask for draws and tops."""
+def test_the_mean_plan_of_optimal_is_the_targets_law(scheme):
+    """Its draws carry uniforms, so they are sampled: a test fails by chance with 1e-4."""
     for temperature in (0.02, 0.05):
         p, q = probs(logits(torch.float32), SamplingParams(temperature))
-        plans, _ = sampled_plans(scheme, p, q, torch.tensor((asked * len(p))[: len(p)]), 60)
+        plans, _ = sampled_plans(scheme, p, q, 3, 60)
         assert off(plans, unit(p), EXACT[torch.float32]).abs().max() < limit(p.numel())
 
 

@@ -105,14 +105,14 @@ def test_a_suffix_cache_joined_to_a_head_takes_the_heads_verifiers_and_trees():
 
 
 def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_path):
-    config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0, limit=1, turns=1)
-    with complains(r"head:.*head with traversal: the sampled tree needs"):
+    config = config_in(home, tmp_path, verifier="traversal", tree="ddtree", warm_up=0, limit=1, turns=1)
+    with complains(r"head:.*head with traversal: the tree ddtree needs"):
         evaluate(config)
     assert not (tmp_path / "ledger.jsonl").exists()
     several = replace(config, drafter=f"head:{home}/head, lookup", head=None, verifier="traversal,topk")
     summary = evaluate(several)
     assert {row["drafter"] for row in summary["rows"]} == {None, "lookup"}
-    assert any("traversal: the sampled tree needs" in reason for reason in summary["left_out"])
+    assert any("traversal: the tree ddtree needs" in reason for reason in summary["left_out"])
     assert evaluate(several)["left_out"] == summary["left_out"]
 
 

@@ -1,6 +1,5 @@
 """Decoding changes no token: greedy to the token, alone and in a batch, and it ends where a text ends."""
 
-import itertools
 import math
 import time
 
@@ -26,7 +25,7 @@ from treespec.verify.facts import NAMES
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
 LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from
-TIMED = {"calibration": Calibration((0.0,) * 4, (0.0,) * 7), "times": Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
+TIMED = {"calibration": Calibration(), "times": Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 
 
@@ -59,10 +58,7 @@ def test_greedy_equals_generate_token_for_token(name):
         assert [output.token_ids for output in one.generate(texts, max_new_tokens=16)] == wanted
 
 
-CHOSEN = itertools.product(("sampled:nodes=12,depth=3",), ("rrs-wo", "traversal", "optimal"))
-
-
-@pytest.mark.parametrize("tree, verifier", [*((None, name) for name in NAMES), *CHOSEN, ("auto:topk=4", "auto")])
+@pytest.mark.parametrize("tree, verifier", [*((None, name) for name in NAMES), ("auto:topk=4", "auto")])
 def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier):
     out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)
@@ -76,7 +72,7 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
         "auto:nodes=16": "topk",
         "eagle": "rrs-wo",
         "chain:4": "block",
-        "sampled:nodes=12,depth=3": "traversal",
+        "2x3": "traversal",
         "3x2": "greedy",
     }.items(),
 )

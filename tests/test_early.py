@@ -97,7 +97,7 @@ def wrong(tmp_path_factory):
     for name, file, content in [
         ("cut-head", "model.safetensors", "half"),
         ("wide", "config.json", '{"hidden_size": 4096}'),
-        ("uncalibrated", "calibration.json", '{"format": 1, "sizes": {}}'),
+        ("uncalibrated", "calibration.json", '{"format": 2, "sizes": {}}'),
     ]:
         shutil.copytree(folder / "eagle", folder / name)
         (folder / name / file).write_text(content)
@@ -192,4 +192,4 @@ def test_what_only_reading_tells_is_left_to_the_loading(wrong, tmp_path):
     torch.save(load_file(wrong / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
     assert levels_in(tmp_path) is None
-    assert model_of(DrafterSpec.parse("head:someone/on-the-hub")).calibrated
+    assert model_of(DrafterSpec.parse("head:someone/on-the-hub")).at_once

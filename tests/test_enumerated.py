@@ -33,8 +33,6 @@ GROWN = [
     ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "eagle"),
     ("model", "gbv", "delayed:1x2x1"),
-    ("eagle", "rrs-wo", "sampled:price=.1,depth=2"),
-    ("eagle", "traversal", "sampled:price=.1,depth=2"),
     ("medusa", "topk", "medusa"),
     ("medusa", "rrs-wo", "ddtree:nodes=5"),
     ("dflash", "traversal", "ddtree:nodes=5"),
@@ -186,7 +184,7 @@ def test_a_completion_that_is_cancelled_as_it_ends_is_not_remembered():
     assert cycles_after(cancelled=True) > cycles_after(cancelled=False)
 
 
-def test_there_are_150_setups_of_their_own():
-    assert len(SETUPS) >= 144
+def test_there_are_140_setups_of_their_own():
+    assert len(SETUPS) >= 140
     assert {*map(named, SETUPS), *("long | " + named(setup) for setup in LONG)} == CYCLES.keys()
     assert torch.get_num_threads() == 1

@@ -113,10 +113,9 @@ def test_scores_are_uniform_and_the_selected_token_has_its_law(k, exact):
 
 
 def sampled_plans(scheme, p, q, asked, draws):
-    """[B, draws, V] plans and [B, draws] their mass on the draws. asked: [B] draws, or [B, 2] draws and sure tokens."""
-    p, q, asked = (rows.repeat_interleave(draws, 0) for rows in (p, q, asked))
-    draw, numbers = (scheme.draw, [asked]) if asked.dim() == 1 else (scheme.draw_with_sure, asked.unbind(-1))
-    drawn = draw(q, *numbers, seeded(5))
+    """[B, draws, V] plans and [B, draws] their mass on the draws. asked: draws a node."""
+    p, q = (rows.repeat_interleave(draws, 0) for rows in (p, q))
+    drawn = scheme.draw(q, asked, seeded(5))
     plan = scheme.plan(p, q, drawn)
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 4500 * torch.finfo(plan.dtype).eps
@@ -132,7 +131,7 @@ def off(samples, wanted, noise=1e-11):
 @pytest.mark.parametrize("scheme", OPTIONS)
 def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
     p, q = laws() if scheme.exact else common_laws()  # cells cost too much for many draws
-    plans, rates = sampled_plans(scheme, p, q, torch.full((len(p),), 3), 1000 if scheme.exact else 200)
+    plans, rates = sampled_plans(scheme, p, q, 3, 1000 if scheme.exact else 200)
     assert off(plans, p).abs().max() < limit(p.numel())
     in_rate = off(rates, scheme.acceptance_rate(p, q, 3))
     assert in_rate.min() > (-limit(len(p)) if scheme.exact else -4)

@@ -23,7 +23,7 @@ from treespec.eval.verdict import noise_of, sentences
 from treespec.model.processor import processor
 from treespec.options import command_line
 
-TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
+TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "eagle", "chain:5")
 FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
 VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "typical (lossy)")
 LABELS = ["Verifier", "Tree", "T"]

@@ -15,9 +15,7 @@ from enumeration import (
     every_pair,
     law,
     outcomes,
-    random_pairs,
     scheme_by_name,
-    with_tops,
 )
 from equality import close, seeded
 from mutants import mutant
@@ -30,7 +28,6 @@ from treespec.verify.topk import Typical
 
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1"]
 OPTIMAL = ["optimal", "optimal:exact=1"]
-COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
 
 
 def numbers_of_draws(name):
@@ -44,20 +41,6 @@ def test_output_law_is_the_target_law(name):
         for numbers in (numbers_of_draws(name), *([k] for k in numbers_of_draws(name))):
             for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers):
                 close(output, p, 1e-12)
-
-
-def marked(draws):
-    """The draws by node; a token for sure counts 10 more."""
-    return (draws.tokens + 10 * (draws.sure & (draws.tokens >= 0))).tolist()
-
-
-def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws():
-    k = torch.tensor(COUNTS)
-    for _, q in random_pairs(20):
-        drawn = SCHEMES["rrs-wo"].draw_with_sure(q.expand(len(k), -1), *k.unbind(-1), seeded(4))
-        for count, tokens in zip(COUNTS, marked(drawn), strict=True):
-            assert tokens[: sum(count)] in marked(with_tops(q, *count)[0])
-            assert {*tokens[sum(count) :]} <= {-1}
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OPTIMAL])

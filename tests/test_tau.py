@@ -149,7 +149,7 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
     with complains("--bandwidth and --flops"):
         TauConfig(**models, flops=1.0)
     with complains("topk, gumbel and auto are measured"):
-        measure(TauConfig(**models, verifier="rrs", tree="sampled"))
+        measure(TauConfig(**models, verifier="rrs", tree="dynamic"))
     with complains("model no draft model"):
         own = {name: value for name, value in models.items() if name != "head"}
         drafter = f"model:{home}/target"

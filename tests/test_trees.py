@@ -24,7 +24,6 @@ from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.policy import POLICIES, policy
-from treespec.trees.sampled import SampledTree
 from treespec.trees.sequoia import best_trees, sequoia
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
 from treespec.trees.tree import best_first
@@ -99,8 +98,7 @@ def test_a_bad_tree_file_is_named_with_the_reason(tmp_path, content, complaint):
 NO_TREES = """
 bush chain chain:0 chain:1000 0x3 9x9 1x100 2x20 5000x1 eagle:2 dynamic:depth dynamic:width=3 dynamic:nodes=1
 dynamic:nodes=1000000 dynamic:topk=100000 dynamic:depth=1000 dynamic:nodes=nan auto:nodes=1 auto:depth=65
-auto:topk=0 auto:price=2 sampled:nodes sampled:nodes=12.5 sampled:depth=0 sampled:width=3 sampled:price=0
-sampled:price=-1 sampled:price=nan sampled:price=1e-9 sampled:price=inf ddtree:nodes=258
+auto:topk=0 auto:price=2 sampled ddtree:nodes ddtree:nodes=12.5 ddtree:depth=0 ddtree:nodes=258
 """
 
 
@@ -116,7 +114,6 @@ def test_policies_by_name():
     assert policy("eagle") == eagle()
     assert policy("dynamic:nodes=9,depth=2") == DynamicTree(depth=2, nodes=9)
     assert policy("auto:nodes=20,depth=4,topk=3") == AutoTree(20, 4, 3)
-    assert policy("sampled:depth=2,price=0.05") == SampledTree(depth=2, price=0.05)
     assert policy("ddtree") == DDTree()
     assert all(policy(form.example) for form in POLICIES.values())
 

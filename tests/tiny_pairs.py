@@ -32,7 +32,7 @@ from treespec.model.target import Target
 
 VOCAB, PROMPT, NEW, END = 4, [1, 0, 2, 1, 0, 1, 2], 3, 3
 TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.01)
-RATES = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), rates={"1": (0.5, 0.3)})
+RATES = Calibration(rates={"1": (0.5, 0.3)})
 
 
 @cache

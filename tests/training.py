@@ -104,8 +104,9 @@ def batch_of(model, head, steps=1):
 
 def drafts(config, depth=3, **options):
     """Whether the head of a run is calibrated and drafts."""
-    spec = load(config.target, config.out, f"sampled:nodes=8,depth={depth}", "traversal", **options)
-    return spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
+    spec = load(config.target, config.out, f"chain:{depth}", "block", **options)
+    stats = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats
+    return spec.calibration and stats.drafted[0] > 0
 
 
 def weights(config):

@@ -160,7 +160,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     validate_on: int = option("held-out conversations per validation", 64, least=0, most=MANY)
     calibrate: bool = option(
-        "at the end, calibrate the head for --tree sampled on held-out conversations", True
+        "at the end, calibrate the head for auto on held-out conversations", True
     )
     decode_on: int = option(
         "held-out prompts to decode at a validation, for the acceptance length in use; 0: none",

@@ -96,11 +96,9 @@ def finish(run: Run, place: Place) -> Validation:
         if config.calibrate and data.held_out:
             try:
                 rows = list(run.rows(data.held_out))
-                save_calibration(calibrate(served, run.target, rows, seed=config.seed), out)
+                save_calibration(calibrate(served, run.target, rows), out)
             except InputError as error:
-                accelerator.print(
-                    f"no calibration, --tree sampled will need treespec calibrate: {error}"
-                )
+                accelerator.print(f"no calibration, treespec calibrate makes one: {error}")
         write_json(run.folder / "config.json", run.record)
         write_card(config, data, place, result)
         write_json(run.folder / "result.json", asdict(result))

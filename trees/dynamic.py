@@ -63,7 +63,7 @@ class DynamicTree(Policy):
     def max_draws(self) -> int:
         return self.topk
 
-    def grow(self, build: Builder, known: None) -> Growth:
+    def grow(self, build: Builder) -> Growth:
         return build.ranked(self.depth, self.topk, self.nodes)
 
 
@@ -92,7 +92,7 @@ class DDTree(Policy):
     nodes: int = 60
     depth: int = 16
 
-    def grow(self, build: Builder, known: None) -> Growth:
+    def grow(self, build: Builder) -> Growth:
         levels = yield from build.levels(self.depth, self.nodes - 1)
         if not build.one_hot:
             return (yield from build.fixed(most_likely(levels.tolist(), self.nodes)))

@@ -8,7 +8,6 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
-from treespec.trees.sampled import SampledTree
 from treespec.trees.shape import Policy, TreeError
 from treespec.trees.static import balanced, chain, delayed, eagle, from_file, medusa
 
@@ -49,7 +48,6 @@ POLICIES: dict[str, Form] = {
     "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
     "delayed": sized("delayed:2x3x2", r"(\d+)x(\d+)x(\d+)", delayed),
     "dynamic": with_options(DynamicTree, "nodes"),
-    "sampled": with_options(SampledTree, "nodes"),
     "ddtree": with_options(DDTree, "nodes"),
 }
 EXAMPLES = {name: form.example for name, form in POLICIES.items()}

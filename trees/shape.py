@@ -43,10 +43,6 @@ class Builder(Protocol):
         """The `nodes` most likely nodes, the root included; each level expands `topk` nodes."""
         ...
 
-    def drawn(self, depth: int, price: float) -> Growth:
-        """Draws and sure tokens: a node gets those that are worth `price` (`trees.sampled.allot`)."""
-        ...
-
 
 class Policy:
     """How many draws each node gets, and where the tree stops.
@@ -56,10 +52,9 @@ class Policy:
 
     name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
     are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs
-    the measured cost of a cycle. may_draw: its children may be draws. sure_tokens: it mixes draws
-    with sure tokens, by a calibration. at_once: it needs the distributions of all levels before the
-    first. max_draws: at a node; None: no more than the scheme answers.
-    first: what it knows at a sequence's first cycle. depth: the largest number of levels.
+    the measured cost of a cycle. may_draw: its children may be draws. at_once:
+    it needs the distributions of all levels before the first. max_draws: at a node; None: no more than
+    the scheme answers. depth: the largest number of levels.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -69,16 +64,11 @@ class Policy:
     repeats: ClassVar[bool] = False
     timed: ClassVar[bool] = False
     may_draw: ClassVar[bool] = True
-    sure_tokens: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
     depth: int
 
     @property
     def max_draws(self) -> int | None:
-        return None
-
-    @property
-    def first(self) -> Any:
         return None
 
     def __post_init__(self) -> None:
@@ -92,13 +82,9 @@ class Policy:
         """The largest number of levels of drafted tokens."""
         return self.depth
 
-    def grow(self, build: Builder, known: Any) -> Growth:
-        """One cycle's tree. known: what it knows of the sequence."""
+    def grow(self, build: Builder) -> Growth:
+        """One cycle's tree."""
         raise NotImplementedError
-
-    def update(self, known: Any, drafted: int) -> Any:
-        """What it knows after a verification. drafted: tokens of the cycle's tree."""
-        return known
 
     def __str__(self) -> str:
         """The kind of tree and its options."""

@@ -64,7 +64,7 @@ class StaticTree(Policy):
     def __str__(self) -> str:
         return f"static tree of {self.size - 1} nodes, {self.max_depth} deep"
 
-    def grow(self, build: Builder, known: None) -> Growth:
+    def grow(self, build: Builder) -> Growth:
         return build.fixed(self)
 
     @property

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
 HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
-SHAPES = ("chain:2", "2x2", "dynamic", "sampled", "auto", "ddtree")
+SHAPES = ("chain:2", "2x2", "dynamic", "auto", "ddtree")
 SHOWN = {"chain:2": "chain", "2x2": "static"}  # the kind of tree that an instance stands for
 Click = Any  # a command or parameter of the click that typer brings along
 

@@ -138,7 +138,7 @@ def misfit(
     if tree is None or not hasattr(tree, "paths"):
         if given and name in ("gumbel", "auto"):
             return f"{name} writes texts of its own on such trees: leave out --text"
-        fits = name in ("topk", "gumbel", "auto") and not (tree and tree.sure_tokens)
+        fits = name in ("topk", "gumbel", "auto")
         others = "topk, gumbel and auto are measured here, the others by treespec eval"
         return "" if fits else others
     if drafter.cache or not drafter.kind.is_head:

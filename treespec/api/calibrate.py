@@ -1,16 +1,15 @@
 """Fit a head's calibration on text: predicted against actual acceptance."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad, softplus
+from torch.nn.functional import pad, softplus
 
 from treespec.api.spec import Spec
 from treespec.decoding.sequence import Recorded
-from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration, features_of, outline
+from treespec.draft.calibration import COLDEST, Calibration, features_of
 from treespec.draft.drafter import Proposer
 from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
 from treespec.errors import InputError
@@ -18,14 +17,13 @@ from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.static import eagle
-from treespec.verify.distributions import rejections, without
-from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 
 TEMPERATURES = (0.3, 0.6, 1.0)
 FACTORS = tuple(1 + i / 10 for i in range(11))
 PROMPTS = 12  # completions that rates are counted over
+TOPS = 5  # most likely tokens of a node
 
 
 def calibrate(
@@ -34,37 +32,22 @@ def calibrate(
     rows: Sequence[Row],
     depth: int = 6,
     positions: int = 1500,
-    seed: int = 0,
 ) -> Calibration:
     """Fit a calibration on text that the target would write.
 
     depth: draft steps. positions: the most positions for each draft step and temperature. Raises
     InputError if the text is too short.
     """
-    # 1. The factors of the draft logits.
-    limits, weights = (draft_steps(head, depth), positions), []
+    # 1. The factors of the draft logits, and the model of greedy choices.
+    limits = draft_steps(head, depth), positions
     sharpness = sharpest(head, target, rows, (limits[0], positions // 3))
+    samples = [*choices(drafted(head, target, rows, limits))]
+    if not samples or not len(samples[0][0]):
+        raise InputError("the text is too short to calibrate a head on: give longer conversations")
+    top, hit, weight = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    fitted = Calibration(tuple(logistic(top, hit, weight[:, None]).tolist()), {}, sharpness)
 
-    # 2. Sampled outcomes, and the two models fitted to them; the first model again at temperature 0.
-    generator = torch.Generator(device=target.output_device).manual_seed(seed)
-    for temperatures in (TEMPERATURES, (0.0,)):
-        by_step = [
-            outcomes(drafted(head, target, rows, limits, sharpness if t else ()), t, generator)
-            for t in temperatures
-        ]
-        samples = [torch.cat(parts) for parts in zip(*chain(*by_step), strict=True)]
-        if not samples or not len(samples[0]):
-            raise InputError(
-                "the text is too short to calibrate a head on: give longer conversations"
-            )
-        top, hit, draw, accepted, room, weight = samples
-        weights.append(logistic(top, hit, weight[:, None]))
-        if any(temperatures):
-            weights.append(logistic(draw, accepted / room, weight[:, None, None] * room))
-    tops, draws, greedy = (tuple(fitted.tolist()) for fitted in weights)
-    fitted = Calibration(tops, draws, greedy, {}, sharpness)
-
-    # 3. Rates counted while the target writes, after what precedes the first counted token: at
+    # 2. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
     proposer, half = proposer_of(head, target), target.context_length // 2
     prompts = [
@@ -131,46 +114,24 @@ def sharpest(
 
 
 @torch.no_grad()
-def outcomes(
-    steps: Iterable[Step], temperature: float, generator: torch.Generator
-) -> Iterator[tuple[Tensor, ...]]:
-    """Training data of the two models, from positions at all draft steps.
+def choices(steps: Iterable[Step]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each draft step what its positions show the model [n, K, 4], and whether each token is chosen [n, K].
 
-    Yields for each step features and outcomes as of `tried`, and a weight [n]. The weight approximates
-    how often a tree reaches the text's token at that depth: the product of min(1, q/p) over the levels
-    above. At temperature 0 the target's choice is certain, and q is
-    taken at temperature 1, as for the ranking of a tree's nodes.
+    Beside them a weight [n]: about how often a tree reaches the text's token at that depth, the product of
+    min(1, q/p) over the levels above. On the host.
     """
-    params, weight = SamplingParams(temperature or 1.0), torch.empty(0)
+    params, weight = SamplingParams(1.0), torch.empty(0)
     for step in steps:
-        chosen, p, q = step.chosen, probs(step.target, params), probs(step.draft, params)
+        p, q = probs(step.target, params), probs(step.draft, params)
         if step.number == 1:
             weight = torch.ones(len(q), device=q.device)
-        wanted = p[chosen] if temperature else one_hot(p[chosen].argmax(-1), p.shape[1]).to(p)
-        yield *tried(wanted, q[chosen], step.number - 1, generator), weight[chosen].cpu()
+        top = q[step.chosen].topk(min(TOPS, q.shape[-1]))
+        hit = top.indices == p[step.chosen].argmax(-1, keepdim=True)
+        features = features_of(top.values.double().cpu().numpy(), step.number - 1)
+        yield torch.from_numpy(features), hit.double().cpu(), weight[step.chosen].cpu()
         following = step.tokens[:, None]
         ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
         weight = weight * ratio.squeeze(1).clamp(max=1)
-
-
-def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> list[Tensor]:
-    """What a node of the distributions p and q [n, V] shows the models, and what becomes of it.
-
-    On the host: features of the J top tokens [n, J, 4] and whether, or how likely, each is output
-    [n, J]; for draws after 0 to J tops features [n, J + 1, M, 7], the probability that each is
-    accepted [n, J + 1, M], and the probability that is left for it [n, J + 1, M].
-    """
-    top, draw = map(torch.from_numpy, features_of(outline(q).cpu().numpy(), depth))
-    best = q.topk(min(TOPS, q.shape[-1])).indices
-    hit = pad(p.gather(1, best), (0, TOPS - best.shape[1]))
-    accepted, room = [], []
-    for j in range(TOPS + 1):
-        rest = without(q, best[:, :j])
-        tokens = RRSWithoutReplacement().draw(rest, DRAWS, generator).tokens
-        mass = rejections(p, laws_in_turn(rest, tokens), tokens)[0]
-        accepted.append(mass)
-        room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
-    return [top, hit.cpu(), draw, torch.stack(accepted, 1).cpu(), torch.stack(room, 1).cpu()]
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:

@@ -205,10 +205,10 @@ def quickstart(config: QuickstartConfig) -> None:
     console.print("2/3  Three questions at temperature 0, one token at a time and with treespec")
     console.print(compare(spec, config.max_new_tokens, console))
 
-    # 3. Verifiers. Look-ups have no draft distribution; a sampled tree needs a head's calibration.
+    # 3. Verifiers. Look-ups have no draft distribution.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
-    verifiers = ["auto", "single", "rrs-wo", "optimal"] if spec.head else ["auto", "topk"]
-    verifiers += ["traversal@sampled"] if spec.calibration else []
+    of_draws = ["single", "rrs-wo", "optimal", "traversal"]
+    verifiers = ["auto", *(of_draws if spec.head else ["topk"])]
     console.print(measured(spec, verifiers, config.max_new_tokens))
     options = [] if config.target == DEMO else ["--target", config.target, "--drafter", drafter]
     command = shlex.join([str(Path(sys.executable).parent / "treespec"), "chat", *options])

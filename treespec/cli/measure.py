@@ -141,7 +141,7 @@ def tau(config: TauConfig) -> None:
 
 @takes(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
-    """Fit the acceptance probabilities that --tree sampled uses. Training does so too."""
+    """Fit what --tree auto predicts of a head, and how sharp its drafts should be. Training does so too."""
     check_text(config.text)
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])

@@ -91,7 +91,7 @@ def columns(titles: Sequence[str], *rows: Sequence[str | Text]) -> Table:
 def measured(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
     """τ and tokens per second of verifiers at temperature 1, over the questions.
 
-    verifiers: names, with a tree of their own as in traversal@sampled.
+    verifiers: names, with a tree of their own as in traversal@eagle.
     """
     # 1. Every way answers a question before the next one.
     ways = {PLAIN: spec.baseline()}

@@ -29,17 +29,15 @@ class DraftModel:
 
     trained: whether it is a trained head.
     deepest: the largest number of levels that it drafts; None: any number.
-    calibrated: whether the head's directory has a calibration.json.
     at_once: whether the distribution of a level depends on the text alone, so that all are known at first.
     """
 
     trained: bool = False
     deepest: int | None = None
-    calibrated: bool = False
     at_once: bool = False
 
 
-ANY = DraftModel(calibrated=True, at_once=True)  # a draft model that goes with every tree
+ANY = DraftModel(at_once=True)  # a draft model that goes with every tree
 
 
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
@@ -48,30 +46,22 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY)
     draws, most, deepest = policy.max_draws or 0, scheme.max_draws or MANY, model.deepest or MANY
     by_level = policy.at_once and not model.at_once
     biased = not (policy.may_draw or scheme.deterministic)
-    mixed = policy.sure_tokens and not scheme.sure_tokens
     too_deep = policy.max_depth > deepest and not policy.at_once
-    uncalibrated = policy.sure_tokens and not model.calibrated
 
     # 2. What to do.
     pair = f"the {policy.name} tree cannot go with verifier {scheme.name}"
     narrower = "chain:5" if most == 1 else f"balanced:{most}x3"
     form = "chain:" if policy.name == "static" else f"{policy.name}:depth="
-    make_it = "make it with treespec calibrate, or take" if model.trained else "without a head take"
     refuse(
         {
             f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): take "
             "--tree dynamic with --verifier topk, or --tree eagle": by_level,
             f"{pair}: it keeps children by the probability of what was drawn, which biases sampled "
             "draws; take --tree eagle (or another static tree), or --verifier topk": biased,
-            f"{pair}: it takes tops and draws from the rest of the draft's distribution, which rrs-wo, "
-            "traversal and optimal answer; take one of them, or --tree eagle": mixed,
             f"verifier {scheme.name} answers at most {most} draws a node, this tree makes {draws}; "
             f"take --tree {narrower}": draws > most,
             f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: take --tree "
             f"{form}{deepest}": too_deep,
-            f"the {policy.name} tree needs a head's calibration.json: {make_it} --tree eagle": (
-                uncalibrated
-            ),
         }
     )
 
@@ -106,9 +96,8 @@ def model_of(spec: DrafterSpec) -> DraftModel:
     folder = Path(spec.place).expanduser()
     kind = kind_in(folder) if spec.kind.name == "head" else spec.kind.name
     here = folder.is_dir()  # else a hub id, which may hold anything
-    calibrated = not here or (folder / "calibration.json").exists()
     at_once = kind is None or DRAFTERS[kind].at_once
-    return DraftModel(True, levels_in(folder) if here else None, calibrated, at_once)
+    return DraftModel(True, levels_in(folder) if here else None, at_once)
 
 
 def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None:

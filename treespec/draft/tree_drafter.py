@@ -66,8 +66,7 @@ class TreeDrafter(ForcedDrafter):
         times: CostBy | None = None,
         cache: OneHotDrafter | None = None,
     ) -> None:
-        trained, calibrated = proposer.head is not None, calibration is not None
-        facts = (trained, proposer.max_depth, calibrated, proposer.at_once)
+        facts = proposer.head is not None, proposer.max_depth, proposer.at_once
         check_fit(policy, scheme, DraftModel(*facts))
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy

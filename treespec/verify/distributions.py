@@ -4,7 +4,6 @@ A distribution is a tensor [B, V] of masses. It need not sum to 1: a plan divide
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,48 +61,6 @@ def without(masses: Tensor, tokens: Tensor) -> Tensor:
 def mass_on(masses: Tensor, tokens: Tensor) -> Tensor:
     """[B] the mass on the distinct tokens [B, K] of masses [B, V]."""
     return (masses - without(masses, tokens)).sum(-1)
-
-
-class SureScheme(Scheme):
-    """A scheme that also answers sure tokens: the most likely of q, taken next to the draws.
-
-    equal_draws: whether all draws of a node have the same probability to be accepted.
-    """
-
-    sure_tokens = True
-    equal_draws: ClassVar[bool] = False
-
-    def draw_only(self, q: Tensor, number: Tensor, generator: torch.Generator) -> Draws:
-        """`draw` without sure tokens of the scheme's own."""
-        return self.draw(q, number, generator)
-
-    def draw_with_sure(
-        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
-    ) -> Draws:
-        """The `sure` most likely tokens of each node, and `drawn` draws from q without them.
-
-        In a row stand the draws that may have a node, the sure tokens, absent ones, further draws.
-        q: [B, V] probabilities. drawn, sure: [B] int64, on the host.
-        """
-        # 1. The sure tokens that q can draw, and draws from q without them.
-        best = tops(q, sure[:, None].to(q.device), int(sure.max()))
-        others = self.draw_only(without(q, best), drawn, generator)
-        tokens = torch.cat([others.tokens, best], dim=1)
-        scores_by = others.uniforms
-        if scores_by is not None:  # sure tokens use none
-            scores_by = pad(scores_by, (0, 0, 0, best.shape[1]))
-
-        # 2. Their order.
-        column = torch.arange(tokens.shape[1], device=q.device)
-        is_sure = (column >= others.tokens.shape[1]).expand_as(tokens)
-        further = (column >= drawn[:, None].to(q.device)) & ~is_sure
-        order = is_sure.int().masked_fill(tokens < 0, 2).masked_fill(further, 3)
-        return Draws(tokens, is_sure, scores_by).columns(order.argsort(dim=-1, stable=True))
-
-
-def takes_sure_tokens(scheme: Scheme) -> TypeGuard[SureScheme]:
-    """Whether the scheme is a `SureScheme`, in the type checker's terms."""
-    return scheme.sure_tokens
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ class Facts:
     lossless: bool = True
     deterministic: bool = False
     max_draws: int | None = None
-    sure_tokens: bool = False
     options: Mapping[str, Range] = field(default_factory=dict)
 
 
@@ -35,7 +34,7 @@ SCHEMES = {
     for facts in (
         Facts("single", "treespec.verify.single:Single", max_draws=1),
         Facts("rrs", "treespec.verify.rrs:RRS"),
-        Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
+        Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement"),
         Facts("kseq", "treespec.verify.kseq:KSeq"),
         Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
         Facts("greedy", "treespec.verify.single:Greedy"),
@@ -47,7 +46,6 @@ SCHEMES = {
         Facts(
             "optimal",
             "treespec.verify.optimal:Optimal",
-            sure_tokens=True,
             options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH},
         ),
         Facts("topk", "treespec.verify.topk:TopK", deterministic=True),

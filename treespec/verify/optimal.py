@@ -9,7 +9,7 @@ a convex minimisation in at most V variables, to any accuracy. The coupling here
 and reaches α* without iteration.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -19,7 +19,6 @@ from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
 from treespec.verify.distributions import (
-    SureScheme,
     independent,
     keep_first,
     mass_on,
@@ -40,7 +39,7 @@ LIKELY = 64  # tokens that count in the expected number of distinct draws; all o
 
 @final
 @dataclass(frozen=True)
-class Optimal(SureScheme, Scheme):
+class Optimal(Scheme):
     """Sure tokens, then independent draws, of which a score selects one.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
@@ -60,7 +59,6 @@ class Optimal(SureScheme, Scheme):
 
     name = "optimal"
     random_draws = "independent"
-    equal_draws = True
 
     threshold: float = 0.35
     extra: int = 1
@@ -84,10 +82,6 @@ class Optimal(SureScheme, Scheme):
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
         return Draws(tokens, sure, scores_by).columns(order)
-
-    def draw_only(self, q: Tensor, number: Tensor, generator: torch.Generator) -> Draws:
-        """With `extra`, `number` is the expected number of distinct draws."""
-        return replace(self, threshold=1).draw(q, number, generator)
 
     @property
     def drawing(self) -> Drawing | None:

@@ -15,7 +15,6 @@ from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,
-    SureScheme,
     distinct,
     independent,
     keep_first,
@@ -25,6 +24,7 @@ from treespec.verify.distributions import (
     recursive_rejection,
     without,
 )
+from treespec.verify.scheme import Scheme
 
 SPARE = 4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
 
@@ -73,16 +73,13 @@ def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 
 @final
 @dataclass(frozen=True)
-class RRSWithoutReplacement(SureScheme):
+class RRSWithoutReplacement(Scheme):
     """Distinct draws, each from q without the earlier ones, verified one after another.
 
     As in `rrs`, each refused draw replaces p by its residual; the distribution of a draw is q without the
     earlier draws. Independent draws without their repeats are distributed as such draws. So on a CPU
     `draw` makes more independent draws than it needs, and a `race` only where these hold too few
     distinct tokens. On other devices the host does not wait to see that: all draws are a race.
-
-    Sure tokens stand behind the draws, and the draws come from q without them. The distribution of a sure
-    token is one-hot, so recursive rejection accepts it with its share of the residual.
     """
 
     name = "rrs-wo"
@@ -102,17 +99,8 @@ class RRSWithoutReplacement(SureScheme):
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        q, tokens = without_sure(q, draws)
-        return recursive_rejection(p, laws_in_turn(q, tokens), tokens)
+        return recursive_rejection(p, laws_in_turn(q, draws.tokens), draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """For one draw its overlap with p; None for more, where only enumeration is known."""
         return overlap(p, q) if k == 1 else None
-
-
-def without_sure(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """q [B, V] without the sure tokens, and the draws [B, K] with -1 in their place."""
-    if draws.sure is None:
-        return q, draws.tokens
-    tops = draws.tokens.masked_fill(~draws.sure, -1)
-    return without(q, tops), draws.tokens.masked_fill(draws.sure, -1)

@@ -47,9 +47,6 @@ class Scheme(Protocol):
     max_draws: ClassVar[int | None] = None
     """The largest number of draws at a node; None: any number."""
 
-    sure_tokens: ClassVar[bool] = False
-    """Whether the scheme is a `SureScheme`."""
-
     @property
     def drawing(self) -> Drawing | None:
         """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`).

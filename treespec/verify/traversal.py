@@ -24,7 +24,7 @@ from torch import Tensor
 from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, Draws, TokenTree, sent
 from treespec.verify.distributions import normalise, positive, without
-from treespec.verify.rrs import RRSWithoutReplacement, without_sure
+from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.topk import TopK
@@ -88,24 +88,20 @@ def refusals(
     p, q: [n, V] probabilities. draws: n rows. weight: [n, 1], w of the nodes at first.
     """
     # 1. The mass that the earlier draws leave of q, which normalises it, and q at each draw. It is a
-    #    sum, since 1 less their mass has few digits. A sure token's q is one-hot.
-    q, drawn = without_sure(q, draws)
-    at, is_drawn = draws.tokens.clamp(min=0), drawn >= 0
+    #    sum, since 1 less their mass has few digits.
+    at, is_drawn = draws.tokens.clamp(min=0), draws.tokens >= 0
     at_q = q.gather(1, at) * is_drawn
-    left = without(q, drawn).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
+    left = without(q, draws.tokens).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
     left = positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
-    at_q = positive(at_q / left).masked_fill(~is_drawn, 1)
-    at_q.masked_fill_(draws.tokens < 0, torch.inf)
+    at_q = positive(at_q / left).masked_fill(~is_drawn, torch.inf)
 
     # 2. rest is w p. An absent draw has w 0 and leaves it as it is. Quotients, for rounding leaves
     #    nothing of p where it has one token and q the same.
     rest = p * weight
-    columns = (part.split(1, dim=1) for part in (draws.tokens, at, at_q, left))
-    for token, place, odds, mass in zip(*columns, strict=True):
+    columns = (part.split(1, dim=1) for part in (at, at_q, left))
+    for place, odds, mass in zip(*columns, strict=True):
         yield (rest.gather(1, place) / odds).clamp(max=1), rest, weight
         rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
-        if draws.sure is not None:
-            rest = without(rest, token)
         kept = rest.sum(-1, keepdim=True)
         whole = positive(kept + (1 - weight))
         rest, weight = rest.div_(whole), kept / whole

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration, outline
+from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
 from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Frontier
@@ -20,12 +20,9 @@ from treespec.draft.grow.growth import (
 )
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.layout import layout
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.sampled import allot
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree, columns, sent
-from treespec.verify.distributions import takes_sure_tokens
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -34,7 +31,7 @@ class TreeBuilder:
     """The trees of one sequence by a policy.
 
     scheme: makes the draws. calibration: of the head, where it has one. costs: the measured cost by
-    batch size; called where a cycle needs it. known: what the policy learned from the sequence.
+    batch size; called where a cycle needs it.
     choice: between its trees and a suffix cache's. ahead: gives the draft logits [D, N] of all levels
     of the next tree, where a draft model has them at once.
     """
@@ -51,7 +48,6 @@ class TreeBuilder:
         self.policy, self.drawing = policy, scheme
         self.calibration, self.costs = calibration, costs
         self.choice = Choice()
-        self.known, self.drafted = policy.first, -1  # -1: the sequence had no tree in this cycle
 
     @property
     def seconds(self) -> float | None:
@@ -73,9 +69,7 @@ class TreeBuilder:
         root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
         """
         self.root, self.logits, self.params, self.generator = root, logits, params, generator
-        tree = yield from self.shaped()
-        self.drafted = len(tree.tokens) - 1
-        return tree
+        return (yield from self.shaped())
 
     def settled(self) -> Policy | None:
         """What shapes the tree of the cycle that runs, if that and the draft alone do."""
@@ -83,13 +77,10 @@ class TreeBuilder:
 
     def shaped(self) -> Growth:
         """The tree of the cycle that runs."""
-        return self.policy.grow(self, self.known)
+        return self.policy.grow(self)
 
     def update(self, path: Sequence[int]) -> None:
         """Learn from a verdict. path: the accepted nodes, without the root."""
-        if self.drafted >= 0:
-            self.known = self.policy.update(self.known, self.drafted)
-        self.drafted = -1
 
     @property
     def scheme(self) -> Scheme:
@@ -132,50 +123,6 @@ class TreeBuilder:
     def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
         tree, _ = yield from Ranked(depth, topk, nodes).grow(self.root, self.logits)
         return tree
-
-    def drawn(self, depth: int, price: float) -> Growth:
-        """A node that is reached less often than its price is a leaf (`treespec.trees.sampled`)."""
-        scheme, calibration = self.drawing, self.calibration
-        assert calibration
-        assert takes_sure_tokens(scheme)
-        tokens, links, levels, logits = [self.root], [np.array([-1])], list[Drawn](), self.logits
-        # The number of the level's first node, the frontier's places in the level, Pr(reached).
-        first, frontier, reach = 0, np.array([0]), np.ones(1)
-        for level in range(1, depth + 1):
-            # 1. The numbers of draws and sure tokens, fixed before drawing.
-            q = probs(logits, self.params)
-            tops, accepted = calibration.chances((yield outline(q)).numpy(), level - 1)
-            k, child_reach = allot(reach, tops, accepted, price, scheme.equal_draws)
-
-            # 2. The nodes that have any.
-            (some,) = np.nonzero(k.any(-1))
-            if not len(some):
-                break
-            if len(some) < len(q):
-                q, k, child_reach, frontier = q[some], k[some], child_reach[some], frontier[some]
-
-            # 3. Their draws; of repeats and further draws none has a node.
-            number, sure = torch.from_numpy(k).unbind(-1)
-            drawn = scheme.draw_with_sure(q, number, sure, self.generator)
-            slots = (yield drawn.tokens[:, : child_reach.shape[1]]).long().numpy()
-            row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
-            levels.append((sent(first + frontier, q.device), q, drawn))
-
-            # 4. The next frontier: the children that are likely enough.
-            links.append(first + frontier[row])
-            first += len(tokens[-1])
-            tokens.append(sent(slots[row, column], q.device))
-            reach = child_reach[row, column]
-            (likely,) = np.nonzero(reach > price)
-            if level == depth or not len(likely):
-                break
-            frontier, reach = likely, reach[likely]
-            rows = sent(some[row[likely]], q.device)
-            logits = yield Frontier(tokens[-1][sent(likely, q.device)], rows)
-        parents = sent(np.concatenate(links), self.root.device)
-        depths = sent(np.arange(len(tokens)).repeat([*map(len, tokens)]), parents.device)
-        drafts, ancestors = drafts_of(levels), ancestor_mask(parents)
-        return TokenTree(torch.cat(tokens), parents, depths, ancestors, drafts)
 
 
 @dataclass

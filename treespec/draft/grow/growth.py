@@ -202,8 +202,6 @@ def with_chain(
     # 2. The draws at the chain's nodes.
     q = one_hot(sent(chain, drafts.q.device), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
     drawn = scheme.draw(q, 1, generator)
-    if drafts.draws.sure is not None and drawn.sure is None:
-        drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))
 
     # 3. They stand before the tree's.
     nodes = torch.arange(len(chain), device=drafts.nodes.device)

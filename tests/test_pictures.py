@@ -17,6 +17,7 @@ from treespec.api.spec import Spec
 from treespec.decoding import batch
 from treespec.model.pictures import shown
 from treespec.model.target import Target
+from treespec.serve.errors import failed
 
 PICTURE = 9  # the token that a picture's rows stand for
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -99,9 +100,10 @@ def test_positions_behind_a_picture_are_as_drawn():
 def test_pictures_that_no_tree_can_follow_are_refused_in_a_line():
     model = seeing("gemma3")
     inputs = prompt_with("gemma3", 1) | {"token_type_ids": GRID["mm_token_type_ids"]}
-    with complains("pictures of Gemma3ForConditionalGeneration: they have a mask of their own$"):
+    with complains("pictures of Gemma3ForConditionalGeneration have a mask of their own: no tree can follow$") as told:
         load(model).generate(inputs)
-    with complains("pictures of LlamaForCausalLM: they do not stand in the place of tokens$"):
+    assert (failed(told.value).status_code, failed(told.value).param) == (400, "messages")
+    with complains("pictures of LlamaForCausalLM do not stand in the place of tokens: no tree can follow$"):
         load(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))).generate(prompt_with("llava", 1))
     for fault, ids in (("input_ids of one row", [4, 5]), ("padding", torch.tensor([[4, 5]]))):
         with complains(fault):

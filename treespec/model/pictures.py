@@ -72,7 +72,7 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
         own = {key: value.to(target.device) for key, value in inputs.items()}
         plain = target.model(**own, use_cache=False).logits[0, -1].float()
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{name} does not take these pictures: {first_line(error)}") from error
+        raise InputError(f"pictures: {name} does not take these: {first_line(error)}") from error
     finally:
         handle.remove()
 
@@ -84,7 +84,7 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     if rows is None or rows.shape != words.shape or torch.equal(rows.to(words.device), words):
         why = "do not stand in the place of tokens"
     elif places is not None and not (places[..., -1] == size - 1 + shift).all():
-        why = "have the last positions: let text follow"
+        why = "have the last positions, let text follow"
     elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.all()):
         why = "have a mask of their own"
     elif others := [key for key in {*got} - KNOWN - DEEP if isinstance(got[key], Tensor | list)]:
@@ -101,4 +101,4 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
         if (logits.to(plain.device) - plain).abs().mean() <= allowed * plain.std():
             return of
         why = "change its logits otherwise"
-    raise InputError(f"no tree can follow the pictures of {name}: they {why}")
+    raise InputError(f"pictures of {name} {why}: no tree can follow")

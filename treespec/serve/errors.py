@@ -16,7 +16,8 @@ from treespec.text.strings import one_line
 log = logging.getLogger(__name__)
 
 # The request's field of the option that a message of treespec begins with.
-FIELDS = {name: name for name in (*NAMES, "seed")} | {"json_schema": "response_format"}
+FIELDS = {name: name for name in (*NAMES, "seed")}
+FIELDS |= {"json_schema": "response_format", "pictures": "messages"}
 
 
 @final

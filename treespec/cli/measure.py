@@ -79,9 +79,12 @@ def certify(config: CertifyConfig) -> None:
         if shown := test.get("shown_by"):
             sampling = f"temperature {shown['temperature']:g}, top-k {shown['top_k']}, top-p {shown['top_p']:g}"
             print(f"        most of all at {sampling}: {one_line(shown['answer'])[:100]}")
-    if not config.endpoint:
+    dtype = found["environment"].get("dtype")
+    if config.endpoint:
+        if not (config.plain or greedy["passed"]) and all(test["passed"] for test in sampled):
+            print(f"The reference is in {dtype}: of a server in another precision give --dtype.")
+    else:
         bits = "the same bits as" if found["equal_bits"] else "other rounding than"
-        dtype = found["environment"]["dtype"]
         print(f"In {dtype} a node of a tree has {bits} one token at a time.")
     if left_out := found["not_applied"]:
         print(

@@ -48,6 +48,11 @@ def test_a_head_of_another_width_is_named(config, tmp_path):
     assert re.search(complaint, refused(config, from_head=f"{tmp_path}/other"))
 
 
+def test_a_head_without_a_bias_is_gone_on_from_without_one(config):
+    bare = trained(config, bias=False, max_steps=1)
+    assert refused(beside(config, "on"), from_head=bare.out).endswith("try --no-bias")
+
+
 def test_dropout_is_where_the_published_hydra_plus_has_it_and_ends_with_the_run(config):
     config = replace(config, head="hydra++", draft_heads=2, max_steps=2)
     model = Target.load(config.target, dtype="float32")

@@ -168,5 +168,6 @@ def take_trained(before: Head, head: Head, named: str) -> None:
     weights = dict(before.named_parameters())
     for name, parameter in trained(head).items():
         if name not in weights or weights[name].shape != parameter.shape:
-            raise InputError(f"{named} has another {name} than a head for this target")
+            hint = ": try --no-bias" if name == "fc.bias" else ""
+            raise InputError(f"{named} has another {name} than a head for this target{hint}")
         parameter.copy_(weights[name])

@@ -52,9 +52,9 @@ class Policy:
 
     name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
     are the most likely ones. repeats: the draft logits alone decide its tree there. timed: it needs
-    the measured cost of a cycle. may_draw: its children may be draws. at_once:
-    it needs the distributions of all levels before the first. max_draws: at a node; None: no more than
-    the scheme answers. depth: the largest number of levels.
+    the measured cost of a cycle. may_draw: its children may be draws. at_once: it needs
+    the distributions of all levels before the first. max_draws: at a node; None: no more than the scheme
+    answers. depth: the largest number of levels.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]

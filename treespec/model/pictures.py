@@ -53,24 +53,34 @@ class Shown:
         return given
 
 
+class Enough(Exception):
+    """The decoder has all that it gets: it need not run."""
+
+
 @torch.no_grad()
 def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     """What the layers of a target get of a prompt with pictures.
 
-    inputs: what the model's processor gives for the prompt, `input_ids` [1, P] among it.
+    inputs: what the model's processor gives for the prompt, `input_ids` [1, P] among it. The target's
+    first prompt is a trial, later ones need the part that sees alone.
     Raises InputError for a model that takes no such pictures, and where no tree can follow them.
     """
     # 1. The model's own forward, and what its decoder gets.
     got: Any = {}
+    plain = torch.empty(0)
 
     def keep(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
         got.update(given)
+        if target.follows_pictures:
+            raise Enough
 
     handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
     name = type(target.model).__name__
     try:
         own = {key: value.to(target.device) for key, value in inputs.items()}
         plain = target.model(**own, use_cache=False).logits[0, -1].float()
+    except Enough:
+        pass
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"pictures: {name} does not take these: {first_line(error)}") from error
     finally:
@@ -94,11 +104,14 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     if not why:
         deep: Any = tuple(got.get(key) for key in sorted(DEEP, reverse=True))
         of = Shown(rows, places, None if deep[0] is None else deep, shift)
+        if target.follows_pictures:
+            return of
         cache = target.new_cache(size)
         target.prefill(cache, tokens[:, :-1], pictures=of)
         logits = target.forward_tree(cache, root_only(tokens[0, -1:])).logits[0].float()
         allowed = TOLERANCE if target.dtype == torch.float32 else 5 * TOLERANCE
         if (logits.to(plain.device) - plain).abs().mean() <= allowed * plain.std():
+            target.follows_pictures = True
             return of
         why = "change its logits otherwise"
     raise InputError(f"pictures of {name} {why}: no tree can follow")

@@ -62,6 +62,7 @@ class Target:
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
     slack = SLACK  # of its caches
+    follows_pictures = False  # whether a trial has shown it
     graphs: Graphs | None = None  # of its forwards, on CUDA
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:

@@ -51,7 +51,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
 
 
 def first_children(parents):
-    """The path of the first child of each node, from the root."""
+    """The path from the root by first children."""
     path = []
     node = 0
     while node in parents:

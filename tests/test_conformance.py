@@ -33,7 +33,7 @@ def ours(name):
 
 OURS = [
     *(("independent", name, (1, 1)) for name in ("single", "block")),
-    *(("independent", name, (2, 1)) for name in ("rrs", "gbv")),
+    *(("independent", name, (2, 1)) for name in ("rrs", "kseq")),
     *(("without replacement", name, (2, 1)) for name in ("rrs-wo", "traversal")),
     ("greedy", "topk", (2, 1)),
 ]

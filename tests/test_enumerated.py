@@ -20,8 +20,9 @@ FROZEN = Path(__file__).with_name("enumerated.json")  # mean cycles of each set-
 CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
 
 SHAPED = ("top-k", "penalties", "processor", "end")
+SURE = "block-optimal:threshold=0,extra=0"
 WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub")]
-REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "gbv")]
+REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
@@ -32,7 +33,7 @@ GROWN = [
     ("suffix+eagle", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "eagle"),
-    ("model", "gbv", "delayed:1x2x1"),
+    ("model", SURE, "delayed:1x2x1"),
     ("medusa", "topk", "medusa"),
     ("medusa", "rrs-wo", "ddtree:nodes=5"),
     ("dflash", "traversal", "ddtree:nodes=5"),

@@ -32,6 +32,7 @@ SETUPS = {
     ("eagle", "2x3", "is-lp", 1): 1,
     ("eagle", "eagle", "optimal", 1): 1,
     ("eagle", "eagle", "traversal", 1): 2,
+    ("eagle", "2x3", "block-optimal", 1): 2,
     ("eagle", "auto", "auto", 1): 2,
     ("eagle", "auto", "auto", 0): 1,
     ("dflash", "ddtree:nodes=9", "traversal", 1): 3,

@@ -13,6 +13,7 @@ from treespec.verify import coupling
 from treespec.verify.distributions import independent, mass_on
 from treespec.verify.optimal import Optimal, selected
 from treespec.verify.rates import optimal_iid
+from treespec.verify.selected import selected_first
 
 KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
@@ -136,6 +137,23 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
     in_rate = off(rates, scheme.acceptance_rate(p, q, 3))
     assert in_rate.min() > (-limit(len(p)) if scheme.exact else -4)
     assert not scheme.exact or in_rate.max() < limit(len(p))
+
+
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_below_and_at_a_node_of_weight_w_the_mean_output_is_w_p(scheme):
+    """By block verification, where draws are leaves: each is accepted in its turn, and in the end the node itself."""
+    p, q = common_laws()
+    for weight in (1.0, 0.4):
+        many, drafts = (rows.repeat_interleave(400, 0) for rows in (p, q))
+        drawn = scheme.draw(drafts, 3, seeded(6))
+        drawn = drawn.columns(drawn.sure.int().argsort(stable=True))
+        *draws, (last, rest, _) = selected_first(scheme, many, drafts, drawn, torch.full_like(many[:, :1], weight))
+        reach, output = torch.ones_like(last), torch.zeros_like(many)
+        for token, (accepted, _, _) in zip(drawn.tokens.split(1, 1), draws, strict=True):
+            output.scatter_add_(1, token.clamp(min=0), reach * accepted)
+            reach = reach * (1 - accepted)
+        output += reach * last * rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)
+        assert off(output.view(len(p), 400, -1), weight * p).abs().max() < limit(2 * p.numel())
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from treespec.draft.cost.model import Cost
 from treespec.eval.acceptance.carried import FORMS, Nodes
-from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
+from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded
 from treespec.eval.acceptance.tau import along_text, ends, measure
 from treespec.eval.acceptance.ways import Pair, followed
@@ -26,6 +26,7 @@ from treespec.trees.tree import Draws
 # Samples; the standard error of a share is below 0.5 / sqrt(1600), and none may be five of them off.
 SAMPLED, NOISE = 1600, 0.065
 RACES = ("gumbel", "gls")
+SURE = "block-optimal:threshold=0,extra=0"  # all draws but the last
 
 
 def first(tokens, y, k):
@@ -59,7 +60,7 @@ def raced(name, p, q, k):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_a_draw_carries_is_its_enumeration(name):
-    scheme = scheme_by_name(DRAWN_BY.get(name, name))
+    scheme = scheme_by_name(drawn_by(name))
     for k, (p, q) in product((1, 2, 3), every_pair(1)[: 1 if name == "optimal" else None]):
         if scheme.max_draws and k > scheme.max_draws:
             continue
@@ -81,7 +82,7 @@ def test_what_a_draw_carries_is_its_enumeration(name):
 def pair_of(verifier, shape):
     tree = policy(shape)
     inner = {path[:-1] for path in tree.paths[1:]}
-    scheme = scheme_by_name(DRAWN_BY.get(verifier, verifier))
+    scheme = scheme_by_name(drawn_by(verifier))
     return Pair(verifier, shape, scheme, tree, {path: tree.draws(path) for path in inner})
 
 
@@ -103,14 +104,14 @@ def cycles_of(verifier, shape, spec, text, samples=400):
 @pytest.mark.parametrize(
     "verifier, shape",
     [("single", "chain:2"), ("block", "chain:2"), ("rrs", "2x1"), ("greedy", "2x1"), ("topk", "2x2"),
-     ("spechub", "2x1"), ("rrs-wo", "2x1"), ("traversal", "delayed:1x2x1"), ("gbv", "2x1"),
-     ("gbv", "delayed:1x2x1")],
+     ("spechub", "2x1"), ("rrs-wo", "2x1"), ("traversal", "delayed:1x2x1"), (SURE, "2x1"), (SURE, "2x2"),
+     (SURE, "delayed:1x2x1")],
 )  # fmt: skip
 def test_tau_is_that_of_the_real_loop(verifier, shape):
     """Cycles for each text, weighed by its probability, against all outcomes of decoding. Noise below 0.004."""
     spec = spec_of("eagle", shape, verifier)
     texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
-    exact = verifier in ("single", "block", "gbv", "rrs", "greedy", "topk")
+    exact = verifier in ("single", "block", SURE, "rrs", "greedy", "topk")
     samples = {"samples": 1} if exact else {}
     found = sum(prob * cycles_of(verifier, shape, spec, text, **samples) for text, prob in texts.items())
     assert abs(found - wanted) < (1e-4 if exact else 0.02)

@@ -1,8 +1,8 @@
 """Verifiers that look at whole trees: over all trees and coins texts have the target's distribution, exactly."""
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import product
 
 import pytest
@@ -15,9 +15,10 @@ from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify.gbv import GBV
+from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
-from treespec.verify.traversal import BLOCK, TRAVERSAL
+from treespec.verify.selected import selected_first
+from treespec.verify.traversal import BLOCK, TRAVERSAL, Traversal
 from treespec.verify.walk import Walk, answered
 
 Path = tuple[int, ...]  # of draws, as in StaticTree; it has a node if the static tree has it
@@ -88,12 +89,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One tree. draws: the tokens at each inner node, -1 for an absent draw. texts: down to each draw there is."""
+    """One tree. draws: the tokens at each inner node, -1 for an absent draw. texts: down to each draw there is.
+
+    sure: whether all draws of a node but the last are sure.
+    """
 
     shape: Shape
     tables: Tables
     draws: dict[Path, Text]
     texts: dict[Path, Text]
+    sure: bool = False
 
     def tensors(self, dtype=torch.float64):
         """The tree as it goes to a verifier, and p [N, V]. Below an absent draw laws are uniform, tokens are 0."""
@@ -108,7 +113,9 @@ class Drawn:
         tokens = [self.draws[path[:-1]][path[-1]] if path else 0 for path in paths]
         width = max(map(len, self.draws.values()))
         table = torch.tensor([(*self.draws[paths[i]], *[-1] * width)[:width] for i in inner])
-        drafts = Drafts(torch.tensor(inner), laws(self.tables.q, inner), Draws(table))
+        sure = (table >= 0).flip(1).cumsum(1).flip(1) > 1 if self.sure else table < -1
+        draws = Draws(table, sure, torch.full((*table.shape, 2), 0.5, dtype=torch.float64))
+        drafts = Drafts(torch.tensor(inner), laws(self.tables.q, inner), draws)
         tree = TokenTree(torch.tensor(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
         return tree, laws(self.tables.p, list(range(len(paths))))
 
@@ -130,10 +137,10 @@ def trees(scheme, shape, tables):
         text = drawn.texts.get(path)
         for tokens, chance in [((0,) * k, 1.0)] if text is None else found(text, k):
             below = {} if text is None else {(*path, i): (*text, x) for i, x in enumerate(tokens) if x >= 0}
-            new = Drawn(shape, tables, drawn.draws | {path: tokens}, drawn.texts | below)
+            new = replace(drawn, draws=drawn.draws | {path: tokens}, texts=drawn.texts | below)
             yield from grow(new, rest[1:], probability * chance)
 
-    yield from grow(Drawn(shape, tables, {}, {(): ()}), inner, 1.0)
+    yield from grow(Drawn(shape, tables, {}, {(): ()}, scheme == "greedy"), inner, 1.0)
 
 
 def text_law(verifier, shape, tables, dtype=torch.float64):
@@ -156,7 +163,27 @@ TREES = [
     Shape(StaticTree(((1,), (1, 1), (1, 1, 0)))),  # the first draws have no node
     Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # as many draws as tokens
 ]
-VERIFIERS = [BLOCK, TRAVERSAL, GBV]
+
+
+class LargestRatio:
+    """Selects of K independent draws that with the largest p/q (Thomas and Pal 2026, 2602.16961).
+
+    x is U^K - L^K, with U the q of the token and of those with a smaller p/q, L that of those alone.
+    """
+
+    def selection(self, p, q, draws):
+        order = (p / q).nan_to_num(-1).argsort(dim=-1, stable=True)
+        high = q.gather(1, order).cumsum(-1)
+        number = (draws.tokens >= 0).sum(-1, keepdim=True)
+        x = torch.zeros_like(q).scatter_(1, order, (high**number).diff(prepend=high.new_zeros(len(q), 1)))
+        rank = order.argsort(-1).gather(1, draws.tokens.clamp(min=0)).masked_fill(draws.tokens < 0, -1)
+        return x, draws.tokens, torch.nn.functional.one_hot(rank.argmax(-1), rank.shape[1]) * (number > 0)
+
+
+# `block-optimal`, where every draw but the last is sure, and with independent draws of which another rule selects.
+SURE = Traversal("sure", SCHEMES["greedy"], partial(selected_first, Optimal(0, 0)))
+GBV = Traversal("gbv", SCHEMES["rrs"], partial(selected_first, LargestRatio()))
+VERIFIERS = [BLOCK, TRAVERSAL, SURE, GBV]
 PAIRS = [*product([BLOCK], CHAINS), *product(VERIFIERS[1:], TREES)]
 WALKS = [
     (Walk(SCHEMES[name]), Shape(balanced(min(2, SCHEMES[name].max_draws or 2), 1)))

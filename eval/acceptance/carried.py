@@ -11,7 +11,7 @@ one of them is y, and the plan's mass on y stands for the coins.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from treespec.shaping.sampling import sample, uniforms
 from treespec.trees.tree import Draws
+from treespec.verify import traversal
 from treespec.verify.distributions import (
     independent,
     keep_first,
@@ -36,7 +37,6 @@ from treespec.verify.kseq import shared, smallest_rho
 from treespec.verify.optimal import Optimal
 from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
-from treespec.verify.traversal import refusals
 
 DRAWS = RRSWithoutReplacement()
 TINY = 1e-9  # of what tells which draw was selected, where it was none of y
@@ -125,7 +125,7 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     # 2. They are refused one after another.
     chance, chances, weights = torch.ones_like(here), [], []
     alone = [(weight, nodes.p * weight, weight)]
-    steps = refusals(nodes.p, nodes.q, Draws(others), weight) if k > 1 else alone
+    steps = traversal.in_turn(nodes.p, nodes.q, Draws(others), weight) if k > 1 else alone
     for i, (refused, p, _) in enumerate(steps):
         mass = left[:, i : i + 1]
         chances.append(chance * here / mass)
@@ -233,15 +233,40 @@ def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return of_selected(nodes, many, chance, Selection(selected, tokens, chosen))
 
 
-def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    scheme = cast(Optimal, scheme)
+def of_optimal(nodes: Nodes, k: int, scheme: Optimal) -> tuple[Nodes, Tensor, Tensor, "Selection"]:
+    """The nodes, each so many times; the sure tokens; Pr(a draw is y), which these have; and the selected draw."""
     many = nodes.repeated()
     tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
     tokens, chance = many.containing(rest, number, scheme.most(k))
     draws = scheme.arranged(tops, tokens, nodes.generator)
-    share = of_selected(nodes, many, chance, Selection(*scheme.selection(many.p, many.q, draws)))
+    return many, tops, chance, Selection(*scheme.selection(many.p, many.q, draws))
+
+
+def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    many, tops, chance, of = of_optimal(nodes, k, cast(Optimal, scheme))
+    share = of_selected(nodes, many, chance, of)
     sure = nodes.averaged((tops == many.y[:, None]) * many.on(many.p)[:, None])
     return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
+
+
+def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
+    """As `in_turn`, for `treespec.verify.selected`."""
+    # 1. y is the selected draw with x(y): which draw that is.
+    nodes = replace(nodes, p=nodes.p * weight)
+    many, tops, _, of = of_optimal(nodes, k, scheme)
+    own = (of.chosen * (of.tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
+    which = nodes.averaged(many.first(of.tokens) * own)
+    x, tops = (part.view(len(nodes.y), nodes.samples, -1)[:, 0] for part in (of.selected, tops))
+    at_x, at_p = nodes.on(x)[:, None], nodes.on(nodes.p)[:, None]
+    chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
+
+    # 2. Or it is sure, and those before it are refused.
+    rest = (nodes.p - x).clamp(min=0)
+    taken = rest.gather(1, tops.clamp(min=0)) * (tops >= 0)
+    left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
+    sure = tops == nodes.y[:, None]
+    weights = torch.where(sure, taken / positive(left), at_p / positive(at_x)).clamp(max=1)
+    return torch.where(sure, left, chances), weights
 
 
 class Selection(NamedTuple):

@@ -29,10 +29,17 @@ DRAWN_BY = {  # verifiers beyond the node, and bounds of all: the scheme that ma
     "gumbel": "topk",
     "auto": "topk",
     "gls": "rrs",
-    "gbv": "rrs",
+    "block-optimal": "optimal",
     "bound": "rrs",
     "bound-wo": "rrs-wo",
 }
+
+
+def drawn_by(verifier: str) -> str:
+    """The scheme that makes a verifier's draws, with its options."""
+    kind, colon, options = verifier.partition(":")
+    return DRAWN_BY.get(kind, kind) + colon + options
+
 
 PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
@@ -246,7 +253,11 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     @property
     def verifiers(self) -> list[str]:
         """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
-        names = [name for name in listed("verifier", self.verifier) if name not in DRAWN_BY]
-        schemes = schemes_in(",".join(names), DRAWN_BY) if names else []
-        asked = [*DRAWN_BY] if "all" in names else listed("verifier", self.verifier)
-        return [*schemes, *(name for name in DRAWN_BY if name in asked)]
+        asked = listed("verifier", self.verifier)
+        whole = [name for name in asked if name.partition(":")[0] in DRAWN_BY]
+        schemes = [name for name in asked if name not in whole]
+        for name in whole:
+            known_scheme(drawn_by(name))
+        everything = [*DRAWN_BY] if "all" in schemes else []
+        found = schemes_in(",".join(schemes), DRAWN_BY) if schemes else []
+        return list(dict.fromkeys(found + everything + whole))

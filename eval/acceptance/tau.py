@@ -33,7 +33,7 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.kinds import draft_steps, proposer_of
 from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
-from treespec.eval.acceptance.config import DRAWN_BY, TauConfig
+from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
 from treespec.eval.acceptance.table import report_of_tau
 from treespec.eval.acceptance.ways import Pair, followed
@@ -112,7 +112,7 @@ def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
         pairs, own = list[Measured](), drafter.tree or (drafter.kind.one_hot and OWN)
         for shape, name in product([own] if own else config.trees, config.verifiers):
             tree = None if shape == OWN else policy(shape)
-            scheme = scheme_by_name(DRAWN_BY.get(name, name))
+            scheme = scheme_by_name(drawn_by(name))
             if why := misfit(name, tree, scheme.max_draws, drafter, bool(config.text)):
                 left_out[f"{drafter.short} {name}@{shape}"] = why
             elif tree is None or not hasattr(tree, "paths"):

@@ -6,7 +6,6 @@ the nodes of depth i that may hold y_1 … y_i:
 
     walk         each step: Pr(draw k is y, and the plan's output)
     traversal    each step: Pr(draw k is y, and all before it are refused); in the end w of the last draw
-    gbv          each step: Pr(the selected draw is y); in the end w of it
 
 Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
 their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): what hangs
@@ -18,13 +17,15 @@ Pr(y_1 … y_i is drafted) over the target's. Block verification of one path att
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import FORMS, Nodes, in_turn
+from treespec.eval.acceptance.carried import FORMS, Nodes, block_optimal, in_turn
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
+from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 
 RACES = ("gumbel", "gls")  # verifiers over noise
@@ -45,27 +46,14 @@ def shared(columns: Tensor, nodes: Nodes) -> Tensor:
     return (columns / positive(nodes.on(nodes.p))[:, None]).double().T
 
 
-def traversal(way: Way, nodes: Nodes, k: int) -> list[Way]:
-    """Traversal verification; on a chain block verification."""
-    chances, weights = in_turn(nodes, k, way.weight[:, None].to(nodes.p.dtype))
+def judged_last(way: Way, nodes: Nodes, parts: tuple[Tensor, Tensor]) -> list[Way]:
+    """The ways down k draws that are judged after all nodes below them.
+
+    parts: [n, k] Pr(draw k is y, and all before it are refused), and w of it.
+    """
+    chances, weights = parts
     columns = zip(shared(chances, nodes), weights.double().T, strict=True)
     return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
-
-
-def gbv(way: Way, nodes: Nodes, k: int) -> list[Way]:
-    """`treespec.verify.gbv`. The selected draw is y, for the first time at draw i, with L^i q U^(K-1-i).
-
-    L: q of the tokens with a smaller p/q. U: that and q of y.
-    """
-    p, q = nodes.p.double(), nodes.q.double()
-    order, y = p / positive(q), nodes.y[:, None]
-    own, here = order.gather(1, y), nodes.on(q)
-    before = (order < own) | ((order == own) & (torch.arange(p.shape[1]) < y))
-    low = (q * before).sum(1)
-    high, at_p = low + here, positive(nodes.on(p))
-    chances = [low**i * here * high ** (k - 1 - i) for i in range(k)]
-    weight = (way.weight * at_p / positive(torch.stack(chances).sum(0))).clamp(max=1)
-    return [replace(way, reach=way.reach * chance / at_p, weight=weight) for chance in chances]
 
 
 def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
@@ -101,10 +89,12 @@ class Pair:
         are kept there by verifier and k.
         """
         # 1. Verifiers of whole paths.
+        weight = way.weight[:, None].to(nodes.p.dtype)
         if not sure and self.verifier in ("block", "traversal"):
-            return traversal(way, nodes, k)
-        if not sure and self.verifier == "gbv":
-            return gbv(way, nodes, k)
+            return judged_last(way, nodes, in_turn(nodes, k, weight))
+        if not sure and self.verifier.startswith("block-optimal"):
+            found = block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
+            return judged_last(way, nodes, found)
 
         # 2. Others step by step. Of one draw, all schemes make the same.
         alike = k == 1 and self.verifier not in (*RACES, *BOUNDS)

@@ -4,7 +4,7 @@ It loads no torch, so that a bad name is refused at once. A test holds it equal 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treespec.errors import InputError
 from treespec.options import installed, nearest
@@ -46,7 +46,7 @@ SCHEMES = {
         Facts(
             "optimal",
             "treespec.verify.optimal:Optimal",
-            options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH},
+            options={"threshold": Range(least=0, most=1), "extra": SWITCH, "exact": SWITCH},
         ),
         Facts("topk", "treespec.verify.topk:TopK", deterministic=True),
         Facts(
@@ -82,7 +82,12 @@ BEYOND_THE_NODE: dict[str, Known] = {
         Known("gumbel", SCHEMES["topk"], "treespec.verify.gumbel:GUMBEL", coupled=True),
         Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
         Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
-        Known("gbv", SCHEMES["rrs"], "treespec.verify.gbv:GBV"),
+        Known(
+            "block-optimal",
+            SCHEMES["optimal"],
+            "treespec.verify.selected:block_optimal",
+            over="optimal",
+        ),
     )
 } | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
@@ -99,9 +104,13 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     """
     kind, _, over = spec.partition(":")
     if found := BEYOND_THE_NODE.get(kind):
-        if over:
+        if not over:
+            return found
+        if not found.over:
             raise InputError(f"verifier {spec!r}: {kind} has no options")
-        return found
+        over = f"{found.over}:{over}"
+        known_scheme(over)
+        return replace(found, over=over)
     scheme, _ = known_scheme(spec, allow_lossy, BEYOND_THE_NODE)
     return Known(spec, scheme, "treespec.verify.walk:Walk", over=spec)
 

@@ -1,7 +1,4 @@
-"""Traversal verification of trees drawn without replacement (2505.12398): leaves are judged first.
-
-On a chain it is block verification (Sun et al. 2024, Block Verification Accelerates Speculative
-Decoding, algorithm 2).
+"""Block verification of trees: leaves are judged first (Sun et al. 2024, for chains; 2505.12398).
 
 A node is judged after all nodes below it. Node numbers, and the order of judgement where the
 verifier refuses every node but the root:
@@ -14,9 +11,9 @@ continues with the residual of p, from which its next child gets a new chance.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -37,14 +34,150 @@ from treespec.verify.walk import (
     drawn_at,
 )
 
+Refused: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
+
 
 @final
 @dataclass(frozen=True)
 class Traversal:
     """Accepts at least as much as the walk over its scheme, because it looks at whole subtrees.
 
-    At depth 1 it is `rrs-wo`. The weight w of a node is the
-    probability to accept it where all nodes below it are refused:
+    The weight w of a node is the probability to accept it where all nodes below it are refused.
+    Trees of the most likely tokens are walked over `topk`.
+    A draw without a node is a leaf; no token follows it. On a CPU the draws are judged one after
+    another. On other devices the host waits for the shape of the tree and for the verdict.
+
+    refusals: refuses the draws of n nodes in turn, a column at a time, the sure ones last. Given p, q [n, V], the
+    draws, and w of the nodes [n, 1] at first, it yields for each column, and once more after the last: w of its
+    draws [n, 1], what the draws before it leave of w p [n, V], and w of the nodes [n, 1] so far.
+    """
+
+    name: str
+    scheme: Scheme
+    refusals: Callable[[Tensor, Tensor, Draws, Tensor], Refused]
+    coupled = False
+
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
+        """p: [N, V] probabilities."""
+        if tree.drafts is None:
+            return Walk(TopK())(tree, p, generator)
+        return self.judge(tree, sure_last(tree.drafts), p, generator)
+
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
+        """p: [N, V] probabilities."""
+        if tree.drafts is None:
+            return Walk(TopK()).at_once(tree, p, generator)
+        return self.judge_at_once(tree, sure_last(tree.drafts), p[:], generator)
+
+    def judge(
+        self, tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator
+    ) -> Verdict:
+        """The verdict, by a coin for each draw until one is accepted."""
+        row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
+        child_of = children_by_token(tree)
+
+        def verdict(node: int | None, weight: Tensor) -> Verdict | None:
+            """The verdict at or below a draw; None where the draw and all nodes below it are refused.
+
+            node: the draw's node, None if it has none. weight: [1, 1], w of the draw.
+            """
+            # 1. A draw without a node is a leaf.
+            if node is None:
+                return Verdict([], []) if happens(weight, generator) else None
+
+            # 2. The children come first. Where all are refused they change the node's p and w.
+            own = slice(node, node + 1)
+            rest: Tensor | None = None
+            if (row := row_of.get(node)) is not None:
+                draws = drawn_at(row, drafts.draws)
+                tokens = [*draws.tokens[0].tolist(), -1]
+                steps = self.refusals(p[own], drafts.q[row : row + 1], draws, weight)
+                for token, step in zip(tokens, steps, strict=True):
+                    of_draw, rest, weight = step
+                    child = child_of.get((node, token))
+                    if token >= 0 and of_draw.any() and (below := verdict(child, of_draw)):
+                        path = [child, *below.path] if child else []
+                        return Verdict(path, [token, *below.tokens])
+
+            # 3. Then the node itself, with a token from its residual. The root is never refused.
+            if node and not happens(weight, generator):
+                return None
+            residual = p[own] if rest is None else normalise(rest, p[own])
+            return Verdict([], sample(residual, generator).tolist())
+
+        found = verdict(0, torch.ones_like(drafts.q[:1, :1]))
+        assert found
+        return found
+
+    def judge_at_once(
+        self, tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
+    ) -> Judging:
+        """The verdict, by w of all draws. A draw has a place among them as in `places_of_draws`.
+
+        p: [N, V] probabilities.
+        """
+        # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
+        place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
+        of_nodes = drafts.nodes[:, None].expand_as(draws)
+        table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
+        row_of = {draw[0][0]: row for row, draw in enumerate(table)}
+        above, order = dict[int, tuple[int, int]](), list[int]()
+        rows_at = defaultdict[int, list[int]](list)
+
+        def descend(node: int, depth: int) -> None:
+            if (row := row_of.get(node)) is not None:
+                rows_at[depth].append(row)
+                for _, token, child in table[row]:
+                    if token >= 0 and child not in above:
+                        above[child] = node, token
+                        descend(child, depth + 1)
+            order.append(node)
+
+        descend(0, 0)
+
+        # 2. On the device: w of all places, from the root down, and the residuals [N, V].
+        weights, residuals = p.new_zeros(n + draws.numel()), p.clone()
+        weights[0] = 1
+        for inner in rows_at.values():
+            rows = sent(inner, p.device)
+            nodes, found = drafts.nodes[rows], list[Tensor]()
+            own = weights[nodes, None]
+            for step in self.refusals(p[nodes], drafts.q[rows], drafts.draws.rows(rows), own):
+                found.append(step[0])
+            weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
+            weights.scatter_reduce_(0, place[rows].flatten(), torch.cat(found, 1).flatten(), "amax")
+
+        # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
+        #    logits: fall back to the root, where decode reports them.
+        weights[0] = 1
+        places = sent(order, p.device)
+        reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
+        end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
+        at = places[end].clamp(max=n - 1)
+        after = sample(normalise(residuals[at], p[at]), generator)
+
+        # 4. The path down to it. No token follows a draw without a node.
+        last, *text = (yield torch.cat([end, after])).tolist()
+        node, path = order[last], list[int]()
+        if node >= n:
+            node, *text = above[node]
+        while node:
+            path.insert(0, node)
+            node, token = above[node]
+            text.insert(0, token)
+        return Verdict(path, text)
+
+
+def sure_last(drafts: Drafts) -> Drafts:
+    """The columns of each row with those of sure draws at the end."""
+    sure = drafts.draws.sure
+    if sure is None:
+        return drafts
+    return replace(drafts, draws=drafts.draws.columns(sure.int().argsort(stable=True)))
+
+
+def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
+    """Refusals of draws without replacement (2505.12398). On a chain this is block verification.
 
         root      w = 1
         child     w_c = min(1, w p/q)           p, q: the parent's distributions at the child's token
@@ -52,40 +185,7 @@ class Traversal:
                   w <- S / (S + 1 - w)          S: the mass of (w p - q)+
                   q <- q without the child's token, normalised
 
-    Trees of the most likely tokens are walked over `topk`.
-    A draw without a node is a leaf; no token follows it. On a CPU the draws are judged one after
-    another. On other devices the host waits for the shape of the tree and for the verdict.
-    """
-
-    name: str
-    scheme: Scheme
-    coupled = False
-
-    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        """p: [N, V] probabilities."""
-        if tree.drafts is None:
-            return Walk(TopK())(tree, p, generator)
-        return judge(tree, tree.drafts, p, generator)
-
-    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Judging:
-        """p: [N, V] probabilities."""
-        if tree.drafts is None:
-            return Walk(TopK()).at_once(tree, p, generator)
-        return judge_at_once(tree, tree.drafts, p[:], generator)
-
-
-TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
-BLOCK = Traversal("block", Single())
-
-
-def refusals(
-    p: Tensor, q: Tensor, draws: Draws, weight: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Refuse the draws of n nodes in turn, a column at a time.
-
-    Yields for each column, and once more after the last: w of its draws [n, 1], the residuals of p
-    [n, V] so far, not normalised, and w of the nodes [n, 1] so far.
-    p, q: [n, V] probabilities. draws: n rows. weight: [n, 1], w of the nodes at first.
+    At depth 1 it is `rrs-wo`.
     """
     # 1. The mass that the earlier draws leave of q, which normalises it, and q at each draw. It is a
     #    sum, since 1 less their mass has few digits.
@@ -108,104 +208,6 @@ def refusals(
     yield weight, rest, weight
 
 
-def judge(tree: TokenTree, drafts: Drafts, p: Probabilities, generator: torch.Generator) -> Verdict:
-    """The verdict, by a coin for each draw until one is accepted."""
-    row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
-    child_of = children_by_token(tree)
-
-    def verdict(node: int | None, weight: Tensor) -> Verdict | None:
-        """The verdict at or below a draw; None where the draw and all nodes below it are refused.
-
-        node: the draw's node, None if it has none. weight: [1, 1], w of the draw.
-        """
-        # 1. A draw without a node is a leaf.
-        if node is None:
-            return Verdict([], []) if happens(weight, generator) else None
-
-        # 2. The children come first. Where all are refused they change the node's p and w.
-        own = slice(node, node + 1)
-        rest: Tensor | None = None
-        if (row := row_of.get(node)) is not None:
-            draws = drawn_at(row, drafts.draws)
-            tokens = [*draws.tokens[0].tolist(), -1]
-            steps = refusals(p[own], drafts.q[row : row + 1], draws, weight)
-            for token, step in zip(tokens, steps, strict=True):
-                of_draw, rest, weight = step
-                child = child_of.get((node, token))
-                if token >= 0 and (below := verdict(child, of_draw)):
-                    path = [child, *below.path] if child else []
-                    return Verdict(path, [token, *below.tokens])
-
-        # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node and not happens(weight, generator):
-            return None
-        residual = p[own] if rest is None else normalise(rest, p[own])
-        return Verdict([], sample(residual, generator).tolist())
-
-    found = verdict(0, torch.ones_like(drafts.q[:1, :1]))
-    assert found
-    return found
-
-
-def judge_at_once(
-    tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
-) -> Judging:
-    """The verdict, by w of all draws. A draw has a place among them as in `places_of_draws`.
-
-    p: [N, V] probabilities.
-    """
-    # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
-    place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
-    of_nodes = drafts.nodes[:, None].expand_as(draws)
-    table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
-    row_of = {draw[0][0]: row for row, draw in enumerate(table)}
-    above, order = dict[int, tuple[int, int]](), list[int]()
-    rows_at = defaultdict[int, list[int]](list)
-
-    def descend(node: int, depth: int) -> None:
-        if (row := row_of.get(node)) is not None:
-            rows_at[depth].append(row)
-            for _, token, child in table[row]:
-                if token >= 0:
-                    above[child] = node, token
-                    descend(child, depth + 1)
-        order.append(node)
-
-    descend(0, 0)
-
-    # 2. On the device: w of all places, from the root down, and the residuals [N, V].
-    weights, residuals = p.new_zeros(n + draws.numel()), p.clone()
-    weights[0] = 1
-    for inner in rows_at.values():
-        rows = sent(inner, p.device)
-        nodes, found = drafts.nodes[rows], list[Tensor]()
-        own = weights[nodes, None]
-        for step in refusals(p[nodes], drafts.q[rows], drafts.draws.rows(rows), own):
-            found.append(step[0])
-        weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
-        weights[place[rows]] = torch.cat(found, dim=1)
-
-    # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
-    #    logits: fall back to the root, where decode reports them.
-    weights[0] = 1
-    places = sent(order, p.device)
-    reached = torch.cat([weights[:1], 1 - weights[places[:-1]]]).cumprod(0)
-    end = sample((weights[places] * reached)[None], generator).clamp(max=len(order) - 1)
-    at = places[end].clamp(max=n - 1)
-    after = sample(normalise(residuals[at], p[at]), generator)
-
-    # 4. The path down to it. No token follows a draw without a node.
-    last, *text = (yield torch.cat([end, after])).tolist()
-    node, path = order[last], list[int]()
-    if node >= n:
-        node, *text = above[node]
-    while node:
-        path.insert(0, node)
-        node, token = above[node]
-        text.insert(0, token)
-    return Verdict(path, text)
-
-
 def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:
     """[I, K] int64: the place of each draw's weight, its node's number or a place of its own.
 
@@ -222,3 +224,7 @@ def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:
     same = is_child & (tree.tokens == tokens[..., None])  # [I, K, N]
     beyond = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) + len(tree.tokens)
     return torch.where(same.any(-1), same.int().argmax(-1), beyond)
+
+
+TRAVERSAL = Traversal("traversal", RRSWithoutReplacement(), in_turn)
+BLOCK = Traversal("block", Single(), in_turn)

@@ -106,7 +106,7 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
 
 
 def models_of(config: EvalConfig) -> dict[str, str]:
-    """The identities of the target and of each drafter's models or datastore.
+    """The identities of the target and of each drafter's models.
 
     That of a suffix cache is not its completions', which may grow.
     """

@@ -59,10 +59,10 @@ def test_peers_are_asked_too_transformers_one_prompt_at_a_time():
 def test_drafters_with_commas_stay_whole_and_an_at_sign_names_a_tree_unless_it_is_a_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "k@2").mkdir()
-    listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, rest:store,nodes=4, eagle:h@2x4, eagle:k@2,lookup:5,ngram=2"
+    listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, suffix:store,nodes=4, eagle:h@2x4, eagle:k@2,lookup:5,ngram=2"
     assert [(spec.written, spec.tree) for spec in drafters_of(config_of(drafter=listed))] == [
         ("suffix:nodes=9,growth=3+eagle:h", "chain:3"),
-        ("rest:store,nodes=4", None),
+        ("suffix:store,nodes=4", None),
         ("eagle:h", "2x4"),
         ("eagle:k@2", None),
         ("lookup:5,ngram=2", None),

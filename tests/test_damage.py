@@ -15,7 +15,6 @@ from test_cost import times
 
 from treespec.draft.calibration import load_calibration, save_calibration
 from treespec.draft.cost.model import FORMAT, cost_in
-from treespec.draft.model_free.datastore import build, open_datastore
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head
@@ -46,11 +45,6 @@ def write_exported(folder):
     export(f"{folder}/head", "vllm", folder / "out", SERVED)
 
 
-def read_store(folder):
-    store = open_datastore(folder / "store", WORDS, 400)
-    return store.tokens.tolist(), store.suffixes.tolist(), store.end
-
-
 # file -> (write it in a folder, read its content)
 FILES = {
     "model.safetensors": (write_head, read_head),
@@ -68,10 +62,6 @@ FILES = {
     "times.json": (
         lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(times())}),
         lambda folder: cost_in(folder / "times.json") or times(),  # measured again
-    ),
-    "store/datastore.safetensors": (
-        lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"),
-        read_store,
     ),
 }
 

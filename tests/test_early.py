@@ -33,7 +33,6 @@ calibrate: --head HOME/eagle
 tree: --out HOME/tree.json --head HOME/eagle
 train: --out HOME/out --data HOME/talk.jsonl
 regenerate: --out HOME/out --data HOME/talk.jsonl
-datastore build: --out HOME/out --data HOME/talk.jsonl
 export: --out HOME/out --head HOME/eagle --to vllm
 """
 # Commands, their options, and words of the only line.
@@ -106,7 +105,6 @@ def wrong(tmp_path_factory):
     for name, content in {
         "deep.json": json.dumps({"layers": 99, "attention": [], "mlp": []}),
         "memory/shared.safetensors": "half\nhalf\n",
-        "store/datastore.safetensors": "{}",
         "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
         "words.jsonl": "the user asks",
         "notes.txt": "Some notes.\nOf two lines.\n",

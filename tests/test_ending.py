@@ -54,7 +54,7 @@ def streamed(words, ids, rng, stop=()):
     return [token for kept, _ in taken for token in kept], [text for _, text in taken]
 
 
-def by_definition(words, ids, stop, least=0):
+def by_definition(words, ids, stop, least):
     """(ids kept, text): decode every prefix as a whole, end at the first whose last token completes a stop string."""
     before = 0
     for n in range(1, len(ids) + 1):
@@ -116,35 +116,12 @@ def test_what_stays_incomplete_is_shown_at_the_end():
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize(
-    "stop",
-    [
-        ("answers",),
-        ("s, an", "and the assistant"),
-        ("ss", "assistant answers"),
-        ("路",),
-        ("在路上 ", "们"),
-        ("nowhere",),
-        ("\n\n", "  "),
-        ("aab", "ab"),
-    ],
-)
-def test_a_stop_string_cuts_as_by_definition_however_tokens_are_grouped(name, stop):
-    words, rng = TOKENIZERS[name](), random.Random(2)
-    for text in [*TEXTS, "aaaab", "the question" * 3]:
-        ids = words.encode(text, add_special_tokens=False)
-        expected_ids, expected_text = by_definition(words, ids, stop)
-        for _ in range(10):
-            kept, pieces = streamed(words, ids, rng, stop)
-            assert (kept, "".join(pieces)) == (expected_ids, expected_text)
-
-
 @pytest.mark.parametrize("least", [0, 12])
-def test_stop_strings_among_random_bytes_cut_as_by_definition(least):
+def test_stop_strings_among_random_bytes_cut_as_by_definition(name, least):
     """And text is held back only as far as a stop string may begin with it. Two letters make overlaps frequent."""
-    words, rng = tokenizer(), random.Random(3)
-    letters = [words.encode(letter)[0] for letter in "ab"]
-    for number in range(600):
+    words, rng = TOKENIZERS[name](), random.Random(3)
+    letters = [words.encode(letter, add_special_tokens=False)[-1] for letter in "ab"]
+    for number in range(400):
         ids = rng.choices(letters if number % 2 else [*range(3, 12), 200, 201, 202], k=30)
         text = decode(words, ids)
         starts = [rng.randrange(len(text)) for _ in range(3)]

@@ -26,7 +26,7 @@ REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
-FOUND = ["rest", "suffix", "lookup", "recycling"]
+FOUND = ["suffix", "lookup", "recycling"]
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),
     ("suffix+model", "topk", "auto:depth=2,topk=2"),
@@ -37,6 +37,7 @@ GROWN = [
     ("medusa", "topk", "medusa"),
     ("medusa", "rrs-wo", "ddtree:nodes=5"),
     ("dflash", "traversal", "ddtree:nodes=5"),
+    ("dflash", SURE, "2x2"),
     ("p-eagle", "topk", "ddtree:nodes=5"),
 ]
 SETUPS = [
@@ -46,10 +47,11 @@ SETUPS = [
     *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
-    *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:3]),
+    *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:2]),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
+    ("eagle", SURE, "2x2", "top-k", 64),
     *(("model", *pair, "processor", 1) for pair in (WIDE[0], WIDE[2], CHAINS[1])),
     *(("none", "topk", None, way, 64) for way in WAYS),
 ]

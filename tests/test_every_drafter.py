@@ -4,12 +4,11 @@ import pytest
 import torch
 from models import as_undrafted, save_model
 from mtp_files import add_tensors, mtp_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from treespec import load
 from treespec.api.spec import trace
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.datastore import build
 from treespec.draft.options import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
@@ -22,7 +21,6 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
-    "rest": "rest:{home}/store",
     "lookup": "lookup:matches=3",
     "suffix": "suffix:{home}/memory",
 }
@@ -47,8 +45,6 @@ def home(tmp_path_factory):
     for kind in HEADS:
         torch.manual_seed(0)
         save_head(new_head(kind, target), home / kind)
-    words = AutoTokenizer.from_pretrained(folder)
-    build([words.encode(TEXT)] * 3, words, home / "store")
     return home
 
 

@@ -41,7 +41,7 @@ packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 def test_no_drafter_changes_the_text_of_a_seed(drafter, way):
     options = {"max_new_tokens": 30, "temperature": 0.9, "seed": 7, "memory": "texts"} | WAYS[way]
     for tree in ("auto:depth=3,topk=3", "2x2", "dynamic:depth=3,topk=2,nodes=5") if drafter in DRAFTERS else (None,):
-        model_free = drafter in ("none", "rest", "suffix")
+        model_free = drafter in ("none", "suffix")
         spec = spec_of(drafter, None if model_free else tree, "auto")
         assert spec.generate(PROMPT, **options).token_ids == spec.baseline().generate(PROMPT, **options).token_ids
 

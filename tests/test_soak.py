@@ -3,17 +3,12 @@
 import gc
 import json
 import random
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from http_serving import NAME, client, serving, tiny_spec, until
-from models import random_head, target
-from serving import held, random_prompts, soak
-
-from treespec.api.engine import Engine
-from treespec.api.spec import Spec
+from serving import held, random_prompts
 
 OPTIONS = {"max_new_tokens": 24}
 ROOM = 32 << 20  # bytes that the process may grow by in the second half of a long soak
@@ -27,41 +22,6 @@ def answers_of(spec, prompts):
 def resident():
     gc.collect()
     return psutil.Process().memory_info().rss
-
-
-@pytest.mark.parametrize(
-    "name, requests, clients, cut",
-    [("head", 16, 4, 0.25), *(pytest.param(name, 500, 32, 0.1, marks=pytest.mark.slow) for name in ("head", "none"))],
-)
-def test_a_soak_of_the_engine_loses_and_mixes_nothing(name, requests, clients, cut):
-    # 1. All requests, in two halves.
-    spec = Spec(target("llama"), random_head(target("llama")) if name == "head" else None, "2x2")
-    prompts = random_prompts(requests)
-    wanted = [answer.token_ids for answer in answers_of(spec, prompts)]
-    before = held()
-    engine, half, grown, cuts = Engine(spec, batch=8, queue=8), requests // 2, [], 0
-    for own, right in ((prompts[:half], wanted[:half]), (prompts[half:], wanted[half:])):
-        found = soak(engine, own, clients, lambda number: OPTIONS, cut, seed=len(grown))
-
-        # 2. What was read of an answer is its own, and the whole of it unless it was cut off.
-        assert sorted(number for number, _, _ in found) == list(range(half))
-        for number, tokens, cancelled in found:
-            assert tokens == right[number][: len(tokens) if cancelled else None]
-            cuts += cancelled
-        grown.append(resident())
-    assert 0 < cuts < 3 * cut * requests
-
-    # 3. Nothing is left.
-    assert grown[1] - grown[0] < ROOM
-    engine.close()
-    rows = engine.decoder.rows
-    assert (rows.texts, list(rows.entering)) == ([], [])
-    caches = [weakref.ref(kept.cache) for kept in rows.kept]
-    assert len(caches) == 8  # kept for their prefixes
-    del engine, rows
-    gc.collect()
-    assert all(cache() is None for cache in caches)
-    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 @pytest.mark.parametrize("requests", [32, pytest.param(500, marks=pytest.mark.slow)])

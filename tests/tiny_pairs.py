@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from drafting import source_of
 from equality import seeded
@@ -16,13 +15,12 @@ from tiny_configs import MODELS, tiny
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.model_free.datastore import ORDER, Datastore, suffix_array
-from treespec.draft.model_free.lookup import Rest, Suffix
+from treespec.draft.model_free.lookup import Suffix
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
-from treespec.draft.options import RestOptions, SuffixOptions
+from treespec.draft.options import SuffixOptions
 from treespec.draft.source import Source
 from treespec.draft.trained.kinds import new_head
 from treespec.draft.trained.proposers import EagleProposer
@@ -71,12 +69,6 @@ def half(target):
     return head
 
 
-def retrieved():
-    tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.int32)
-    store = Datastore(tokens, suffix_array(tokens, ORDER), VOCAB)
-    return OneHotDrafter(Rest(store, RestOptions(nodes=8, tokens=3)))
-
-
 def other_words(target):
     """A draft model of five tokens in another order, three of which the target has."""
     places = torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0])
@@ -98,7 +90,6 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "model": lambda target: ModelProposer(near(2), target),
     "other vocabulary": other_words,
     "recurrent": lambda target: ModelProposer(Target(random_model(target.config, seed=3)), target),
-    "rest": lambda target: retrieved(),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
     "suffix+model": lambda target: Source(ModelProposer(near(2), target), suffix_cache()),
     "suffix+eagle": lambda target: Source(EagleProposer(random_head(target, seed=2), target), suffix_cache()),

@@ -45,10 +45,6 @@ for command in (
     *(make.export, answer.quickstart),
 ):
     app.command("eval" if command is measure.evaluate else None)(command)
-datastore = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
-datastore.callback()(lambda: None)  # a group, though `build` is its only command so far
-datastore.command()(make.build)
-app.add_typer(datastore, name="datastore")
 
 
 def show_version(wanted: bool) -> None:

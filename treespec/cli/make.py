@@ -1,4 +1,4 @@
-"""The commands that make files: train, regenerate, export, datastore build."""
+"""The commands that make files: train, regenerate, export."""
 
 import os
 import sys
@@ -13,14 +13,12 @@ from treespec.cli.early import (
     begin,
     begin_answers,
     check_data,
-    check_text,
     folder_of,
 )
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, resumes, with_progress
 from treespec.demo.known import head_of, name_elsewhere
 from treespec.draft.checks import check_width
-from treespec.errors import InputError
 from treespec.files.atomic import check_folder
 from treespec.heads.folder import check_new, head_folder
 from treespec.heads.registry import check_export, kind_in
@@ -170,34 +168,3 @@ def export(config: ExportConfig) -> None:
         print(f"--push {config.push} would write {files}. README.md:\n\n{card}")
     elif config.push:
         print(f"Pushed to {push(place, config.push)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatastoreConfig(TargetOptions):
-    target: str = option("target model or its tokenizer: a directory, a hub id or demo")
-    data: str = option("conversations (.jsonl, .json), or plain text under any other name")
-    out: str = option("folder for the datastore")
-
-
-@takes(DatastoreConfig)
-def build(config: DatastoreConfig) -> None:
-    """Encode text and sort its suffixes, which takes some seconds per million tokens."""
-    check_folder(config.out)
-    check_text(config.data, "data")
-    begin(config)
-    from treespec.draft.model_free import datastore
-
-    datastore.refuse_what_is_there(Path(config.out))
-    from treespec.model.tokenizers import load_tokenizer
-
-    tokenizer = load_tokenizer(config.target, config.placement)
-    if tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer to read --data with")
-    end_notice()
-    started = time.perf_counter()
-    texts = datastore.encoded(config.data, tokenizer, config.template, print)
-    tokens = datastore.build(texts, tokenizer, config.out)
-    print(
-        f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter "
-        f"rest:{config.out}"
-    )

@@ -77,13 +77,6 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
     return found
 
 
-def check_datastore(spec: DrafterSpec, target: str) -> None:
-    """Raises InputError for a folder without a datastore, and for another format."""
-    from treespec.draft.model_free.datastore import datastore_file
-
-    datastore_file(spec.place)
-
-
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:

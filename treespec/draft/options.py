@@ -58,13 +58,6 @@ class LookupOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class RestOptions(DrafterOptions):
-    nodes: int = option("of the tree, the root too", 64, least=2, most=4096)
-    tokens: int = option("of a continuation", 10, least=1, most=4095)
-    matches: int = option("continuations at most", 5000, least=1, most=TOKENS)
-
-
-@dataclass(frozen=True)
 class SuffixOptions(DrafterOptions):
     tokens: int = option(
         "of earlier completions to draft from; 0: from the sequence at hand alone",
@@ -103,17 +96,6 @@ ROWS = (
         "what followed the text's last tokens where they stood before",
         "prompt lookup, Saxena 2023",
         options=LookupOptions,
-        one_hot=True,
-    ),
-    DrafterKind(
-        "rest",
-        ("rest:DATASTORE",),
-        f"{FREE}.lookup:load_rest",
-        "what followed them in a datastore, as a tree",
-        "REST, He et al. 2024",
-        f"{CHECKS}:check_datastore",
-        "must",
-        RestOptions,
         one_hot=True,
     ),
     DrafterKind(

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from treespec.trees.tree import TokenTree
 
+END = -1  # in arrays of tokens, after each of several texts
+
 
 @dataclass(frozen=True)
 class Guess:

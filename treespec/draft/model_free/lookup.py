@@ -1,10 +1,9 @@
 """Look the sequence's last tokens up, and draft what followed them.
 
 Prompt lookup (Saxena 2023) finds them earlier in the same sequence; transformers has it as
-`prompt_lookup_num_tokens`, for one sequence at a time and one match. REST (He et al. 2024, 2311.08252)
-finds them in a datastore. Suffix decoding (Oliaro et al. 2024, 2411.04975) looks in the sequence and
-in all completions so far, for the longest suffix that occurs there; the longer the match, the larger
-the draft.
+`prompt_lookup_num_tokens`, for one sequence at a time and one match. Suffix decoding (Oliaro et al.
+2024, 2411.04975) looks in the sequence and in all completions so far, for the longest suffix that
+occurs there; the longer the match, the larger the draft.
 """
 
 from bisect import bisect_left
@@ -16,12 +15,11 @@ from typing import final
 import numpy as np
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.datastore import Datastore, fingerprint, open_datastore
 from treespec.draft.model_free.guess import Guess
 from treespec.draft.model_free.matches import longest_match, tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
-from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
-from treespec.draft.options import LookupOptions, RestOptions, SuffixOptions
+from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches, fingerprint
+from treespec.draft.options import LookupOptions, SuffixOptions
 from treespec.model.target import Target
 
 NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones
@@ -40,18 +38,6 @@ class Lookup(TextDrafter):
         starts = places[: by.matches].tolist()
         following = [text[start : start + by.tokens].tolist() for start in starts]
         return tree_of(following, by.matches * by.tokens)
-
-
-@final
-@dataclass(frozen=True)
-class Rest(TextDrafter):
-    store: Datastore
-    options: RestOptions
-
-    def draft(self, text: np.ndarray) -> Guess:
-        by = self.options
-        found = self.store.continuations(text, by.matches, by.tokens)
-        return tree_of(found.tolist(), by.nodes - 1)
 
 
 # Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
@@ -127,11 +113,6 @@ class Suffix(TextDrafter):
 
 def load_lookup(spec: DrafterSpec, target: Target) -> TextDrafter:
     return Lookup(spec.options)
-
-
-def load_rest(spec: DrafterSpec, target: Target) -> TextDrafter:
-    """Raises InputError for a damaged datastore, and for another tokenizer."""
-    return Rest(open_datastore(spec.place, target.tokenizer, target.vocab_size), spec.options)
 
 
 def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:

@@ -16,8 +16,7 @@ from itertools import count
 
 import numpy as np
 
-from treespec.draft.model_free.datastore import END
-from treespec.draft.model_free.guess import Guess
+from treespec.draft.model_free.guess import END, Guess
 
 
 def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tuple[int, np.ndarray]:

@@ -1,26 +1,31 @@
 """Suffix caches: the completions so far that `suffix` drafts from, bounded in tokens, by name.
 
-A cache is one array of tokens. On disk it is a file of the datastores' format, which each completion
-replaces, with the folder locked: several processes may add, and a kill loses at most the completion
-that is being written.
+A cache is one array of tokens. On disk it is a file, which names its format and a digest of the tokenizer.
+Each completion replaces it, with the folder locked: several processes may add, and a kill loses at most the
+completion that is being written.
 
     FOLDER/shared.safetensors                      the cache without a name
     FOLDER/0f3a9c7be21d4458a6c0e95b.safetensors    a name's, which may be a secret, by its digest
 """
 
 import hashlib
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from treespec.draft.model_free.datastore import END, FORMAT, check_header
+from treespec.draft.model_free.guess import END
 from treespec.errors import InputError
-from treespec.files.atomic import locked, read_tensors, write_tensors
+from treespec.files.atomic import locked, read_about, read_tensors, write_tensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = "2"
 NAMES = 256  # caches in memory; the one that was not used for longest leaves it
 FORGET = "delete it to forget its answers, or name another folder"
 WITHOUT = "the suffix cache goes on without its folder: %s"
@@ -118,3 +123,22 @@ def check_files(root: Path, tokenizer: str | None = None) -> None:
         raise InputError(f"the suffix cache {root} is a file: name a folder")
     for file in root.glob("*.safetensors"):
         check_header(file, FORGET, tokenizer)
+
+
+def check_header(file: Path, remedy: str, tokenizer: str | None = None) -> None:
+    """Raises InputError for a damaged file of tokens, another format and another tokenizer.
+
+    tokenizer: `fingerprint` of the target's; None: any.
+    """
+    about = read_about(file, remedy)
+    if (found := about.get("format")) != FORMAT:
+        raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {remedy}")
+    if tokenizer not in (None, about.get("tokenizer")):
+        raise InputError(f"{file} is of another tokenizer than the target's: {remedy}")
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int = 0) -> str:
+    """A digest of the vocabulary, tokens and their numbers. vocab_size: tells without a tokenizer."""
+    if tokenizer is None:
+        return f"{vocab_size} tokens"
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

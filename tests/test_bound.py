@@ -16,7 +16,7 @@ from treespec.eval.acceptance.ways import followed
 from treespec.trees.policy import policy
 
 
-@pytest.mark.parametrize("shape", ["chain:3", "2x2", "delayed:1x2x2", "delayed:0x3x2"])
+@pytest.mark.parametrize("shape", ["chain:3", "2x2", "levels:1x2x1", "levels:3x1"])
 def test_no_verifier_keeps_more_than_the_bound(shape):
     """At random distributions along a text; a chain's block verification attains it."""
     steps, generator = [], seeded(3)
@@ -36,7 +36,7 @@ def test_no_verifier_keeps_more_than_the_bound(shape):
         torch.testing.assert_close(r["block"], r["bound"])
 
 
-@pytest.mark.parametrize("shape", ["chain:2", "2x1", "delayed:0x2x2", "2x2"])
+@pytest.mark.parametrize("shape", ["chain:2", "2x1", "levels:2x1", "2x2"])
 def test_the_bound_is_near_the_best_of_all_verifiers(shape):
     """A linear program over all that a cycle may emit given its draws: a drafted path and one token more.
 

@@ -33,7 +33,7 @@ GROWN = [
     ("suffix+eagle", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
     ("model", "topk", "eagle"),
-    ("model", SURE, "delayed:1x2x1"),
+    ("model", SURE, "levels:1x2"),
     ("medusa", "topk", "medusa"),
     ("medusa", "rrs-wo", "ddtree:nodes=5"),
     ("dflash", "traversal", "ddtree:nodes=5"),

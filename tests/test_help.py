@@ -53,7 +53,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
     ("tau", "verifier"): {"all", *LOSSLESS, *DRAWN_BY},
-    ("tau", "tree"): {"chain:5", "2x4", "delayed:2x3x2", "eagle", "medusa", "a JSON file of paths"},
+    ("tau", "tree"): {"chain:5", "2x4", "levels:3x2x1", "eagle", "medusa", "a JSON file of paths"},
     ("train", "head"): set(TRAINING),
 }
 

@@ -104,7 +104,7 @@ def cycles_of(verifier, shape, spec, text, samples=400):
 @pytest.mark.parametrize(
     "verifier, shape",
     [("single", "chain:2"), ("block", "chain:2"), ("rrs", "2x1"), ("greedy", "2x1"), ("topk", "2x2"),
-     ("spechub", "2x1"), ("rrs-wo", "2x1"), ("traversal", "delayed:1x2x1"), (SURE, "delayed:1x2x1")],
+     ("spechub", "2x1"), ("rrs-wo", "2x1"), ("traversal", "levels:1x2"), (SURE, "levels:1x2")],
 )  # fmt: skip
 def test_tau_is_that_of_the_real_loop(verifier, shape):
     """Cycles for each text, weighed by its probability, against all outcomes of decoding. Noise below 0.004."""

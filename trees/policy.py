@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
 from treespec.trees.shape import Policy, TreeError
-from treespec.trees.static import balanced, chain, delayed, eagle, from_file, medusa
+from treespec.trees.static import balanced, chain, eagle, from_file, levels, medusa
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,17 @@ def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
     return Form(example, read)
 
 
+def read_levels(text: str) -> Policy | None:
+    return levels(*map(int, text.split("x"))) if re.fullmatch(r"\d+(x\d+)*", text) else None
+
+
 POLICIES: dict[str, Form] = {
     "auto": with_options(AutoTree),
     "eagle": sized("eagle", "", eagle),
     "medusa": sized("medusa", "", medusa),
     "chain": sized("chain:5", r"(\d+)", chain),
     "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
-    "delayed": sized("delayed:2x3x2", r"(\d+)x(\d+)x(\d+)", delayed),
+    "levels": Form("levels:3x2x1", read_levels),
     "dynamic": with_options(DynamicTree, "nodes"),
     "ddtree": with_options(DDTree, "nodes"),
 }

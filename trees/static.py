@@ -7,7 +7,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -31,6 +32,9 @@ MEDUSA = """
 70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101
 200 0000 0001
 """
+
+
+LONG = 99  # levels and characters that an error needs at most
 
 
 @dataclass(frozen=True)
@@ -101,31 +105,31 @@ def chain(depth: int) -> StaticTree:
 
 def balanced(children: int, depth: int) -> StaticTree:
     """Every node above `depth` has `children` children."""
-    if not (children in NODES or children == 1) or depth not in DEPTH:
-        raise TreeError(
-            f"a balanced tree of {children}x{depth}: children must be from 1 to {NODES.most}, "
-            f"depth {DEPTH.bounds}"
-        )
-    if sum(children**d for d in range(depth + 1)) not in NODES:
-        raise TreeError(
-            f"a balanced tree of {children}x{depth} has over {NODES.most:,} nodes: take fewer "
-            "children or less depth"
-        )
-    levels = [product(range(children), repeat=d) for d in range(1, depth + 1)]
-    return StaticTree(tuple(path for level in levels for path in level))
+    return levels(*[children] * min(depth, LONG))
 
 
-def delayed(stem: int, paths: int, length: int) -> StaticTree:
-    """A chain of `stem` nodes, then `paths` branches of `length` nodes each (2602.16994, delayed expansion).
+def levels(*children: int) -> StaticTree:
+    """A node has as many children as its level says. 2x1x2, seven nodes below the root:
 
-    Without a stem: independent paths (SpecInfer). stem 1, paths 2, length 2:
+        root ─┬─ 0 ── 00 ─┬─ 000
+              │           └─ 001
+              └─ 1 ── 10 ─┬─ 100
+                          └─ 101
 
-        root ── 0 ─┬─ 00 ── 000
-                   └─ 01 ── 010
+    4x1x1: independent paths (SpecInfer). 1x3x1: delayed expansion (2602.16994). Raises TreeError.
     """
-    trunk = (0,) * stem
-    branches = [(*trunk, i, *(0,) * d) for i in range(paths) for d in range(length)]
-    return StaticTree((*(trunk[:d] for d in range(1, stem + 1)), *branches))
+    shown = "x".join(map(str, children))[:LONG]
+    fits = all(count in NODES or count == 1 for count in children)
+    if not fits or len(children) not in DEPTH:
+        raise TreeError(
+            f"a tree of {shown}: children must be from 1 to {NODES.most}, depth {DEPTH.bounds}"
+        )
+    if 1 + sum(accumulate(children, mul)) not in NODES:
+        raise TreeError(
+            f"a tree of {shown} has over {NODES.most:,} nodes: take fewer children or less depth"
+        )
+    depths = range(1, len(children) + 1)
+    return StaticTree(tuple(path for d in depths for path in product(*map(range, children[:d]))))
 
 
 def eagle() -> StaticTree:

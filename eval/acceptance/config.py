@@ -190,7 +190,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         "all",
     )
     tree: str = option(
-        "trees, separated by semicolons: chain:5, 2x4, delayed:2x3x2, eagle, medusa or a JSON file of paths; for topk "
+        "trees, separated by semicolons: chain:5, 2x4, levels:3x2x1, eagle, medusa or a JSON file of paths; for topk "
         "and gumbel also dynamic, for auto its own",
         "chain:4;2x4;4x3;eagle",
     )

@@ -31,13 +31,14 @@ ASK = {
     "llama.cpp": ("completion", {"return_tokens": True, "cache_prompt": False}, "n_predict"),
     "vllm": ("v1/completions", {"return_token_ids": True}, "max_tokens"),
 }
+TOKENS = 64  # of an answer
 COUNTS = r"^vllm:spec_decode_num_(?:drafts|accepted_tokens_per_pos)_total\{.*\} (\S+)$"
 
 
-def answer(engine: str, server: str, prompt: list[int], tokens: int) -> Any:
+def answer(engine: str, server: str, prompt: list[int]) -> Any:
     path, options, most = ASK[engine]
     with opened(
-        f"{server}/{path}", options | {"prompt": prompt, "temperature": 0, most: tokens}
+        f"{server}/{path}", options | {"prompt": prompt, "temperature": 0, most: TOKENS}
     ) as reply:
         return json.load(reply)
 
@@ -56,7 +57,6 @@ def main(
     head: Annotated[str, typer.Option(help="the head before its export")] = "demo",
     questions: Annotated[str, typer.Option(help="as of treespec eval")] = "builtin",
     limit: int = 8,
-    max_new_tokens: int = 64,
 ) -> None:  # fmt: skip
     levels = load_head(head_of(head) or head).max_depth or 3
     spec = load(target, head=head, tree=f"chain:{levels}", verifier="topk", dtype="float32")
@@ -64,9 +64,9 @@ def main(
     same, tokens, cycles, accepted, ours_accepted = 0, 0, 0, 0, list[int]()
     for question in load_questions(questions)[0][:limit]:
         prompt = spec.encode([{"role": "user", "content": question.turns[0]}])
-        theirs = answer(engine, server, prompt, max_new_tokens)
+        theirs = answer(engine, server, prompt)
         told = theirs["tokens"] if engine == "llama.cpp" else theirs["choices"][0]["token_ids"]
-        ours = spec.generate(prompt, max_new_tokens=max_new_tokens)
+        ours = spec.generate(prompt, max_new_tokens=TOKENS)
         given = [token for token in ours.token_ids if token not in spec.target.eos]
         same += given == [token for token in told if token not in spec.target.eos]
         tokens += len(told)

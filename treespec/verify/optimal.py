@@ -92,7 +92,7 @@ class Optimal(Scheme):
 
     def most(self, k: int) -> int:
         """The largest number of independent draws at a node of k draws."""
-        return EXTRA * k if self.extra else k
+        return EXTRA * k if self.extra and k > 1 else k
 
     def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The sure tokens and the number of draws, from q alone before any draw is made.
@@ -101,6 +101,9 @@ class Optimal(Scheme):
         Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
         and the rest of q [B, V] that the draws come from, not normalised.
         """
+        if width == 1:
+            return torch.full_like(number, -1), number * (q.sum(-1, keepdim=True) > 0), q
+
         # 1. Sure tokens: the most likely, while each has a large share of the rest of q. The last
         #    draw is independent, because a draw accepts more than a sure token.
         best = most_likely(q, width + LIKELY)

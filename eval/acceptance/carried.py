@@ -11,7 +11,7 @@ one of them is y, and the plan's mass on y stands for the coins.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -247,26 +247,6 @@ def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     share = of_selected(nodes, many, chance, of)
     sure = nodes.averaged((tops == many.y[:, None]) * many.on(many.p)[:, None])
     return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
-
-
-def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
-    """As `in_turn`, for `treespec.verify.selected`."""
-    # 1. y is the selected draw with x(y): which draw that is.
-    nodes = replace(nodes, p=nodes.p * weight)
-    many, tops, _, of = of_optimal(nodes, k, scheme)
-    own = (of.chosen * (of.tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
-    which = nodes.averaged(many.first(of.tokens) * own)
-    x, tops = (part.view(len(nodes.y), nodes.samples, -1)[:, 0] for part in (of.selected, tops))
-    at_x, at_p = nodes.on(x)[:, None], nodes.on(nodes.p)[:, None]
-    chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
-
-    # 2. Or it is sure, and those before it are refused.
-    rest = (nodes.p - x).clamp(min=0)
-    taken = rest.gather(1, tops.clamp(min=0)) * (tops >= 0)
-    left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
-    sure = tops == nodes.y[:, None]
-    weights = torch.where(sure, taken / positive(left), at_p / positive(at_x)).clamp(max=1)
-    return torch.where(sure, left, chances), weights
 
 
 class Selection(NamedTuple):

@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import FORMS, Nodes, block_optimal, in_turn
+from treespec.eval.acceptance.carried import FORMS, TINY, Nodes, in_turn, of_optimal
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
 from treespec.verify.optimal import Optimal
@@ -54,6 +54,26 @@ def judged_last(way: Way, nodes: Nodes, parts: tuple[Tensor, Tensor]) -> list[Wa
     chances, weights = parts
     columns = zip(shared(chances, nodes), weights.double().T, strict=True)
     return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
+
+
+def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
+    """As `in_turn`, for `treespec.verify.selected`."""
+    # 1. y is the selected draw with x(y): which draw that is.
+    nodes = replace(nodes, p=nodes.p * weight)
+    many, tops, _, of = of_optimal(nodes, k, scheme)
+    own = (of.chosen * (of.tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
+    which = nodes.averaged(many.first(of.tokens) * own)
+    x, tops = (part.view(len(nodes.y), nodes.samples, -1)[:, 0] for part in (of.selected, tops))
+    at_x, at_p = nodes.on(x)[:, None], nodes.on(nodes.p)[:, None]
+    chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
+
+    # 2. Or it is sure, and those before it are refused.
+    rest = (nodes.p - x).clamp(min=0)
+    taken = rest.gather(1, tops.clamp(min=0)) * (tops >= 0)
+    left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
+    sure = tops == nodes.y[:, None]
+    weights = torch.where(sure, taken / positive(left), at_p / positive(at_x)).clamp(max=1)
+    return torch.where(sure, left, chances), weights
 
 
 def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:

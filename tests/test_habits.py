@@ -68,13 +68,13 @@ def test_such_questions_are_found():
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 224_872,
-    "test code tokens": 182_663,
-    "source files": 268,
-    "source lines": 34_349,
+    "source code tokens": 223_648,
+    "test code tokens": 179_996,
+    "source files": 267,
+    "source lines": 34_132,
     "functions with 7 parameters or more": 3,
     "rooms": 19,
-    "imports between rooms": 111,
+    "imports between rooms": 110,
     "circles of files, type-only imports too": 0,
 }
 LAYOUT = {

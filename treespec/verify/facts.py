@@ -97,8 +97,8 @@ NAMES = (*SCHEMES, *BEYOND_THE_NODE)
 def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     """The verifier that a `--verifier` value names.
 
-    A scheme's name, such as `rrs-wo`, is the walk over that scheme. `auto`, `block` and `traversal` are
-    verifiers of whole trees.
+    A scheme's name, such as `rrs-wo`, is the walk over that scheme. Others, as `auto` and `block`, are verifiers of
+    whole trees.
     Raises InputError for an unknown name, option or value, and for a lossy scheme without
     `allow_lossy`.
     """

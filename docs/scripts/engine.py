@@ -11,8 +11,9 @@
     python docs/scripts/engine.py vllm http://localhost:8000 --target demo --head HEAD --questions QUESTIONS
 
 In llama.cpp a DFlash head takes draft-dflash, and its number of levels for --spec-draft-n-max. In vLLM the method is
-eagle, eagle3, medusa or dflash (by --to speculators). TARGET.gguf: the target by llama.cpp's convert_hf_to_gguf.py, in float32. A cycle gives its
-accepted drafts and one token more; in both the first token of an answer comes from the prompt, without a cycle.
+eagle, eagle3, medusa or, with --to speculators, dflash. TARGET.gguf: the target by llama.cpp's convert_hf_to_gguf.py,
+in float32. A cycle gives its accepted drafts and one token more; in both the first token of an answer comes from the
+prompt, without a cycle.
 """
 
 import json

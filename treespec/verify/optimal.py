@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treespec.shaping.sampling import uniforms
+from treespec.trees.static import levels
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
 from treespec.verify.distributions import (
@@ -59,6 +60,7 @@ class Optimal(Scheme):
 
     name = "optimal"
     random_draws = "independent"
+    default_tree = levels(3, 1, 1, 1, 1)
 
     threshold: float = 0.35
     extra: int = 1

@@ -207,7 +207,7 @@ def quickstart(config: QuickstartConfig) -> None:
 
     # 3. Verifiers. Look-ups have no draft distribution.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
-    of_draws = ["single", "rrs-wo", "optimal", "traversal"]
+    of_draws = ["single", "rrs-wo", "traversal", "block-optimal"]
     verifiers = ["auto", *(of_draws if spec.head else ["topk"])]
     console.print(measured(spec, verifiers, config.max_new_tokens))
     options = [] if config.target == DEMO else ["--target", config.target, "--drafter", drafter]

@@ -18,7 +18,7 @@ prompt, without a cycle.
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -52,7 +52,7 @@ def counted(server: str) -> list[int]:
 
 
 def main(
-    engine: Annotated[str, typer.Argument(help="llama.cpp or vllm")],
+    engine: Annotated[Literal["llama.cpp", "vllm"], typer.Argument()],
     server: Annotated[str, typer.Argument(help="its URL")],
     target: str = "demo",
     head: Annotated[str, typer.Option(help="the head before its export")] = "demo",

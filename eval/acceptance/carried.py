@@ -61,7 +61,7 @@ class Nodes:
         return masses.gather(1, self.y[:, None]).squeeze(1)
 
     def repeated(self) -> "Nodes":
-        """Each node so many times."""
+        """`samples` copies, one node's after another's."""
         p, q, y = (part.repeat_interleave(self.samples, 0) for part in (self.p, self.q, self.y))
         return Nodes(p, q, y, self.generator, 1)
 
@@ -234,7 +234,7 @@ def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def of_optimal(nodes: Nodes, k: int, scheme: Optimal) -> tuple[Nodes, Tensor, Tensor, "Selection"]:
-    """The nodes, each so many times; the sure tokens; Pr(a draw is y), which these have; and the selected draw."""
+    """`repeated` nodes with draws, one of which is y: these; the sure tokens; Pr(a draw is y); the selected draw."""
     many = nodes.repeated()
     tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
     tokens, chance = many.containing(rest, number, scheme.most(k))
@@ -260,7 +260,7 @@ class Selection(NamedTuple):
 def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
     """[n, K] where one draw is selected, and accepted as a draw of its distribution x: y is with min(p, x) in all.
 
-    So the draws tell only which of them it was, and what the residual adds. many: the nodes, each so many times.
+    So the draws tell only which of them it was, and what the residual adds. many: the `repeated` nodes.
     chance: [., 1] Pr(a draw is y), which these have.
     """
     first, drawn = many.first(of.tokens), of.tokens == many.y[:, None]

@@ -43,7 +43,7 @@ def drawn_by(verifier: str) -> str:
 
 PRESETS: dict[str, list[dict[str, Any]]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text()
-)  # the sweeps of each: the options that it settles
+)  # by name: its sweeps, each with the options that it settles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +258,5 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         schemes = [name for name in asked if name not in whole]
         for name in whole:
             known_scheme(drawn_by(name))
-        everything = [*DRAWN_BY] if "all" in schemes else []
         found = schemes_in(",".join(schemes), DRAWN_BY) if schemes else []
-        return list(dict.fromkeys(found + everything + whole))
+        return list(dict.fromkeys(found + [*DRAWN_BY] * ("all" in schemes) + whole))

@@ -87,7 +87,7 @@ def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """A verifier on a tree of fixed shape. scheme: that makes the draws. draws: of each inner node, by its path."""
+    """A verifier on a tree of fixed shape. scheme: makes the draws. draws: their number, by an inner node's path."""
 
     verifier: str
     shape: str

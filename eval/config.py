@@ -221,6 +221,11 @@ class DoctorConfig(FitOptions):
     """Raises InputError for a number out of its range."""
 
     answers_temperature: ClassVar[float] = 0.0
+    data: str | None = option(
+        "conversations that the head learnt on: a JSONL, JSON or parquet file; default: some that "
+        "train keeps in the head's folder",
+        None,
+    )
     out: str = option("file for the report, a page of HTML", "runs/doctor.html")
 
 

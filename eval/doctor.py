@@ -19,6 +19,7 @@ from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
 from treespec.eval.fit import accuracies, rows_of
+from treespec.eval.learnt import told
 from treespec.eval.report import Report, Table, page
 from treespec.eval.texts import Passage, answers, load_models, passages_of
 from treespec.eval.trials import Trial, trials, unmarked
@@ -62,6 +63,8 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
 
     # 3. The findings.
     tables, verdict = diagnosed(spec, texts, known.sharpness, say)
+    more, told_of_it = told(config, spec, texts[""], say)
+    tables, verdict = [*tables, *more], [*verdict, *told_of_it]
     report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report

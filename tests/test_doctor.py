@@ -1,17 +1,20 @@
 """`treespec doctor` names the fault that was planted in a head, and none in the head itself."""
 
 import copy
+import json
 
 import pytest
 import torch
 from equality import seeded
-from models import CONFIGS, VOCAB, random_model, target
+from models import CONFIGS, VOCAB, random_model, target, tokenizer
 from test_depth_heads import heads_for
 from torch.nn.functional import cross_entropy
 
 from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import fit, new_head, remade
+from treespec.eval.config import DoctorConfig
 from treespec.eval.doctor import diagnosed
+from treespec.eval.learnt import told
 from treespec.eval.texts import Passage
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
@@ -54,6 +57,32 @@ def learnt():
         sum(losses).backward()
         optimizer.step()
     return Spec(model, head.eval()), completions(model, 70, 24, temperature=0), young
+
+
+@pytest.mark.parametrize("said", ["Off-policy text", "Chat template", None])
+def test_what_a_head_learnt_on_is_told_from_own_answers_to_these_prompts(tmp_path, said):
+    # 1. Answers of one target, half of them greedy, or those of another one.
+    words = tokenizer()
+    config = CONFIGS["llama"]()
+    config.vocab_size = len(words)
+    own, other = (Spec(Target(random_model(config, seed), words), None) for seed in (0, 1))
+    prompts = [[*row, 7, 8] for row in torch.randint(3, 280, (32, 6), generator=seeded(0)).tolist()]
+    lines = []
+    for number, prompt in enumerate(prompts):
+        writer = other if said == "Off-policy text" else own
+        answer = writer.generate(prompt, max_new_tokens=30, temperature=number % 2, seed=number, ignore_eos=True)
+        row = {"input_ids": prompt + answer.token_ids, "loss_mask": [0] * 8 + [1] * 30}
+        lines.append(json.dumps(row))
+    (tmp_path / "learnt.jsonl").write_text("\n".join(lines))
+
+    # 2. What the doctor says.
+    ending = [8, 7] if said == "Chat template" else [7, 8]
+    here = [
+        Passage(torch.tensor([*range(length), *ending, 3]), torch.arange(length + 3) > length + 1, 0)
+        for length in (3, 4)
+    ]
+    options = DoctorConfig(target="own", head="head", data=str(tmp_path / "learnt.jsonl"), max_new_tokens=30)
+    assert [line.partition(":")[0] for line in told(options, own, here)[1]] == ([said] if said else [])
 
 
 def other_target(head):

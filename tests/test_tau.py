@@ -25,7 +25,6 @@ from treespec.trees.tree import Draws
 
 # Samples; the standard error of a share is below 0.5 / sqrt(1600), and none may be five of them off.
 SAMPLED, NOISE = 1600, 0.065
-RACES = ("gumbel", "gls")
 SURE = "block-optimal:threshold=0,extra=0"  # all draws but the last
 
 
@@ -47,13 +46,11 @@ def enumerated(scheme, p, q, k):
     return torch.stack([(first(tokens, y, k) * plan[:, y : y + 1]).sum(0) for y in range(len(p))])
 
 
-def raced(name, p, q, k):
-    """`enumerated` of verifiers over noise, by sampling the noise."""
-    times = torch.empty(4 * SAMPLED, 1 if name == "gumbel" else k, len(p), dtype=torch.float64)
-    times.exponential_(generator=seeded(2))
-    output = (times.amin(1) / p).argmin(-1)
-    tokens = (times[:, 0] / q).topk(k, largest=False).indices if name == "gumbel" else (times / q).argmin(-1)
-    tokens = tokens.masked_fill(q[tokens] == 0, -1)
+def raced(p, q, k):
+    """`enumerated` of the verifier over noise, by sampling the noise."""
+    times = torch.empty(4 * SAMPLED, len(p), dtype=torch.float64).exponential_(generator=seeded(2))
+    tokens = (times / q).topk(k, largest=False).indices
+    tokens, output = tokens.masked_fill(q[tokens] == 0, -1), (times / p).argmin(-1)
     shares = [(first(tokens, y, k) & (output == y)[:, None]).double().mean(0) for y in range(len(p))]
     return torch.stack(shares)
 
@@ -64,13 +61,13 @@ def test_what_a_draw_carries_is_its_enumeration(name):
     for k, (p, q) in product((1, 2, 3), every_pair(1)[: 1 if name == "optimal" else None]):
         if scheme.max_draws and k > scheme.max_draws:
             continue
-        noisy = name in ("spechub", "is-lp", "optimal", *RACES) or (name == "rrs-wo" and k > 1)
+        noisy = name in ("spechub", "is-lp", "optimal", "gumbel") or (name == "rrs-wo" and k > 1)
         size = len(p)
         nodes = Nodes(p.expand(size, -1), q.expand(size, -1), torch.arange(size), seeded(0), 1)
         many = Nodes(*(x.repeat_interleave(SAMPLED, 0) for x in (nodes.p, nodes.q, nodes.y)), seeded(0), 1)
         found = FORMS[name](many if noisy else nodes, k, scheme)
         found = found.view(size, -1, k).mean(1)
-        wanted = raced(name, p, q, k) if name in RACES else enumerated(scheme, p, q, k)
+        wanted = raced(p, q, k) if name == "gumbel" else enumerated(scheme, p, q, k)
         if name in ("greedy", "topk") and len(q.unique()) < size:  # of equal q either may be drawn
             continue
         if name in ("greedy", "topk", "is-lp", "optimal"):  # the split of these is by few samples

@@ -5,6 +5,7 @@ config.json is written with the first checkpoint. A run that failed before it le
 another run must agree with.
 """
 
+import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from treespec.files.atomic import read_json, write_text
 from treespec.heads.formats.card import UNFILLED, front
 from treespec.model.identity import target_identity
 from treespec.options import command_line
+from treespec.text.conversations import SAMPLE, SAMPLED
 from treespec.text.sources import digest
 from treespec.train.checkpoints import Place, latest_step
 from treespec.train.config import TrainConfig
@@ -116,6 +118,15 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
             different = f"another content of {name}"
         raise InputError(f"{folder} holds a run with {different}; name another --out, or delete it")
     return set(changed)
+
+
+def keep_sample(out: str, data: Data) -> None:
+    """Write OUT/training/sample.jsonl, some of the training's conversations: `treespec doctor` reads it."""
+    rows = [
+        {"input_ids": one.input_ids.tolist(), "loss_mask": one.loss_mask.int().tolist()}
+        for one in data.train[:SAMPLED]
+    ]
+    write_text(Path(out) / SAMPLE, "\n".join(map(json.dumps, rows)) + "\n")
 
 
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:

@@ -20,7 +20,7 @@ from treespec.train.data.prepare import prepare, read
 from treespec.train.loop.run import DRAFT_STEPS, Run, check_weights, validate, validation
 from treespec.train.loop.steps import fit
 from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
-from treespec.train.record import Validation, finished, record_of, write_card
+from treespec.train.record import Validation, finished, keep_sample, record_of, write_card
 from treespec.train.start import begin, untrained
 
 
@@ -56,6 +56,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         target = load_target(config, accelerator, ends=config.features is not None)
         head = untrained(config, target)
         data = prepare(config, target, head.aux_layers, examples, accelerator)
+        if accelerator.is_main_process:
+            keep_sample(config.out, data)
         vocabulary, recipe = begin(config, target, head, data, accelerator), config.recipe
         optimizer = torch.optim.AdamW(
             [parameter for parameter in head.parameters() if parameter.requires_grad],

@@ -141,35 +141,17 @@ def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return nodes.averaged(chances * weights)
 
 
-def race_of(nodes: Nodes, lists: int) -> Tensor:
-    """[n, lists, V] exponential times E given that y is the output: the token with the least E / p of all lists.
-
-    The least is exponential, of rate `lists`, and lies in any list. Every other E is its p times that, and an
-    exponential time more.
-    """
-    # 1. The least, where it lies, and what the others take beyond.
-    n, size = nodes.p.shape
-    uniform = uniforms((n, lists, size), nodes.generator, nodes.p.device)
-    first = -uniforms((n, 1, 1), nodes.generator, nodes.p.device).log() / lists
-    won = torch.randint(lists, (n,), generator=nodes.generator, device=nodes.p.device)
-    times = first * nodes.p[:, None] - uniform.log()
-
-    # 2. The winner takes nothing beyond.
-    rows = torch.arange(n, device=nodes.p.device)
-    times[rows, won, nodes.y] = first[:, 0, 0] * nodes.on(nodes.p)
-    return times
-
-
 def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Target and draft share a noise: the draws are the k tokens with the least E / q."""
-    drawn = most_likely(nodes.q / race_of(nodes, 1)[:, 0], k) == nodes.y[:, None]
+    """Target and draft share exponential times E: the output has the least E / p, the draws the k least E / q.
+
+    Given that the output is y, the least E / p is exponential of rate 1, y's E is its p times that, and
+    every other E is so, and an exponential time more.
+    """
+    uniform = uniforms((1 + nodes.p.shape[1], len(nodes.p)), nodes.generator, nodes.p.device).T
+    more = -uniform[:, 1:].log().scatter(1, nodes.y[:, None], 0)
+    times = more - uniform[:, :1].log() * nodes.p
+    drawn = most_likely(nodes.q / times, k) == nodes.y[:, None]
     return drawn * (nodes.on(nodes.p) * (nodes.on(nodes.q) > 0))[:, None]
-
-
-def gls(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Gumbel-max list sampling (Rowan, Phan and Khisti 2025, 2506.05632): a noise for each of k independent drafts."""
-    drawn = (nodes.q[:, None] / race_of(nodes, k)).argmax(-1)
-    return nodes.first(drawn) * (nodes.on(nodes.p) * (nodes.on(nodes.q) > 0))[:, None]
 
 
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
@@ -281,7 +263,6 @@ FORMS: Mapping[str, Form] = {
     "rrs": rrs,
     "rrs-wo": rrs_wo,
     "gumbel": gumbel,
-    "gls": gls,
     "kseq": kseq,
     "spechub": spechub,
     "is-lp": is_lp,

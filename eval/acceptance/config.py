@@ -28,7 +28,6 @@ DRAWN_BY = {  # verifiers beyond the node, and bounds of all: the scheme that ma
     "traversal": "rrs-wo",
     "gumbel": "topk",
     "auto": "topk",
-    "gls": "rrs",
     "block-optimal": "optimal",
     "bound": "rrs",
     "bound-wo": "rrs-wo",
@@ -184,9 +183,9 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         None,
     )
     verifier: str = option(
-        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; gls "
-        "is measured only; bound is the most that any lossless verifier keeps of independent draws, "
-        "bound-wo of draws without replacement",
+        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; "
+        "bound is the most that any lossless verifier keeps of independent draws, bound-wo of draws without "
+        "replacement",
         "all",
     )
     tree: str = option(

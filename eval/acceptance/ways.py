@@ -28,7 +28,6 @@ from treespec.verify.distributions import positive
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 
-RACES = ("gumbel", "gls")  # verifiers over noise
 BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
 SAMPLES = 4  # of draws without replacement for the bound: noise lowers it, where it is cut
 
@@ -117,7 +116,7 @@ class Pair:
             return judged_last(way, nodes, found)
 
         # 2. Others step by step. Of one draw, all schemes make the same.
-        alike = k == 1 and self.verifier not in (*RACES, *BOUNDS)
+        alike = k == 1 and self.verifier not in ("gumbel", *BOUNDS)
         name = "topk" if sure else "single" if alike else self.verifier
         if (name, k) not in known:
             if name in BOUNDS:

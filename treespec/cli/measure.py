@@ -184,6 +184,7 @@ def doctor(config: DoctorConfig) -> None:
     """Say what is wrong with a head that drafts badly: each usual fault is undone on trial."""
     check_writable(config.out, "--out")
     check_text(config.text)
+    check_text(config.data, "data")
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
     from treespec.eval.doctor import examine

@@ -75,6 +75,8 @@ def refuse_unread(source: object, report: Report) -> None:
     raise InputError(f"no usable conversation in {source}: {shown}{form}")
 
 
+SAMPLE = "training/sample.jsonl"  # in a head's folder: some of the text that it was trained on
+SAMPLED = 32  # conversations there
 CONVERSATIONS = (".jsonl", ".json")  # suffixes of files of conversations; others are plain text
 
 

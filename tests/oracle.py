@@ -3,7 +3,7 @@
 The oracle stands behind each function that uses a generator (`treespec.shaping.sampling`) and follows a script
 of outcomes. Past its end it takes the first possible outcome and notes the others, which are replayed later, depth
 first, through the real loop. Sequences with equal tokens whose cycles had equal sizes and paths go on as one: a
-drafter's state is a function of these (`merged`).
+drafter's state is a function of these.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from treespec.verify import rrs
 from treespec.verify.distributions import without
 
 Text = tuple[int, ...]
-State = tuple[Text, tuple[Text, ...], Text]  # the text, its cycles, and all outcomes where these count too
-START: State = ((), (), ())
+State = tuple[Text, tuple[Text, ...]]  # the text and its cycles
+START: State = ((), ())
 NEVER = 1e-10  # outcomes below it are rounding
 BATCH = 64  # sequences replayed together
 
@@ -132,12 +132,12 @@ class Outcomes:
                     weights[after] += mass
         return texts, mean
 
-    def note(self, text, merged):
+    def note(self, text):
         """What the latest cycle of a sequence led to. Returns the scripts of its other outcomes."""
         oracle = text.generator
         first = len(text.prompt)
         tokens = tuple([*text.committed, text.root][first : first + text.stats.new_tokens])
-        after = tokens, oracle.cycles, () if merged else tuple(oracle.taken)
+        after = tokens, oracle.cycles
         forks, share = oracle.forks, oracle.probability / oracle.before
         state, oracle.state, oracle.before, oracle.forks = oracle.state, after, oracle.probability, []
         if len(oracle.taken) >= len(oracle.script):
@@ -152,14 +152,13 @@ def outcomes(
     spec,
     prompt,
     batch=BATCH,
-    merged=True,
     recall=False,
     reuse=True,
     **options,
 ):
     """Replay all that can happen to a completion.
 
-    merged: whether a cycle depends on what was committed alone. recall: whether it is drafted from the suffix cache.
+    recall: whether it is drafted from the suffix cache.
     reuse: whether a sequence takes over the cache of one that has ended.
     """
     found, scripts, running, decoder = Outcomes(), [()], [], spec.decoder
@@ -180,7 +179,7 @@ def outcomes(
             for text in running:
                 if text.error:
                     raise text.error
-                scripts += found.note(text, merged)
+                scripts += found.note(text)
             running = [text for text in running if not text.ended]
     return found
 

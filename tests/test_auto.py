@@ -17,8 +17,7 @@ from treespec.draft.cost.model import best_size
 from treespec.draft.cost.running import CostModel, bounded
 from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.matches import tree_of
-from treespec.draft.model_free.one_hot import RATES as ACCEPTED
-from treespec.draft.model_free.one_hot import part, pauses
+from treespec.draft.model_free.one_hot import part
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree
@@ -136,11 +135,11 @@ def free_alone_dear_together(texts):
     return times(node=1e-7 if texts == 1 else 1e-2, step=1e-7)
 
 
-@pytest.mark.parametrize("name", ["head", "lookup"])
+@pytest.mark.parametrize("name", ["head", "suffix"])
 def test_drafting_ends_where_it_stops_paying_and_begins_again_when_the_others_have_left(name):
     """Of two texts one ends early: while both run hardly a node is drafted, then many are."""
     model = target("llama")
-    source = random_head(model) if name == "head" else source_of("lookup", model)
+    source = random_head(model) if name == "head" else source_of("suffix:tokens=0,percent=1", model)
     tree = "auto" if name == "head" else None
     spec = Spec(model, source, tree, times=free_alone_dear_together)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
@@ -151,7 +150,7 @@ def test_drafting_ends_where_it_stops_paying_and_begins_again_when_the_others_ha
     long, short = (text.stats for text in texts)
     assert long.new_tokens == len(wanted)
     assert sum(short.drafted) <= 0.3 * short.cycles
-    assert sum(long.drafted) > 2 * (long.cycles - short.cycles)
+    assert sum(long.drafted) > long.cycles - short.cycles
     assert texts[0].committed[len(prompt) :] == wanted[:-1]
 
 
@@ -178,18 +177,17 @@ def test_an_engine_measures_before_the_first_request():
 
 def given_tree():
     """Two continuations of four tokens each."""
-    return tree_of([[first, 2, 3, 4] for first in (1, 5)], 8)
+    return tree_of([[first, 2, 3, 4] for first in (1, 5)], 8, 1, lambda length: 0.6, 0.0)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(given_tree(), CostModel(times(1e-6))).tokens) == 8
-    assert part(given_tree(), CostModel(times(0.05))).tokens == []
+    assert len(part(given_tree(), times(1e-6)).tokens) == 8
+    assert part(given_tree(), times(0.05)).tokens == []
 
 
 def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
-        whole, pace = given_tree(), CostModel(times(node))
-        kept = part(whole, pace).tree(7, torch.device("cpu"))
+        kept = part(given_tree(), times(node)).tree(7, torch.device("cpu"))
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i
@@ -197,16 +195,3 @@ def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
             above[i] = False
             assert torch.equal(above, kept.ancestors[parent] if parent >= 0 else torch.zeros_like(above))
             assert int(kept.depth[i]) == int(above.sum())
-
-
-def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_not():
-    wrong, right = CostModel(times(2e-3)), CostModel(times(2e-3))
-    assert not pauses(wrong)
-    for _ in range(30):
-        for pace, path in ((wrong, []), (right, [1])):
-            if not pauses(pace):
-                part(given_tree(), pace)
-                pace.update(path)
-    assert pauses(wrong)
-    assert not pauses(right)
-    assert wrong.by_law.factors[0, 0] < ACCEPTED[0] < right.by_law.factors[0, 0]

@@ -114,7 +114,7 @@ def test_it_fits_one_screen_on_a_pipe(home, capsys):
     assert "times as fast; 3 of 3 texts are the same" in said
     assert "rounding" not in said
     assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]
-    assert said.endswith(f"treespec chat --target {target} --drafter lookup\n")
+    assert said.endswith(f"treespec chat --target {target} --drafter suffix:tokens=0\n")
     assert len(said.splitlines()) <= 24
 
 

@@ -59,13 +59,13 @@ def test_peers_are_asked_too_transformers_one_prompt_at_a_time():
 def test_drafters_with_commas_stay_whole_and_an_at_sign_names_a_tree_unless_it_is_a_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "k@2").mkdir()
-    listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, suffix:store,nodes=4, eagle:h@2x4, eagle:k@2,lookup:5,ngram=2"
+    listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, suffix:store,nodes=4, eagle:h@2x4, eagle:k@2,suffix"
     assert [(spec.written, spec.tree) for spec in drafters_of(config_of(drafter=listed))] == [
         ("suffix:nodes=9,growth=3+eagle:h", "chain:3"),
         ("suffix:store,nodes=4", None),
         ("eagle:h", "2x4"),
         ("eagle:k@2", None),
-        ("lookup:5,ngram=2", None),
+        ("suffix", None),
     ]
 
 
@@ -79,29 +79,29 @@ def test_two_trees_of_one_name_are_refused(tmp_path):
 
 def test_every_drafter_gets_what_it_goes_with():
     """A tree of given tokens has `topk`, a named tree goes before the others."""
-    options = {"drafter": "eagle:x/h, lookup:tokens=5,ngram=2, medusa:m@3x2", "verifier": "topk,rrs-wo@2x4"}
+    options = {"drafter": "eagle:x/h, suffix:tokens=5,nodes=2, medusa:m@3x2", "verifier": "topk,rrs-wo@2x4"}
     assert rows_of(**options) == [
         ("eagle:x/h", "topk", None),
         ("eagle:x/h", "rrs-wo", "2x4"),
-        ("lookup:tokens=5,ngram=2", "topk", None),
+        ("suffix:tokens=5,nodes=2", "topk", None),
         ("medusa:m", "topk", "3x2"),
         ("medusa:m", "rrs-wo", "3x2"),
     ]
     (left_out,) = pairs(config_of(**options))[1]
-    assert "lookup:tokens=5,ngram=2 with rrs-wo" in left_out
+    assert "suffix:tokens=5,nodes=2 with rrs-wo" in left_out
     names = [one.name for one in contestants(config_of(**options))]
-    assert (names[0], names[2]) == ("T-eagle-h-topk-t0", "T-lookup-tokens=5-ngram=2-topk-t0")
-    assert rows_of(drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2") == [
+    assert (names[0], names[2]) == ("T-eagle-h-topk-t0", "T-suffix-tokens=5-nodes=2-topk-t0")
+    assert rows_of(drafter="eagle:h,suffix", verifier="rrs-wo", tree="2x2") == [
         ("eagle:h", "rrs-wo", "2x2"),
-        ("lookup", "topk", None),
+        ("suffix", "topk", None),
     ]
 
 
 def test_a_suffix_cache_joined_to_a_head_takes_the_heads_verifiers_and_trees():
     for drafter in ("suffix+eagle:h", "suffix:nodes=9+eagle:h", "suffix:memory,nodes=9+eagle:h"):
         assert rows_of(drafter=drafter, verifier="rrs-wo", tree="2x2") == [(drafter, "rrs-wo", "2x2")]
-    with complains("lookup has no draft model to join"):
-        rows_of(drafter="suffix+lookup,eagle:h")
+    with complains("suffix has no draft model to join"):
+        rows_of(drafter="suffix+suffix,eagle:h")
 
 
 def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_path):
@@ -109,9 +109,9 @@ def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_pat
     with complains(r"head:.*head with traversal: the tree ddtree needs"):
         evaluate(config)
     assert not (tmp_path / "ledger.jsonl").exists()
-    several = replace(config, drafter=f"head:{home}/head, lookup", head=None, verifier="traversal,topk")
+    several = replace(config, drafter=f"head:{home}/head, suffix", head=None, verifier="traversal,topk")
     summary = evaluate(several)
-    assert {row["drafter"] for row in summary["rows"]} == {None, "lookup"}
+    assert {row["drafter"] for row in summary["rows"]} == {None, "suffix"}
     assert any("traversal: the tree ddtree needs" in reason for reason in summary["left_out"])
     assert evaluate(several)["left_out"] == summary["left_out"]
 

@@ -92,7 +92,7 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
 
 
 def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
-    spec = treespec.load("demo", drafter="lookup")
+    spec = treespec.load("demo", drafter="suffix:tokens=0")
     path = model_path("demo")
     assert path == f"{home}/cache/treespec/models/{DEMO_MODEL.folder}"
     ours, theirs = (one.generate(QUESTION, max_new_tokens=8) for one in (spec, treespec.load(path)))
@@ -227,7 +227,7 @@ def test_all_commands_draft_for_the_demo_as_load_does(config, head):
     assert config(target="demo", **given).source == DRAFTER == "suffix:tokens=0+head:demo"
     assert config(target="demo", verifier="topk", **given).source == DRAFTER
     assert config(target="demo", head="demo", **given).source == "head:demo"
-    assert config(target="demo", drafter="lookup", **given).source == "lookup"
+    assert config(target="demo", drafter="suffix", **given).source == "suffix"
     spec = DrafterSpec.parse(DRAFTER)
     assert (spec.cache.options.tokens, spec.place) == (0, head)
 
@@ -239,7 +239,7 @@ def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):
     assert first.stats.cycles == again.stats.cycles  # it remembers no answer
     for drafts in ({"head": "demo"}, {"drafter": "eagle:demo"}):
         assert treespec.load("demo", **drafts).source.name == "eagle head"
-    assert treespec.load("demo", drafter="lookup").head is None
+    assert treespec.load("demo", drafter="suffix:tokens=0").head is None
 
 
 @pytest.mark.parametrize("config", MEASURING, ids=lambda config: config.__name__)

@@ -123,7 +123,7 @@ def said(wrong):
     for command, options, _ in LINES:
         named = f"{command} --target HOME/target {NEEDED[command]} {options}".split()
         if command in ("eval", "certify") and "--head" not in options and "--drafter" not in options:
-            named += ["--drafter", "lookup"]
+            named += ["--drafter", "suffix"]
         lines.append([word.replace("HOME", str(wrong)) for word in named])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True
@@ -164,7 +164,7 @@ def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_noth
         "--head HOME/medusa --tree chain:4",
         "--head HOME/medusa --verifier rrs-wo",
         "--head HOME/eagle3 --tree chain:9",
-        "--drafter lookup:tokens=5 --verifier topk",
+        "--drafter suffix:tokens=5 --verifier topk",
         "--drafter model:a",
     ],
 )

@@ -26,7 +26,6 @@ REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", SURE)]
 CHAINS = [(name, "chain:2") for name in ("single", "block", "rrs", "is-lp:s=2")]
 HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
 MODELS = ["other vocabulary", "suffix+model"]
-FOUND = ["suffix", "lookup", "recycling"]
 GROWN = [
     ("model", "topk", "auto:depth=2,topk=2"),
     ("suffix+model", "topk", "auto:depth=2,topk=2"),
@@ -46,8 +45,7 @@ SETUPS = [
     *(("model", "topk", "2x2", way, 64) for way in ("warm", "greedy")),
     *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
-    *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
-    *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:2]),
+    *(("suffix", "topk", None, way, 64) for way in ("greedy", "warm", "top-p", "min-p", *SHAPED)),
     *(("recurrent", "rrs-wo", tree, "top-k", 64) for tree in ("chain:2", "2x2")),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED, *CHAINS[:2], *WIDE[3:])),
@@ -67,7 +65,6 @@ def enumerate_texts(spec, way="top-k", batch=64, **how):
 
 
 def enumerate_setup(drafter, verifier, tree, way, batch, **how):
-    how |= {"merged": not drafter.startswith("recycling")}
     if drafter.startswith("suffix"):
         how |= {"recall": True, "memory": "texts"}
     return enumerate_texts(spec_of(drafter, tree, verifier, WAYS[way].end), way, batch, **how)
@@ -151,7 +148,6 @@ LONG = [
     ("suffix", "topk", None),
     ("suffix+model", "topk", "2x2"),
     ("suffix+eagle", "rrs-wo", "2x2"),
-    ("lookup", "topk", None),
 ]
 
 

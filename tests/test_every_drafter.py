@@ -21,7 +21,6 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in HEADS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
-    "lookup": "lookup:matches=3",
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {

@@ -159,10 +159,10 @@ def test_an_adapter_decodes_as_its_own_generate_does_by_folder_and_as_an_object(
     model.save_pretrained(tmp_path / "adapter")
     expected = greedy(model)
     assert expected != unadapted
-    spec = load(tmp_path / "adapter", device_map="cpu", dtype="float32", drafter="lookup")
+    spec = load(tmp_path / "adapter", device_map="cpu", dtype="float32", drafter="suffix:tokens=0")
     assert decoded(spec) == expected
     assert spec.target.tokenizer is not None  # the base's
-    assert decoded(load(model, drafter="lookup")) == expected
+    assert decoded(load(model, drafter="suffix:tokens=0")) == expected
     assert greedy(model) == expected  # the caller's own model stays as it is
 
 

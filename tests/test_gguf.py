@@ -194,9 +194,9 @@ def test_a_tokenizers_code_does_not_run_either(trap):
     [
         "generate --target TRAP --prompt Hello",
         "train --target TRAP --data DATA --out OUT --mixed-precision no",
-        "eval --target TRAP --drafter lookup --out OUT --questions DATA",
+        "eval --target TRAP --drafter suffix --out OUT --questions DATA",
         "export --out OUT --head HEAD --to vllm --target TRAP",
-        "certify --target TRAP --drafter lookup",
+        "certify --target TRAP --drafter suffix",
     ],
 )
 def test_no_command_asks_standard_input(trap, tmp_path, command):

@@ -1,4 +1,4 @@
-"""Drafters without a model: what they find and learn of the target, that no token changes by them."""
+"""Drafts found in the text: what is found, and that no token changes by them."""
 
 from collections import Counter
 
@@ -9,24 +9,14 @@ from drafting import source_of
 from models import plain_generate, prompt, target, what
 from refusals import complains
 from test_decode import prompts
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec.api.spec import Spec
 from treespec.cli.chat import ChatConfig, Conversation, run
-from treespec.draft.model_free.guess import Guess
-from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.matches import longest_match, tree_of
-from treespec.draft.model_free.recycling import SHAPE, TOPK, Recycling
-from treespec.draft.options import LookupOptions
 from treespec.eval.certify.run import Examination
 from treespec.eval.config import CertifyConfig
-from treespec.model.target import TreeOutput
-from treespec.verify.walk import answered
 
-DRAFTERS = [
-    "lookup",
-    "lookup:tokens=3,ngram=2,matches=4",
-]
+DRAFTER = "suffix:tokens=0"
 
 
 def spec_of(name, drafter, **options):
@@ -44,7 +34,7 @@ def paths_of(tree):
 
 
 def merged(root, continuations, nodes):
-    return tree_of(continuations, nodes - 1).tree(root, torch.device("cpu"))
+    return tree_of(continuations, nodes - 1, 0, lambda length: 1.0, 0.0).tree(root, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -75,29 +65,17 @@ def test_it_finds_what_a_search_of_all_places_finds(seed, ngram):
     assert longest_match(np.array(text), np.array(text), ngram)[1].tolist() == [end + 1 for end in ends]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_one_match_is_transformers_prompt_lookup(seed):
-    text = random_text(seed, vocab=6)
-    theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
-    wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
-    guess = Lookup(LookupOptions(tokens=5)).draft(text)
-    assert guess.tokens == wanted
-    assert guess.parents == list(range(len(wanted)))
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_batch_equals_each_text_alone(drafter):
+def test_a_batch_equals_each_text_alone():
     """Accepted numbers too: what a drafter knows of a text is of that text."""
-    spec, options = spec_of("llama", drafter), {"max_new_tokens": 16, "temperature": 0.7}
+    spec, options = spec_of("llama", DRAFTER), {"max_new_tokens": 16, "temperature": 0.7}
     texts = prompts((7, 40, 1, 19))
-    alone = [spec_of("llama", drafter).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
+    alone = [spec_of("llama", DRAFTER).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
     assert what(spec.generate(texts, batch=3, seed=5, **options)) == what(alone)
     assert what([spec.generate(texts[1], seed=6, **options)]) == what(alone[1:2])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
-    spec = spec_of("gpt2", drafter)
+def test_a_later_turn_and_the_end_of_the_context_change_nothing():
+    spec = spec_of("gpt2", DRAFTER)
     first = spec.generate(prompt(), max_new_tokens=12).token_ids
     longer = [*prompt(), *first, *prompt(length=5, seed=9)]
     second = spec.generate(longer, max_new_tokens=12)
@@ -108,39 +86,13 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
-    conversation = Conversation(spec_of("llama", "lookup"), ChatConfig(target="target", drafter="lookup:tokens=10"))
-    assert run(conversation, "/verifier topk") == "lookup, verifier topk"
+    conversation = Conversation(spec_of("llama", DRAFTER), ChatConfig(target="target", drafter=DRAFTER))
+    assert run(conversation, "/verifier topk") == "suffix, verifier topk"
     with complains("makes its own tree"):
         run(conversation, "/tree eagle")
 
 
 def test_a_drafter_without_a_head_is_certified():
-    config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1)
-    found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()
-    assert (found["passed"], found["tree"]) == (True, "lookup")
-
-
-A, B, C, D, E = range(5)
-
-
-def scored(*best):
-    """The target's output where these are the most likely tokens after each node, best first."""
-    logits = torch.zeros(len(best), TOPK)
-    for row, tokens in zip(logits, best, strict=True):
-        row[list(tokens)] = torch.arange(len(tokens), 0, -1).float()
-    return TreeOutput(logits, torch.empty(0))
-
-
-def test_until_a_token_is_scored_what_followed_it_stands_in_the_latest_first():
-    drafter = Recycling()
-    guess = drafter.draft(torch.tensor([A, B, D, A, C, D, A]).numpy())
-    assert (guess.tokens[:2], guess.parents[:2]) == ([C, B], [0, 0])
-    answered([drafter.update(Guess([C, B], [0, 0]), 0, scored((E,), (A,), (B,)))])
-    assert [drafter.after[token][0] for token in (A, C, B)] == [E, A, B]
-    assert len(drafter.after[A]) == TOPK
-
-
-def test_the_shape_has_the_papers_size():
-    assert len(SHAPE) == 79
-    assert max(map(len, SHAPE)) <= 6
-    assert max(map(max, SHAPE)) < TOPK
+    config = CertifyConfig(target="target", drafter=DRAFTER, tokens=80, length=4, batch=1)
+    found = Examination(spec_of("llama", DRAFTER), [prompt(), prompt(5)], config).verdict()
+    assert (found["passed"], found["tree"]) == (True, DRAFTER)

@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, caps
 
 def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     """treespec's own: its greedy texts are the baseline's, two conversations at a time too."""
-    with serving(load(f"{home}/target", drafter="lookup", dtype="float32")) as state:
+    with serving(load(f"{home}/target", drafter="suffix:tokens=0", dtype="float32")) as state:
         address = f"{state.url}/v1"
         options = {"verifier": "topk", "max_new_tokens": 8, "batch": "1,2", "peers": f"{address},{NAME},{address}"}
         summary = evaluate(config_in(home, tmp_path, **options))

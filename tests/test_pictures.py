@@ -74,7 +74,7 @@ def answers(model, inputs):
 def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, monkeypatch):
     model = seeing(name)
     model.save_pretrained(tmp_path)
-    assert decoded(load(tmp_path, device_map="cpu", dtype="float32", drafter="lookup")) == greedy(model)
+    assert decoded(load(tmp_path, device_map="cpu", dtype="float32", drafter="suffix:tokens=0")) == greedy(model)
     assert equal_or_refused(model) is None
 
     # Two pictures with the same token ids, and a text between them; a picture's tokens in stretches.
@@ -136,7 +136,7 @@ def test_a_picture_by_http_is_answered_as_in_python(tmp_path):
     body |= {"max_tokens": 12, "return_token_ids": True}
     inputs = processor(picture, "'What is it?", return_tensors="pt")
     wanted = answers(model, inputs)[:12]
-    spec = load(tmp_path, device_map="cpu", dtype="float32", drafter="lookup")
+    spec = load(tmp_path, device_map="cpu", dtype="float32", drafter="suffix:tokens=0")
     with serving(spec) as state, client(state) as ask:
         answer = ask.post("/v1/chat/completions", json=body).json()
         assert answer["choices"][0]["token_ids"] == wanted

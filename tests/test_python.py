@@ -53,8 +53,8 @@ def test_a_spec_is_told_in_a_line(home):
     assert repr(spec.new()) == repr(spec)
     assert repr(spec.baseline()) == "Spec(target, no drafter, float32, cpu)"
     llama = target("llama")
-    lookup = "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
-    assert repr(Spec(llama, source_of("lookup", llama))) == lookup
+    suffix = "Spec(LlamaForCausalLM, suffix, verifier auto, float32, cpu)"
+    assert repr(Spec(llama, source_of("suffix", llama))) == suffix
     for tree in ("auto", "2x2"):
         assert "\n" not in repr(Spec(llama, random_head(llama), tree, "topk"))
 
@@ -133,9 +133,6 @@ class NoDrafts(Drafter):
         assert self.counts == cache.lengths
         return [root_only(root) for root in roots.split(1)]
 
-    def update(self, paths, outs):
-        pass
-
     def observe(self, features, tokens):
         self.counts = [count + len(new) - 1 for count, new in zip(self.counts, tokens, strict=True)]
 
@@ -163,8 +160,8 @@ def test_a_head_its_proposer_and_their_source_draft_the_same():
 
 def test_a_drafter_of_given_tokens_is_a_source_too():
     model = target("llama")
-    lookup = source_of("lookup", model)
-    assert (lookup.name, lookup.proposer, list(lookup.models)) == ("lookup", None, [])
+    suffix = source_of("suffix", model)
+    assert (suffix.name, suffix.proposer, list(suffix.models)) == ("suffix", None, [])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

@@ -34,7 +34,7 @@ packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 @pytest.mark.parametrize(
     "drafter, way",
     [
-        *((drafter, "cut") for drafter in [*DRAFTERS, "lookup", "recycling"]),
+        *((drafter, "cut") for drafter in DRAFTERS),
         *product(("model", "eagle, half the tokens", "medusa", "suffix+eagle"), ("plain", "habits")),
     ],
 )
@@ -139,7 +139,7 @@ def test_completions_of_mt_bench_in_bfloat16_are_those_without_drafts(model, que
     chats = [[{"role": "user", "content": first}] for first, _ in rows]
     chats += [[*chat, said, {"role": "user", "content": second}] for chat, (_, second) in zip(chats, rows, strict=True)]
     spec = load(
-        str(folder), dtype="bfloat16", **({"head": "demo"} if model == "demo" else {"drafter": "lookup:tokens=1"})
+        str(folder), dtype="bfloat16", **({"head": "demo"} if model == "demo" else {"drafter": "suffix:tokens=0"})
     )
     plain = spec.baseline()
     for number, chat in enumerate(sorted(chats, key=lambda chat: len(str(chat)))[:questions]):

@@ -75,7 +75,7 @@ def table():
 @pytest.mark.parametrize("options, shaped", [(PENALTIES, penalised), ({"logits_processor": habits}, by_habits)])
 def test_at_temperature_0_each_token_is_the_likeliest_of_the_changed_logits(table, options, shaped):
     ((wanted, _),) = distribution(table.target, PROMPT, NEW, SamplingParams(), shaped, END).items()
-    given = Spec(table.target, source_of("lookup", table.target))
+    given = Spec(table.target, source_of("suffix:tokens=0", table.target))
     for spec in (
         table.configured("eagle"),
         table,

@@ -139,7 +139,7 @@ def test_an_address_that_is_taken_is_told():
 @pytest.mark.slow
 def test_the_command_serves_until_a_signal(tmp_path):
     save_model(tmp_path / "target")
-    line = ["serve", "--target", f"{tmp_path}/target", "--drafter", "lookup", "--port", "0", "--name", "mine"]
+    line = ["serve", "--target", f"{tmp_path}/target", "--drafter", "suffix", "--port", "0", "--name", "mine"]
     code = "from treespec.cli import main; main()"
     environment = os.environ | {"TREESPEC_API_KEY": "secret"}
     with subprocess.Popen(

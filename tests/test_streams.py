@@ -21,13 +21,13 @@ ONE, OTHER = prompt(), prompt(length=9, seed=11)
 SOURCES = {
     "head": random_head,
     "model": lambda model: ModelProposer(small(), model),
-    "lookup": lambda model: source_of("lookup", model),
+    "suffix": lambda model: source_of("suffix:tokens=0", model),
     "baseline": lambda model: None,
 }
 
 
 def spec_by(name):
-    own_tree = name in ("lookup", "baseline")
+    own_tree = name in ("suffix", "baseline")
     return Spec(target("llama"), SOURCES[name](target("llama")), None if own_tree else "2x2")
 
 

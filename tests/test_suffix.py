@@ -13,8 +13,8 @@ from refusals import complains, says
 from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine
-from treespec.draft.model_free.lookup import Suffix
 from treespec.draft.model_free.matches import longest_match, tree_of
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.options import SuffixOptions
 from treespec.files.atomic import read_tensors
@@ -55,7 +55,7 @@ def test_no_match_crosses_the_end_of_a_text():
 
 def test_the_drawn_example():
     a, b, c, d, e = range(1, 6)
-    made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, rate=lambda length: 1.0)
+    made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, 0, lambda length: 1.0, 0.0)
     tree = made.tree(9, torch.device("cpu"))
     assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
     assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {

@@ -152,7 +152,7 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
         drafter = f"model:{home}/target"
         measure(TauConfig(**own, drafter=drafter, verifier="topk", tree="auto", bandwidth=100.0, flops=1.0))
     with complains("both --head and --drafter"):
-        TauConfig(**models, drafter="lookup")
+        TauConfig(**models, drafter="suffix")
 
 
 def test_drafters_are_measured_on_the_same_texts_as_each_alone(home, tmp_path):
@@ -176,8 +176,8 @@ def test_drafters_are_measured_on_the_same_texts_as_each_alone(home, tmp_path):
         places = [(row["drafter"], row["tree"][:7], row["verifier"]) for row in found]
         return dict(zip(places, [(row["tau"], row["nodes"], row["alpha"]) for row in found], strict=True))
 
-    together = rows(f"{head},lookup,suffix+{head}")
-    apart = rows(head) | rows("lookup") | rows(f"suffix+{head}")
+    together = rows(f"{head},suffix,suffix+{head}")
+    apart = rows(head) | rows("suffix") | rows(f"suffix+{head}")
     assert together == apart
     assert [place[1:] for place in together] == [
         ("2x2", "topk"), ("2x2", "rrs"), ("dynamic", "topk"), ("its own", "topk"), ("dynamic", "topk")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from drafting import source_of
 from models import CONFIGS, random_head, random_model
 from rich.console import Console
 from test_depth_heads import extrapolated
@@ -12,8 +13,6 @@ from test_depth_heads import extrapolated
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
 from treespec.decoding.sequence import Piece
-from treespec.draft.model_free.lookup import Lookup
-from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
 from treespec.model.target import Target
 from treespec.requests.events import Cycle, OwnToken, explained, visible
@@ -98,7 +97,7 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
 
 
 def test_drafts_without_a_law_have_no_q():
-    spec = Spec(pair()[0], Lookup(LookupOptions(matches=2)), verifier="topk")
+    spec = Spec(target := pair()[0], source_of("suffix", target), verifier="topk")
     cycles = list(trace(spec, PROMPT * 3, max_new_tokens=12))
     drafted = [cycle for cycle in cycles if len(cycle.tokens) > 1]
     assert drafted

@@ -15,8 +15,8 @@ from tiny_configs import MODELS, tiny
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.model_free.lookup import Suffix
 from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary

@@ -189,7 +189,7 @@ class QuickstartConfig(CommandOptions):
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. The target. Without a head drafts are looked up in the sequence.
-    drafter = default_drafter(config.target) or "lookup"
+    drafter = default_drafter(config.target) or "suffix:tokens=0"
     begin(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
 

@@ -169,7 +169,7 @@ class Decoder:
                     text.root = tokens[-1]
                     text.distribution.grow(tokens[1:])
                 if drafter:
-                    drafter.update([verdict.path for verdict in verdicts], outs)
+                    drafter.update([verdict.path for verdict in verdicts])
                     features = []
                     for out, kept in zip(outs, nodes, strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy

@@ -14,7 +14,6 @@ from treespec.draft.cost.model import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
@@ -244,12 +243,9 @@ class Drafter(Observer):
         times forwards.
         """
 
-    @abstractmethod
-    def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        """Feedback after a cycle: accepted nodes of each tree, and the target's output on it.
-
-        paths: by sequence, without the root.
-        """
+    def update(self, paths: Sequence[Sequence[int]]) -> None:
+        """Feedback after a cycle: accepted nodes of each tree, without the root."""
+        return
 
     def with_times(self, times: CostBy) -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.

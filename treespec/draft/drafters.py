@@ -50,7 +50,7 @@ class DrafterSpec:
 
     @classmethod
     def parse_all(cls, text: str) -> list["DrafterSpec"]:
-        """A list, such as `lookup:tokens=5,matches=3@chain:3;eagle:HEAD`, without repeats.
+        """A list, such as `suffix:nodes=24+eagle:HEAD@chain:3,mtp`, without repeats.
 
         Commas before `option=` do not separate.
         """

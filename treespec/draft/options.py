@@ -45,16 +45,7 @@ class DrafterKind:
 
 @dataclass(frozen=True)
 class DrafterOptions(Options):
-    """As in `lookup:tokens=10,ngram=3`: whole numbers; the first may go without its name."""
-
-
-@dataclass(frozen=True)
-class LookupOptions(DrafterOptions):
-    tokens: int = option("of a continuation", 10, least=1, most=4095)
-    ngram: int = option(
-        "last tokens to match, at most; the longest match counts", 3, least=1, most=64
-    )
-    matches: int = option("continuations that are merged into a tree", 1, least=1, most=4096)
+    """As in `suffix:tokens=5000,nodes=24`: whole numbers; the first may go without its name."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,6 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
-FREE = "treespec.draft.model_free"
 CHECKS = "treespec.draft.checks"
 
 
@@ -90,28 +80,11 @@ ROWS = (
         for name, kind in HEADS.items()
     ),
     DrafterKind(
-        "lookup",
-        ("lookup",),
-        f"{FREE}.lookup:load_lookup",
-        "what followed the text's last tokens where they stood before",
-        "prompt lookup, Saxena 2023",
-        options=LookupOptions,
-        one_hot=True,
-    ),
-    DrafterKind(
-        "recycling",
-        ("recycling",),
-        f"{FREE}.recycling:load_recycling",
-        "what the target held likely after the same tokens before",
-        "Token Recycling, Luo et al. 2024",
-        one_hot=True,
-    ),
-    DrafterKind(
         "suffix",
         ("suffix", "suffix:DIR", "suffix+eagle:HEAD"),
-        f"{FREE}.lookup:load_suffix",
-        "what followed them in the text and in earlier answers, by counts; alone or beside a draft "
-        "model",
+        "treespec.draft.model_free.suffix:load_suffix",
+        "what followed the text's last tokens, in it and in earlier answers, by counts; alone or "
+        "beside a draft model",
         "SuffixDecoding, Oliaro et al. 2024",
         f"{CHECKS}:check_suffix_cache",
         "may",

@@ -28,14 +28,12 @@ from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
-from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.shaping.noise import Noise
 from treespec.shaping.options import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only, sent
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Judging
 
 MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs a draft forward
 
@@ -159,10 +157,9 @@ class TreeDrafter(ForcedDrafter):
         by = self.distributions[row]
         if not self.cache or by.over:
             return None
-        model, last = self.cache.cost_model(row), [root, *self.chains[row]]
-        guess = self.cache.guess(row, last, model)
-        nodes = 1 + len(guess.tokens)
-        preferred = nodes > 1 and self.builders[row].choice.prefers_cache(guess.score, nodes, model)
+        guess = self.cache.guess(row, [root, *self.chains[row]])
+        nodes, choice = 1 + len(guess.tokens), self.builders[row].choice
+        preferred = nodes > 1 and choice.prefers_cache(guess.score, nodes, self.cache.cost)
         return guess.tree(self.end(row, root), device) if preferred else None
 
     def _growth(
@@ -267,13 +264,13 @@ class TreeDrafter(ForcedDrafter):
         if self.cache:
             self.cache.observe(features, tokens)
 
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
-        if not self.offers[row]:
-            builder = self.builders[row]
-            if self.cache:
-                builder.choice.update(len(self.chains[row]) + len(path), builder.seconds)
-            builder.update(path)
-        yield from ()
+    def update(self, paths: Sequence[Sequence[int]]) -> None:
+        for row, path in enumerate(paths):
+            if not self.offers[row]:
+                builder, above = self.builders[row], len(self.chains[row])
+                if self.cache:
+                    builder.choice.update(len(path), builder.seconds)
+                builder.update([node - above for node in path[above:]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)

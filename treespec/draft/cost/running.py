@@ -212,17 +212,17 @@ class Choice:
     def __init__(self) -> None:
         self.cycles, self.tokens, self.seconds = float(CYCLES), CYCLES * (1 + EXPECTED), 0.0
 
-    def prefers_cache(self, score: float, nodes: int, model: CostModel | None) -> bool:
+    def prefers_cache(self, score: float, nodes: int, cost: Cost | None) -> bool:
         """Whether to take the drafts of a suffix cache.
 
-        score: accepted tokens that they predict. nodes: of their tree. model: with it tokens per second
+        score: accepted tokens that they predict. nodes: of their tree. cost: with it tokens per second
         count, else tokens a cycle.
         """
-        if model is None:
+        if cost is None:
             return 1 + score > self.tokens / self.cycles
         # Before the draft model's first cycle it costs what a chain of two does.
-        own = self.tokens / (self.seconds or CYCLES * model.cost.seconds(3, 2))
-        return (1 + score) / model.cost.seconds(nodes, 0) > max(model.plain, own)
+        own = self.tokens / (self.seconds or CYCLES * cost.seconds(3, 2))
+        return (1 + score) / cost.seconds(nodes, 0) > max(cost.plain, own)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""

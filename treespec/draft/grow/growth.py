@@ -4,7 +4,6 @@ A sequence's logits processors change the draft logits, each row by the path to 
 which they leave no choice about, are a chain above the drafted tree.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -15,7 +14,6 @@ from torch.nn.functional import one_hot, pad
 
 from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
-from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import (
@@ -30,7 +28,6 @@ from treespec.trees.tree import (
 )
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Judging, answered
 
 Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
 Grown = TypeVar("Grown")
@@ -229,13 +226,6 @@ class ForcedDrafter(Drafter):
     scheme: Scheme = TopK()
     chains: Sequence[Sequence[int]] = ()
 
-    @abstractmethod
-    def learn(self, row: int, path: list[int], out: TreeOutput) -> Judging:
-        """Feedback on a tree. path, out: without the forced tokens above it.
-
-        What it yields is read for all sequences in one copy.
-        """
-
     def end(self, row: int, root: int) -> int:
         """The token below which a sequence's tree is drafted."""
         return [root, *self.chains[row]][-1]
@@ -252,11 +242,3 @@ class ForcedDrafter(Drafter):
             with_chain(root, chain, tree, self.scheme, generator) if chain else tree
             for root, chain, tree, generator in rows
         ]
-
-    def update(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        learning = []
-        for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
-            above = len(self.chains[row])
-            below = replace(out, logits=out.logits[above:]) if above else out
-            learning.append(self.learn(row, [node - above for node in path[above:]], below))
-        answered(learning)

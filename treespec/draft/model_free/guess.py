@@ -49,15 +49,13 @@ class Guess:
         """Expected accepted tokens."""
         return 0.0 if self.probabilities is None else self.reach(self.probabilities)[1:].sum()
 
-    def part(self, kept: np.ndarray, probabilities: np.ndarray) -> "Guess":
-        """The tree of some nodes. probabilities: [N] of all nodes.
-
-        kept: [M] ascending numbers, first the root's 0; with a node its parent is kept.
-        """
+    def part(self, kept: np.ndarray) -> "Guess":
+        """The tree of some nodes. kept: [M] ascending numbers, first the root's 0; with a node its parent is kept."""
         number = {node: new for new, node in enumerate(kept.tolist())}
         parents = [number[self.parents[node - 1]] for node in kept[1:]]
         tokens = [self.tokens[node - 1] for node in kept[1:]]
-        return Guess(tokens, parents, probabilities[kept])
+        known = self.probabilities
+        return Guess(tokens, parents, None if known is None else known[kept])
 
     def tree(self, root: int, device: "torch.device") -> "TokenTree":
         """The tree on a device, without draft distributions. root: its token."""

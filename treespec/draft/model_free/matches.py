@@ -42,15 +42,14 @@ def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tupl
 def tree_of(
     continuations: Sequence[Sequence[int]],
     nodes: int,
-    length: int = 0,
-    rate: Callable[[int], float] | None = None,
-    least: float = 0.0,
+    length: int,
+    rate: Callable[[int], float],
+    least: float,
 ) -> Guess:
     """The most likely continuations, merged into a tree. Each ends at END, if it holds one.
 
     nodes: the most of them, without the root. length: tokens of the match that they follow. rate:
-    Pr(one of a node's children is right), by the length of the match above it; None: the tree has no
-    probabilities, and the most frequent continuations are kept. least: of a path's probability.
+    Pr(one of a node's children is right), by the length of the match above it. least: of a path's probability.
     """
     tokens, parents, shares, probabilities = list[int](), list[int](), list[float](), [1.0]
     levels = [0]  # depth of each node
@@ -63,7 +62,7 @@ def tree_of(
         for line in reached:
             if level < len(line) and line[level] != END:
                 below.setdefault(line[level], []).append(line)
-        right = rate(length + level) if rate else 1.0
+        right = rate(length + level)
         for token, following in below.items():
             share = len(following) / len(reached)
             if (probability := reach * share * right) >= least:
@@ -77,7 +76,6 @@ def tree_of(
         parents.append(parent)
         shares.append(share)
         levels.append(levels[parent] + 1)
-        if rate:
-            probabilities.append(share * rate(length + levels[parent]))
+        probabilities.append(share * rate(length + levels[parent]))
         add_children(len(tokens), -negative, reached)
-    return Guess(tokens, parents, np.array(probabilities) if rate else None, shares, length)
+    return Guess(tokens, parents, np.array(probabilities), shares, length)

@@ -1,14 +1,12 @@
 """Look the sequence's last tokens up, and draft what followed them.
 
-Prompt lookup (Saxena 2023) finds them earlier in the same sequence; transformers has it as
-`prompt_lookup_num_tokens`, for one sequence at a time and one match. Suffix decoding (Oliaro et al.
-2024, 2411.04975) looks in the sequence and in all completions so far, for the longest suffix that
-occurs there; the longer the match, the larger the draft.
+Suffix decoding (Oliaro et al. 2024, 2411.04975) looks in the sequence and in all completions so far, for
+the longest suffix that occurs there; the longer the match, the larger the draft. Prompt lookup (Saxena 2023),
+which transformers has as `prompt_lookup_num_tokens`, is a case of it.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -19,25 +17,10 @@ from treespec.draft.model_free.guess import Guess
 from treespec.draft.model_free.matches import longest_match, tree_of
 from treespec.draft.model_free.one_hot import TextDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches, fingerprint
-from treespec.draft.options import LookupOptions, SuffixOptions
+from treespec.draft.options import SuffixOptions
 from treespec.model.target import Target
 
 NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones
-
-
-@final
-@dataclass(frozen=True)
-class Lookup(TextDrafter):
-    """It takes the earliest matches: the sequence ends soon after a late one."""
-
-    options: LookupOptions
-
-    def draft(self, text: np.ndarray) -> Guess:
-        by = self.options
-        _, places = longest_match(text, text, by.ngram)
-        starts = places[: by.matches].tolist()
-        following = [text[start : start + by.tokens].tolist() for start in starts]
-        return tree_of(following, by.matches * by.tokens)
 
 
 # Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
@@ -55,8 +38,6 @@ class Suffix(TextDrafter):
     and accepted.
     promised, kept: [6] guesses by the length of the match, and those that were right.
     """
-
-    predicts = True
 
     def __init__(self, options: SuffixOptions, caches: SuffixCaches) -> None:
         self.options, self.caches = options, caches
@@ -109,10 +90,6 @@ class Suffix(TextDrafter):
             self.promised[band] = FORGET * self.promised[band] + promised
             self.kept[band] = FORGET * self.kept[band] + (token in below)
             node, _ = below.get(token, (None, 0.0))
-
-
-def load_lookup(spec: DrafterSpec, target: Target) -> TextDrafter:
-    return Lookup(spec.options)
 
 
 def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:

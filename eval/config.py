@@ -222,8 +222,8 @@ class DoctorConfig(FitOptions):
 
     answers_temperature: ClassVar[float] = 0.0
     data: str | None = option(
-        "conversations that the head learnt on: a JSONL, JSON or parquet file; default: some that "
-        "train keeps in the head's folder",
+        "conversations that the head learnt on, a JSONL or JSON file; default: some that train keeps "
+        "in the head's folder",
         None,
     )
     out: str = option("file for the report, a page of HTML", "runs/doctor.html")

@@ -5,7 +5,7 @@ is undone on trial, on the target's own completions: if the head then agrees wit
 often, that is what it learnt on. Where nothing helps, it learnt too little, or on another target.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from treespec.api.calibrate import Row, drafted, sharpest
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import plain_head
+from treespec.draft.trained.kinds import draft_steps, plain_head, rollout
 from treespec.errors import InputError
 from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
-from treespec.eval.fit import accuracies, rows_of
+from treespec.eval.fit import rows_of
 from treespec.eval.learnt import told
 from treespec.eval.report import Report, Table, page
-from treespec.eval.texts import Passage, answers, load_models, passages_of
-from treespec.eval.trials import Trial, trials, unmarked
+from treespec.eval.texts import Passage, load_models, passages_of
+from treespec.eval.trials import Trial, trials
 from treespec.files.atomic import write_text
 from treespec.shaping.sampling import SamplingParams, probs
 
 DEPTH = 4  # draft steps
 HELPS = 0.005  # of the drafts: a change after which more than these agree may name a fault
 EXPLAINS = 0.1  # of the drafts: a change that helps so much is the whole fault
-CERTAIN = 3.5  # standard errors of that difference, over completions: a dozen changes are tried
+CERTAIN = 3.5  # standard errors of the gain in log q, over completions: a dozen changes are tried
+LEAST = -14.0  # of log q, where a head has no such token
 ASTRAY = 0.2  # by which a head is more sure of its drafts than they agree
 BLIND = 0.05  # of the drafts: what features have to add to the tokens alone
 SURE = 0.9  # of the target's probability
@@ -48,22 +49,15 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
     target = known.target
     spec = Spec(target, plain_head(config.head, target), template=config.template)
 
-    # 2. Completions of the target, also in other forms.
-    texts = {"": list(passages_of(config, spec, say))}
-    if config.template is not None:
-        own = answers(config, SamplingParams(0.0), Spec(target, None), say)
-        texts["the tokenizer's own chat template"] = list(own)
-    if target.tokenizer is not None and not config.text:
-        plain = [unmarked(spec, passage) for passage in texts[""]]
-        texts["prompts without a chat template"] = plain
-    for name, passages in texts.items():
-        texts[name] = [passage for passage in passages if int(passage.counts.sum()) > 2 * DEPTH]
-        if len(texts[name]) < 2:
-            raise InputError("the completions are too short or too few: give more of them")
+    # 2. Completions of the target.
+    found = passages_of(config, spec, say)
+    own = [passage for passage in found if int(passage.counts.sum()) > 2 * DEPTH]
+    if len(own) < 2:
+        raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
-    tables, verdict = diagnosed(spec, texts, known.sharpness, say)
-    more, told_of_it = told(config, spec, texts[""], say)
+    tables, verdict = diagnosed(spec, own, known.sharpness, say)
+    more, told_of_it = told(config, spec, own, say)
     tables, verdict = [*tables, *more], [*verdict, *told_of_it]
     report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
@@ -72,22 +66,19 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
 
 def diagnosed(
     spec: Spec,
-    texts: Mapping[str, Sequence[Passage]],
+    passages: Sequence[Passage],
     sharpness: tuple[float, ...] = (),
     say: Say = silent,
 ) -> tuple[list[Table], list[str]]:
     """The agreement of the spec's head with its target, with and without each trial, and what it says.
 
-    texts: "" has the target's completions, other names have those in another form. sharpness: a calibration's.
+    passages: the target's completions. sharpness: a calibration's.
     """
     # 1. As it is, with each fault undone, and with features that say nothing.
-    rows = list(rows_of(spec, texts[""]))
-
-    def agreeing(spec: Spec, rows: Sequence[Row]) -> Tensor:
-        return torch.stack([accuracies(spec, [row], DEPTH, 1)[:, 0] for row in rows])
+    rows = list(rows_of(spec, passages))
 
     own, tried = agreeing(spec, rows), list[tuple[Trial, Tensor]]()
-    for number, trial in enumerate(trials(spec, texts, rows)):
+    for number, trial in enumerate(trials(spec, passages, rows)):
         say(Step(number, number + 1, f"trying {trial.change}"))
         tried.append((trial, agreeing(trial.spec, trial.rows)))
     random = torch.Generator().manual_seed(0)
@@ -101,7 +92,7 @@ def diagnosed(
     lines["features of other positions"] = lost
     table = [
         {"inputs": what}
-        | {f"step {d}": f"{rate:.1%}" for d, rate in enumerate(rates.mean(0).tolist(), 1)}
+        | {f"step {d}": f"{rate:.1%}" for d, rate in enumerate(rates[..., 0].mean(0).tolist(), 1)}
         for what, rates in lines.items()
     ]
     tables = [
@@ -128,16 +119,35 @@ NOTE = (
 )
 
 
+@torch.no_grad()
+def agreeing(spec: Spec, rows: Sequence[Row]) -> Tensor:
+    """[completions, D, 2]: the share of drafts that are the target's token, and the mean log q of that token."""
+    head, target, found = spec.head, spec.target, list[Tensor]()
+    assert head
+    for tokens, counts, known in rows:
+        features, last = target.parted(known, head.aux_layers)
+        wanted, steps = target.output_logits(last).argmax(-1), list[Tensor]()
+        for d, logits in enumerate(
+            rollout(head, target, tokens, features, draft_steps(head, DEPTH)), 1
+        ):
+            chosen = counts[d + 1 : d + 1 + len(logits)].nonzero().squeeze(1)
+            own, token = logits[chosen].log_softmax(-1), wanted[chosen + d, None]
+            both = own.argmax(-1, keepdim=True) == token, own.gather(1, token).clamp(min=LEAST)
+            steps.append(torch.cat(both, 1).double().mean(0))
+        found.append(torch.stack(steps))
+    return torch.stack(found).cpu()
+
+
 def causes(
     own: Tensor, tried: Sequence[tuple[Trial, Tensor]], lost: Tensor, first: "FirstStep"
 ) -> Iterator[str]:
-    """The fault that figures show, if any. own, lost, those of trials: [completions, D] agreement."""
-    # 1. The change that helps most.
-    mean, blind = float(own.mean()), float(lost.mean())
-    both = [(rates, min(len(rates), len(own))) for _, rates in tried]
-    gains = [(rates[:n] - own[:n]).mean(1) for rates, n in both]
-    best = max(range(len(tried)), key=lambda i: float(gains[i].mean()))
-    gain, error = float(gains[best].mean()), float(gains[best].std()) / len(own) ** 0.5
+    """The fault that figures show, if any. own, lost, those of trials: `agreeing` [completions, D, 2]."""
+    # 1. The change that helps most. Log q is less noisy than agreement, so that says whether it is certain.
+    mean, blind = float(own[..., 0].mean()), float(lost[..., 0].mean())
+    gains = [(rates - own).mean(1) for _, rates in tried]
+    best = max(range(len(tried)), key=lambda i: float(gains[i][:, 0].mean()))
+    gain, likelier = gains[best].mean(0).tolist()
+    error = float(gains[best][:, 1].std()) / len(own) ** 0.5
 
     # 2. A head of another target is sure of itself and wrong, and no change mends that.
     astray = first.claimed - first.right
@@ -147,7 +157,7 @@ def causes(
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
         )
         return
-    if gain > HELPS and gain > CERTAIN * error:
+    if gain > HELPS and likelier > CERTAIN * error:
         fault, change = tried[best][0][:2]
         yield f"{fault}: {mean + gain:.1%} of the drafts agree with {change}, {mean:.1%} as it is."
     if first.right_where_sure < LEARNT and gain < EXPLAINS:

@@ -1,9 +1,7 @@
-"""The usual faults of a head's inputs, each undone: other layers, pairs, options and prompts than it has."""
+"""The usual faults of a head's inputs, each undone: other layers, pairs and options than it has."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from treespec.api.calibrate import Row
 from treespec.api.spec import Spec
@@ -24,10 +22,8 @@ class Trial(NamedTuple):
     rows: Sequence[Row]
 
 
-def trials(
-    spec: Spec, texts: Mapping[str, Sequence[Passage]], rows: Sequence[Row]
-) -> Iterator[Trial]:
-    """The usual faults of the spec's head, each undone."""
+def trials(spec: Spec, passages: Sequence[Passage], rows: Sequence[Row]) -> Iterator[Trial]:
+    """The usual faults of the spec's head, each undone. rows: of the passages."""
     # 1. Layers of the target that it reads. A head without aux layers reads what leaves the last one.
     head, target = spec.head, spec.target
     assert head is not None
@@ -43,7 +39,7 @@ def trials(
             other.aux_layers = moved
             own = Spec(target, other)
             what = f"the inputs of layers {', '.join(map(str, moved))}"
-            yield Trial("Layers off by one", what, own, [*rows_of(own, texts[""])])
+            yield Trial("Layers off by one", what, own, [*rows_of(own, passages)])
 
     # 2. Tokens that features are paired with.
     #        token   a    b    c    d        right: f0 with b, f1 with c
@@ -61,17 +57,3 @@ def trials(
             rope = {"rope_theta": theta, "rope_type": "default"}
             changed = make(rope_theta=theta, rope_parameters=rope)
             yield Trial("Rotary base", f"a rotary base of {theta:,.0f}", changed, rows)
-
-    # 4. The chat template.
-    for what, passages in texts.items():
-        if what:
-            yield Trial("Chat template", what, spec, [*rows_of(spec, passages)])
-
-
-def unmarked(spec: Spec, passage: Passage) -> Passage:
-    """The same completion after a prompt without the special tokens of the chat template."""
-    tokenizer: Any = spec.target.tokenizer
-    prompt = tokenizer.decode(passage.tokens[~passage.counts], skip_special_tokens=True)
-    before = torch.tensor(tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64)
-    tokens = torch.cat([before, passage.tokens[passage.counts]])
-    return Passage(tokens, torch.arange(len(tokens)) >= len(before), passage.group)

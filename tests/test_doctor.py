@@ -111,17 +111,17 @@ def test_a_planted_fault_is_named(learnt, fault):
     faulty = remade(copy.deepcopy(spec.head), spec.target, **planted if isinstance(planted, dict) else {})
     if callable(planted):
         planted(faulty)
-    assert [line for line in diagnosed(Spec(spec.target, faulty), {"": texts})[1] if line.startswith(fault)]
+    assert [line for line in diagnosed(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
 
 
 def test_a_head_that_learnt_for_a_third_of_the_time_is_told_so(learnt):
     spec, texts, young = learnt
-    assert [line for line in diagnosed(Spec(spec.target, young), {"": texts})[1] if line.startswith("Little trained")]
+    assert [line for line in diagnosed(Spec(spec.target, young), texts)[1] if line.startswith("Little trained")]
 
 
 def test_a_head_without_a_fault_is_told_at_most_to_have_learnt_little(learnt):
     spec, texts, _ = learnt
-    tables, verdict = diagnosed(spec, {"": texts})
+    tables, verdict = diagnosed(spec, texts)
     assert all(line.startswith("Little trained") for line in verdict)
     assert tables[0].rows[0]["inputs"] == "as it is"
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
@@ -132,4 +132,4 @@ def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
     model = target("llama")
     head = heads_for(model, kind) if kind.startswith(("medusa", "hydra")) else new_head(kind, model)
     spec = Spec(model, head.eval())
-    assert diagnosed(spec, {"": completions(model, 4, 20, temperature=0)})[1][0].startswith("Another target's weights")
+    assert diagnosed(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")

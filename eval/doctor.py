@@ -31,7 +31,7 @@ HELPS = 0.005  # of the drafts: a change after which more than these agree may n
 EXPLAINS = 0.1  # of the drafts: a change that helps so much is the whole fault
 CERTAIN = 3.5  # standard errors of the gain in log q, over completions: a dozen changes are tried
 LEAST = -14.0  # of log q, where a head has no such token
-ASTRAY = 0.2  # by which a head is more sure of its drafts than they agree
+ASTRAY = 2.0  # times that a head's drafts agree: one that is so sure of them learnt another target
 BLIND = 0.05  # of the drafts: what features have to add to the tokens alone
 SURE = 0.9  # of the target's probability
 LEARNT = 0.8  # of the sure positions at which a trained head agrees; published heads do at more
@@ -150,8 +150,8 @@ def causes(
     error = float(gains[best][:, 1].std()) / len(own) ** 0.5
 
     # 2. A head of another target is sure of itself and wrong, and no change mends that.
-    astray = first.claimed - first.right
-    if mean + gain < blind + BLIND or astray > max(ASTRAY, 2 * gain):
+    astray = first.claimed > ASTRAY * first.right and first.claimed - first.right > 2 * gain
+    if mean + gain < blind + BLIND or astray:
         yield (
             f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"

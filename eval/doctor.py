@@ -6,6 +6,7 @@ often, that is what it learnt on. Where nothing helps, it learnt too little, or 
 """
 
 from collections.abc import Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -50,15 +51,13 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
     spec = Spec(target, plain_head(config.head, target), template=config.template)
 
     # 2. Completions of the target.
-    found = passages_of(config, spec, say)
-    own = [passage for passage in found if int(passage.counts.sum()) > 2 * DEPTH]
+    own = [one for one in passages_of(config, spec, say) if int(one.counts.sum()) > 2 * DEPTH]
     if len(own) < 2:
         raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
-    tables, verdict = diagnosed(spec, own, known.sharpness, say)
-    more, told_of_it = told(config, spec, own, say)
-    tables, verdict = [*tables, *more], [*verdict, *told_of_it]
+    found = diagnosed(spec, own, known.sharpness, say), told(config, spec, own, say)
+    tables, verdict = map(add, *found)
     report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report

@@ -1,25 +1,25 @@
 """Whether a head learnt on its target's own answers, and in the chat template that prompts have here.
 
-A model's own text is as likely to it as it is sure: greedy answers cost few nats a token, samples as
-much as their entropy, and a share of each lies between. Text of others costs more at equal entropy,
-even where a target expects it: SmolLM2 gives ShareGPT's answers 1.6 nats, as its entropy there says,
-but its own samples get to an entropy of 3.
+A model's own text is as likely to it as it is sure: its greedy answers cost few nats a token, its samples
+as much as their entropy. Text of others costs more than own text of the same entropy, even where a target
+expects it: ShareGPT's answers cost SmolLM2 1.8 nats a token, as its entropy there says.
 
-    cost  |            samples        the text's entropy lies between those of greedy answers and samples,
-          |    text .   /              and the line between them says what own text of that entropy costs
+    cost  |            samples        own text lies on this line; a text is compared
+          |    text .   /             with the point of the line at its entropy
           |         :  /
           |   greedy
           +---------------- entropy
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
+from treespec.errors import InputError
 from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
@@ -30,14 +30,14 @@ from treespec.text.conversations import SAMPLE, SAMPLED
 
 SHORTEST = 8  # tokens of an answer
 DEARER = 0.1  # nats a token: what text of others costs more, at least
-STEEPEST = 2.0  # nats of cost for one of entropy
 CERTAIN = 3.5  # standard errors of that, over answers
+STEEPEST = 2.0  # of the line
 
 
 def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
     """The first answer of each conversation that the head learnt on, cut to --max-new-tokens; [] if unknown.
 
-    Raises InputError for a file that cannot be read.
+    Raises InputError for a file that cannot be read, or has too few answers.
     """
     kept = Path(config.head) / SAMPLE
     if config.data is None and not kept.is_file():
@@ -50,6 +50,8 @@ def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
             if end - root > SHORTEST:
                 counts = torch.arange(end) > root
                 first.append(Passage(one.tokens[:end], counts, one.group))
+    if config.data and len(first) < 2:
+        raise InputError(f"--data {config.data} needs two answers of more than {SHORTEST} tokens")
     return first
 
 
@@ -101,10 +103,9 @@ def told(
     return [Table("What the head learnt, in nats a token", ["text"], table)], verdict
 
 
-def shared_ending(prompts: Sequence[Sequence[int]]) -> list[int]:
+def shared_ending(prompts: Sequence[list[int]]) -> list[int]:
     """The tokens that all prompts end in."""
-    places = zip(*map(reversed, prompts), strict=False)
-    return [place[0] for place in takewhile(lambda place: len({*place}) == 1, places)][::-1]
+    return [*commonprefix([ids[::-1] for ids in prompts])][::-1]  # noqa: RUF071 - no paths
 
 
 @torch.no_grad()

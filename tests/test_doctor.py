@@ -7,6 +7,7 @@ import pytest
 import torch
 from equality import seeded
 from models import CONFIGS, VOCAB, random_model, target, tokenizer
+from refusals import complains
 from test_depth_heads import heads_for
 from torch.nn.functional import cross_entropy
 
@@ -71,18 +72,20 @@ def test_what_a_head_learnt_on_is_told_from_own_answers_to_these_prompts(tmp_pat
     for number, prompt in enumerate(prompts):
         writer = other if said == "Off-policy text" else own
         answer = writer.generate(prompt, max_new_tokens=30, temperature=number % 2, seed=number, ignore_eos=True)
-        row = {"input_ids": prompt + answer.token_ids, "loss_mask": [0] * 8 + [1] * 30}
-        lines.append(json.dumps(row))
-    (tmp_path / "learnt.jsonl").write_text("\n".join(lines))
+        lines.append(json.dumps({"input_ids": prompt + answer.token_ids, "loss_mask": [0] * 8 + [1] * 30}))
+    file = tmp_path / "learnt.jsonl"
+    file.write_text("\n".join(lines))
 
     # 2. What the doctor says.
     ending = [8, 7] if said == "Chat template" else [7, 8]
-    here = [
-        Passage(torch.tensor([*range(length), *ending, 3]), torch.arange(length + 3) > length + 1, 0)
-        for length in (3, 4)
-    ]
-    options = DoctorConfig(target="own", head="head", data=str(tmp_path / "learnt.jsonl"), max_new_tokens=30)
+    here = [Passage(torch.tensor([first, *ending, 3]), torch.arange(4) > 2, 0) for first in (3, 4)]
+    options = DoctorConfig(target="own", head="head", data=str(file), max_new_tokens=30)
     assert [line.partition(":")[0] for line in told(options, own, here)[1]] == ([said] if said else [])
+
+    # 3. Of one answer it says nothing.
+    file.write_text(lines[0])
+    with complains("needs two answers"):
+        told(options, own, here)
 
 
 def other_target(head):
@@ -123,7 +126,6 @@ def test_a_head_without_a_fault_is_told_at_most_to_have_learnt_little(learnt):
     spec, texts, _ = learnt
     tables, verdict = diagnosed(spec, texts)
     assert all(line.startswith("Little trained") for line in verdict)
-    assert tables[0].rows[0]["inputs"] == "as it is"
     assert float(tables[0].rows[0]["step 1"].rstrip("%")) > 50
 
 

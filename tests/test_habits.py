@@ -68,7 +68,7 @@ def test_such_questions_are_found():
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 223_157,
+    "source code tokens": 223_145,
     "test code tokens": 179_509,
     "source files": 267,
     "source lines": 34_040,

@@ -54,8 +54,8 @@ class Guess:
         number = {node: new for new, node in enumerate(kept.tolist())}
         parents = [number[self.parents[node - 1]] for node in kept[1:]]
         tokens = [self.tokens[node - 1] for node in kept[1:]]
-        known = self.probabilities
-        return Guess(tokens, parents, None if known is None else known[kept])
+        assert self.probabilities is not None
+        return Guess(tokens, parents, self.probabilities[kept])
 
     def tree(self, root: int, device: "torch.device") -> "TokenTree":
         """The tree on a device, without draft distributions. root: its token."""

@@ -56,8 +56,9 @@ def examine(config: DoctorConfig, say: Say = silent) -> Report:
         raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
-    found = diagnosed(spec, own, known.sharpness, say), told(config, spec, own, say)
-    tables, verdict = map(add, *found)
+    tables, verdict = map(
+        add, diagnosed(spec, own, known.sharpness, say), told(config, spec, own, say)
+    )
     report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report

@@ -9,7 +9,7 @@ from treespec.draft.trained.kinds import remade
 from treespec.eval.fit import rows_of
 from treespec.eval.texts import Passage
 
-THETAS = (1e4, 1e5, 5e5, 1e6, 5e6)  # rotary bases of published models
+THETAS = (1e4, 1e5, 1e6, 5e6)  # rotary bases of published models
 SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3's config.json
 
 

@@ -1,15 +1,18 @@
 """Measure what a cycle costs (`Cost`) with the decoding code itself: once for a machine and a pair of models.
 
 Steps are timed in interleaved rounds. Other work on the machine only adds time, so a step's cost is
-the lower quartile over rounds. The cost is kept in the user's cache.
+the lower quartile over rounds. The cost is kept in the user's cache, and measured again where it no longer holds.
 """
 
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
@@ -17,10 +20,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treespec.draft.cost.model import Cost, CostBy, kept_cost
+from treespec.draft.cost.model import FORMAT, Cost, CostBy, cost_in
 from treespec.draft.drafter import Proposer
 from treespec.draft.grow.builder import Ranked
 from treespec.draft.grow.growth import Growing, grow_together
+from treespec.errors import InputError
+from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
 from treespec.model import kernels
 from treespec.model.processor import processor
@@ -38,6 +43,10 @@ MANY = 256  # nodes of a batch; measured where the context has room for them
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
+SOME, DRIFT = (
+    16,
+    1.25,
+)  # nodes whose time over one node's may differ by this factor from a kept cost
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
 
 Act = Callable[[], object]
@@ -60,10 +69,30 @@ def measured_costs(
 
 
 def cost_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Cost:
-    """The cost from the cache folder, or measured now, which takes a few seconds."""
+    """The cost from the cache folder, if it still holds, or measured now, which takes a few seconds."""
     about = json.dumps(dependencies(target, proposer), default=str).encode()
-    name = f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
-    return kept_cost((folder or cache_folder()) / name, partial(measure, target, proposer))
+    file = (folder or cache_folder()) / f"times-{hashlib.sha256(about).hexdigest()[:16]}.json"
+    kept = cost_in(file)
+    if kept and holds(target, kept):
+        return kept
+    cost = measure(target, proposer)
+    with suppress(InputError):  # a folder that cannot be written: the next run measures again
+        remove_leftovers(file.parent)
+        write_json(file, {"format": FORMAT, "cost": asdict(cost)})
+    return cost
+
+
+@torch.inference_mode()
+def holds(target: Target, cost: Cost) -> bool:
+    """Whether a forward over some nodes still takes as many of one node's: by that ratio trees are chosen.
+
+    Memory and clock of a machine that others share change from hour to hour.
+    """
+    bench, some = Bench(target, None, CONTEXT), min(SOME, cost.nodes[-1])
+    steps = [(step := partial(bench.forward, bench.branch(n)), step) for n in (1, some)]
+    one, more = fast_times(steps, target.output_device, FEWEST)
+    known = cost.line(some)
+    return abs(math.log(more / one * known[0] / known[-1])) < math.log(DRIFT)
 
 
 def dependencies(target: Target, proposer: Proposer | None) -> list[object]:

@@ -8,31 +8,24 @@ Three measured figures; those of a batch follow from them.
                    n  1   4    8        (`treespec.trees.sequoia`)
 """
 
-import logging
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-import torch
 
 from treespec.errors import InputError
-from treespec.files.atomic import read_json, remove_leftovers, write_json
+from treespec.files.atomic import read_json
 from treespec.trees.sequoia import best_trees
 from treespec.trees.static import StaticTree
-
-log = logging.getLogger(__name__)
 
 FORMAT = 2
 FAR = 1_000_000  # nodes: the line's last slope goes on to here
 SMALL = 7  # nodes over which the price of one more row of a draft level is averaged
-SHARE, LEAST = 0.2, 0.5  # of our threads' CPU time that others may take; seconds that do not count
 
 
 @dataclass(frozen=True)
@@ -126,34 +119,6 @@ def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:
 
 
 CostBy = Callable[[int], Cost]  # the cost by batch size
-
-
-def kept_cost(file: Path, measure: Callable[[], Cost]) -> Cost:
-    """The cost in a file, or `measure()`, which the file then keeps.
-
-    A cost measured while other programs took CPU time that our threads needed is not kept. A file
-    that cannot be read or written is no error: the next run measures again.
-    """
-    # 1. A kept one.
-    if (kept := cost_in(file)) is not None:
-        return kept
-
-    # 2. Measured now. cpu_percent counts all programs since its last call.
-    psutil.cpu_percent()
-    wall, own = time.perf_counter(), time.process_time()
-    cost = measure()
-    wall, own = time.perf_counter() - wall, time.process_time() - own
-    cores, threads = psutil.cpu_count() or 1, torch.get_num_threads()
-    others = psutil.cpu_percent() / 100 * cores * wall - own
-    if others - max(cores - threads, 0) * wall > max(SHARE * threads * wall, LEAST):
-        log.warning(
-            "other programs were busy while speeds were measured: they are measured again next time"
-        )
-        return cost
-    with suppress(InputError):
-        remove_leftovers(file.parent)
-        write_json(file, {"format": FORMAT, "cost": asdict(cost)})
-    return cost
 
 
 def cost_in(file: Path) -> Cost | None:

@@ -148,16 +148,17 @@ def causes(
     best = max(range(len(tried)), key=lambda i: float(gains[i][:, 0].mean()))
     gain, likelier = gains[best].mean(0).tolist()
     error = float(gains[best][:, 1].std()) / len(own) ** 0.5
+    certain = gain > HELPS and likelier > CERTAIN * error
 
     # 2. A head of another target is sure of itself and wrong, and no change mends that.
     astray = first.claimed > ASTRAY * first.right and first.claimed - first.right > 2 * gain
-    if mean + gain < blind + BLIND or astray:
+    if mean + gain * certain < blind + BLIND or astray:
         yield (
             f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
         )
         return
-    if gain > HELPS and likelier > CERTAIN * error:
+    if certain:
         fault, change = tried[best][0][:2]
         yield f"{fault}: {mean + gain:.1%} of the drafts agree with {change}, {mean:.1%} as it is."
     if first.right_where_sure < LEARNT and gain < EXPLAINS:

@@ -77,7 +77,9 @@ def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_he
         assert json.loads(file.read_text())["cost"]["begin"] < 12.5
     assert dependencies(*llama_head) != dependencies(llama_head[0], None)
     write_json(file, kept)
-    monkeypatch.setattr(measure, "DRIFT", 1.0)  # any change counts
+    monkeypatch.setattr(measure, "DRIFT", 1.0)  # any change counts, once a process
+    assert cost_for(*llama_head, tmp_path / "new").begin == 12.5
+    measure.TRUSTED.clear()
     assert cost_for(*llama_head, tmp_path / "new").begin < 12.5
 
 

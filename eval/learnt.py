@@ -35,7 +35,7 @@ STEEPEST = 2.0  # of the line
 
 
 def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
-    """The first answer of each conversation that the head learnt on, cut to --max-new-tokens; [] if unknown.
+    """First answers of the conversations that the head learnt on, cut to --max-new-tokens; [] if unknown.
 
     Raises InputError for a file that cannot be read, or has too few answers.
     """

@@ -88,7 +88,7 @@ def cost_for(target: Target, proposer: Proposer | None, folder: Path | None = No
 
 @torch.inference_mode()
 def holds(target: Target, cost: Cost) -> bool:
-    """Whether a forward over some nodes still takes as many of one node's: by that ratio trees are chosen.
+    """Whether the price of some nodes over one is still what it was: trees are chosen by it.
 
     Memory and clock of a machine that others share change from hour to hour.
     """

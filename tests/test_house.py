@@ -130,7 +130,7 @@ def test_the_command_line_loads_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_no_source_file_is_over_300_lines():
+def test_no_source_file_is_over_400_lines():
     files = [*(file for _, _, file in sources()), *(ROOT / "tests").rglob("*.py")]
-    long = {file.name: n for file in files if (n := len(file.read_text().splitlines())) > 300}
+    long = {file.name: n for file in files if (n := len(file.read_text().splitlines())) > 400}
     assert not long

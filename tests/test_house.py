@@ -1,6 +1,7 @@
 """The layout of the house: packages against the disk, and which way imports run."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,6 +32,11 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
     "cli",
 )
 
+UPWARD_STRINGS = {  # (module, what a string of it names): only fewer
+    ("treespec.heads.registry", "treespec.draft.trained.proposers"),
+    ("treespec.heads.registry", "treespec.train.losses.objectives"),
+}
+
 
 def sources():
     for package, folder in FOLDERS.items():
@@ -53,6 +59,36 @@ def imported(file):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def string_constants(tree):
+    """The names of a module that hold one string: a row may say f"{FORMATS}.eagle:read_eagle"."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    return {node.targets[0].id: node.value.value for node in assigned if isinstance(node.targets[0], ast.Name)}
+
+
+def text_of(node, constants):
+    """The text of a string or an f-string of constants; "" where it is neither."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if not isinstance(node, ast.JoinedStr):
+        return ""
+    parts = []
+    for part in node.values:
+        if isinstance(part, ast.FormattedValue):
+            parts.append(str(constants.get(ast.unparse(part.value), "")))
+        else:
+            parts.append(part.value)
+    return "".join(parts)
+
+
+def named_in_strings(file):
+    """The modules that strings of a file name as `module:NAME`: importing them later is importing them."""
+    tree = ast.parse(file.read_text())
+    constants = string_constants(tree)
+    texts = [text_of(node, constants) for node in ast.walk(tree)]
+    found = [re.fullmatch(r"(treespec(?:\.\w+)+):[\w.]+", text) for text in texts]
+    return {match[1] for match in found if match}
 
 
 def place_of(module):
@@ -100,20 +136,32 @@ def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
     assert done.stdout.strip() == f"{ROOT}/heads/mtp_layouts.py", done.stderr
 
 
+def is_upward(module, other):
+    """Whether an import of `other` in `module` leaves its room and does not go down."""
+    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
+    room, other_room = place_of(module), place_of(other)
+    if not other.startswith("treespec.") or other_room not in floor or other_room == room:
+        return False
+    return floor[other_room] >= floor[room]
+
+
 def test_a_room_imports_the_floors_below_its_own():
     """Types too."""
-    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
     upward = set()
     for module, file in MODULES.items():
-        own = place_of(module)
-        if (file.name in ("__init__.py", "__main__.py") and not file.read_text().count("\ndef ")) or not own:
+        if (file.name in ("__init__.py", "__main__.py") and not file.read_text().count("\ndef ")) or not place_of(
+            module
+        ):
             continue  # the entries: `python -m`, and the names that treespec itself offers
-        assert own in floor, f"{module} lies in no room: name its floor in FLOORS"
-        for name in imported(file):
-            other = place_of(name)
-            if name.startswith("treespec.") and other in floor and other != own and floor[other] >= floor[own]:
-                upward.add(module)
+        assert place_of(module) in " ".join(FLOORS).split(), f"{module} lies in no room: name its floor in FLOORS"
+        upward |= {module for name in imported(file) if is_upward(module, name)}
     assert not upward
+
+
+def test_no_new_string_names_a_module_of_a_floor_above():
+    named = {(module, name) for module, file in MODULES.items() for name in named_in_strings(file)}
+    assert {name for _, name in named} <= MODULES.keys()
+    assert {pair for pair in named if is_upward(*pair)} == UPWARD_STRINGS
 
 
 def test_only_the_command_line_changes_the_allocator():

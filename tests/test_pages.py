@@ -123,7 +123,8 @@ def test_a_result_says_its_command_machine_and_date(file, pages_script):
     assert result.command
     assert re.search("Xeon|EPYC|H200", result.machine)
     assert re.fullmatch(r"2\d{3}-\d\d-\d\d", result.date)
-    assert result.target and result.head
+    assert result.target
+    assert result.head
     assert {len(row) for row in result.rows} == {len(result.columns)} == {len(result.digits)}
     assert f"<!-- begin: result {file.stem} -->" in PAGES["docs/results.md"]
 

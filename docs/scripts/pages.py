@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import typer
-from results import Result
 
+from results import Result
 from treespec.cli import app
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.options import DRAFTERS

@@ -55,7 +55,7 @@ class Result:
         if isinstance(cell, list):
             value, low, high = (f"{number:.{digits}f}" for number in cell)
             return f"{value} ({low}–{high})" if self.show_intervals else value
-        return str(cell)
+        return f"{cell:,}" if isinstance(cell, int) else cell
 
     def format_table(self, columns: list[int] | None = None) -> str:
         """The Markdown table, or some of its columns."""
@@ -66,10 +66,11 @@ class Result:
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def format_section(self) -> str:
-        """Claim, table, command, and a line about machine, date and models."""
+        """Claim, table, command, and a line about machine and date, and about models other than `demo`."""
         command = "\n".join(self.command)
-        facts = [f"{self.machine}, {self.date}", f"target {self.target}", f"head {self.head}"]
-        if self.intervals:
-            facts.append(self.intervals)
+        facts = [f"{self.machine}, {self.date}"]
+        facts += [f"target: {self.target}"] if "`demo`" not in self.target else []
+        facts += [f"head: {self.head}"] if self.head not in ("`demo`", "none") else []
+        facts += [self.intervals] if self.intervals else []
         about = "; ".join(facts)
         return f"**{self.claim}**\n\n{self.format_table()}\n```sh\n{command}\n```\n\n{about[:1].upper()}{about[1:]}.\n"

@@ -1,7 +1,7 @@
 """What mkdocs needs beyond mkdocs.yml: the pages that do not lie in docs/, with links as they are on GitHub.
 
-README.md, CONTRIBUTING.md and the card of the head that treespec brings become pages of the site. A link between pages is
-written for GitHub, relative to its file in the repository; here it is written again, relative to its page of the site.
+README.md, CONTRIBUTING.md and the card of the head that treespec brings become pages of the site. A link between pages
+is written for GitHub, relative to its file in the repository; here it becomes relative to its page of the site.
 """
 
 import posixpath

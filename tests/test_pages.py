@@ -140,6 +140,40 @@ def test_a_cell_shows_its_interval_and_its_decimals(pages_script):
     assert replace(result, show_intervals=False).format_cell([1.3, 1.25, 1.4], 1) == "1.3"
 
 
+REPORT = """## Acceptance length τ
+
+| Drafter  | T | τ                | tokens/s |
+| -------- | - | ---------------- | -------- |
+| baseline | 0 | 1                | 1,203.5  |
+| `suffix` | 0 | 2.50 (2.25–2.75) |          |
+
+## By category
+"""
+
+
+def test_a_table_of_a_report_becomes_a_results_figures(tmp_path, monkeypatch, pages_script):
+    shutil.copy(ROOT / "docs/results/drafters.json", tmp_path)
+    results = sys.modules[pages_script.Result.__module__]
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    (tmp_path / "report.md").write_text(REPORT, encoding="utf-8")
+    before = results.Result.load("drafters")
+    results.main("drafters", tmp_path / "report.md", "Acceptance length", "0,2,3")
+    after = results.Result.load("drafters")
+    assert after.rows == [["baseline", 1, 1203.5], ["`suffix`", [2.5, 2.25, 2.75], None]]
+    assert (after.columns, after.digits) == (["Drafter", "τ", "tokens/s"], [0, 2, 1])
+    assert (after.claim, after.command, after.machine) == (before.claim, before.command, before.machine)
+    assert after.format_table().splitlines()[-1] == "| `suffix` | 2.50 (2.25–2.75) | – |"
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_a_result_is_saved_as_it_was_read(file, tmp_path, monkeypatch, pages_script):
+    results = sys.modules[pages_script.Result.__module__]
+    result = results.Result.load(file.stem)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    result.save(file.stem)
+    assert (tmp_path / file.name).read_text("utf-8") == file.read_text("utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
     for path in PATH.findall(FENCE.sub("", PAGES[page])):

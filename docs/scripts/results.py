@@ -1,14 +1,24 @@
 """Figures that pages show: a small JSON file for each claim, docs/results/NAME.json.
 
-A run leaves its report in its --out; the figures of it that a page shows are copied into such a file, one claim and
-one table each. `make pages` makes the tables of the pages from these files, so no figure on a page is typed twice.
+A run leaves its report in its --out. This puts a table of it into the file of a claim, with today's date:
+
+    python docs/scripts/results.py drafters runs/drafters/report.md "Acceptance length" --columns 0,2,3,4
+
+`make pages` makes the tables of the pages from these files, so no figure on a page is typed.
 """
 
+import datetime
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
+NUMBER = r"-?[\d,]*\.?\d+"
+WITH_INTERVAL = re.compile(rf"({NUMBER}) \(({NUMBER})–({NUMBER})\)")
 Cell = str | int | float | list[float] | None
 
 
@@ -74,3 +84,74 @@ class Result:
         facts += [self.intervals] if self.intervals else []
         about = "; ".join(facts)
         return f"**{self.claim}**\n\n{self.format_table()}\n```sh\n{command}\n```\n\n{about[:1].upper()}{about[1:]}.\n"
+
+    def save(self, name: str) -> None:
+        """Write docs/results/NAME.json, a row a line."""
+        fields = []
+        for key, value in asdict(self).items():
+            if key in ("command", "rows"):
+                items = ",\n".join(f"    {dump(item)}" for item in value)
+                fields.append(f'  "{key}": [\n{items}\n  ]')
+            else:
+                fields.append(f'  "{key}": {dump(value)}')
+        text = ",\n".join(fields)
+        (FOLDER / f"{name}.json").write_text(f"{{\n{text}\n}}\n", "utf-8")
+
+
+def dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parse_number(text: str) -> int | float:
+    plain = text.replace(",", "")
+    return float(plain) if "." in plain else int(plain)
+
+
+def parse_cell(text: str) -> Cell:
+    """A cell of a report: a number, a number with its interval, nothing, or a text."""
+    if text in ("", "–"):
+        return None
+    if interval := WITH_INTERVAL.fullmatch(text):
+        return [parse_number(number) for number in interval.groups()]
+    return parse_number(text) if re.fullmatch(NUMBER, text) else text
+
+
+def count_decimals(texts: list[str]) -> int:
+    """The most decimals of a column's numbers."""
+    numbers = [re.match(rf"{NUMBER}(?= \(|$)", text) for text in texts]
+    return max((len(number[0].partition(".")[2]) for number in numbers if number), default=0)
+
+
+def read_table(report: str, title: str) -> list[list[str]]:
+    """The texts of the table below the heading that begins with `title`; headings of columns first."""
+    sections = re.split(r"^#+ ", report, flags=re.MULTILINE)
+    section = next(part for part in sections if part.startswith(title))
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+def main(
+    name: Annotated[str, typer.Argument(help="of docs/results/NAME.json")],
+    report: Annotated[Path, typer.Argument(help="report.md, tau.md or acceptance.md of a run")],
+    title: Annotated[str, typer.Argument(help="how the table's heading begins")],
+    columns: Annotated[str, typer.Option(help="numbers of the columns to take, from 0")],
+) -> None:
+    """Replace a claim's figures. Its headings stay where they are as many."""
+    table = read_table(report.read_text("utf-8"), title)
+    chosen = [int(column) for column in columns.split(",")]
+    headings, *rows = [[row[i] for i in chosen] for row in table]
+    result = Result.load(name)
+    if len(result.columns) == len(headings):
+        headings = result.columns
+    replace(
+        result,
+        date=datetime.date.today().isoformat(),
+        columns=headings,
+        digits=[count_decimals(list(column)) for column in zip(*rows, strict=True)],
+        rows=[[parse_cell(cell) for cell in row] for row in rows],
+    ).save(name)
+
+
+if __name__ == "__main__":
+    typer.run(main)

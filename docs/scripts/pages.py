@@ -1,7 +1,11 @@
-"""Fills the generated parts of README.md and docs/*.md, from treespec's registries and words.toml.
+"""Fills the generated parts of README.md and docs/*.md: from treespec's registries, words.toml and docs/results.
 
 A generated part stands between `<!-- begin: WHAT -->` and `<!-- end -->`. WHAT is the name of a
-table (verifiers, trees, drafters, commands), or `file PATH` for a file of the repository.
+table (verifiers, trees, drafters, commands, example), or one of
+
+- `file PATH`: a file of the repository;
+- `result NAME`: claim, table and command of docs/results/NAME.json;
+- `table NAME 0,3,4`: these columns of its table.
 """
 
 import re
@@ -11,8 +15,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
+from results import Result
 from treespec.cli import app
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.options import DRAFTERS
@@ -20,6 +26,7 @@ from treespec.draft.pairing import check_named
 from treespec.errors import InputError
 from treespec.trees.policy import POLICIES, policy
 from treespec.verify.facts import NAMES as VERIFIERS
+from treespec.verify.rates import optimal_iid, optimal_without_replacement
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +35,7 @@ WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
 HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
 SHAPES = ("chain:2", "2x2", "dynamic", "auto", "ddtree")
 SHOWN = {"chain:2": "chain", "2x2": "static"}  # the kind of tree that an instance stands for
+FIVE_TOKENS = torch.tensor([[0.60, 0.20, 0.10, 0.06, 0.04], [0.15, 0.35, 0.25, 0.15, 0.10]])  # p, q
 Click = Any  # a command or parameter of the click that typer brings along
 
 
@@ -38,11 +46,15 @@ def filled(text: str) -> str:
 
 def generated(what: str) -> str:
     """One part, with a line break at its end."""
-    kind, _, path = what.partition(" ")
-    if kind != "file":
-        return TABLES[kind]()
-    language = {".py": "python", ".toml": "toml"}[Path(path).suffix]
-    return f"```{language}\n{(ROOT / path).read_text('utf-8')}```\n"
+    kind, *words = what.split()
+    if kind == "result":
+        return Result.load(words[0]).format_section()
+    if kind == "table":
+        return Result.load(words[0]).format_table([int(column) for column in words[1].split(",")])
+    if kind == "file":
+        language = {".py": "python", ".toml": "toml"}[Path(words[0]).suffix]
+        return f"```{language}\n{(ROOT / words[0]).read_text('utf-8')}```\n"
+    return TABLES[kind]()
 
 
 def verifiers() -> str:
@@ -58,6 +70,28 @@ def verifiers() -> str:
         rows.append([f"`{name}`", what, source, options, scheme.max_draws or "any", kept, trees])
     columns = ["`--verifier`", "children of a node", "source", "options", "draws", "lossless"]
     return table([*columns, "trees"], rows)
+
+
+def example() -> str:
+    """The acceptance rate of each lossless scheme on five tokens, by the number of draws."""
+    p, q = FIVE_TOKENS.double().split(1)
+    counts = (1, 2, 3)
+    rows = []
+    for name in SCHEMES:
+        scheme: Any = verifier_by_name(name, allow_lossy=True).scheme
+        if scheme.lossless:
+            allowed = [k for k in counts if k <= (scheme.max_draws or k)]
+            rates = {k: scheme.acceptance_rate(p, q, k) for k in allowed}
+            rows.append([f"`{name}`", *(format_rate(rates.get(k)) for k in counts)])
+    rows.append(["α* of independent draws", *(format_rate(optimal_iid(p, q, k)) for k in counts)])
+    best = [format_rate(optimal_without_replacement(p, q, k)) for k in counts]
+    rows.append(["α* of draws without replacement", *best])
+    return table(["scheme", *(f"K = {k}" for k in counts)], rows)
+
+
+def format_rate(rate: Any) -> str:
+    """A probability [1] with three decimals; a dash where there is no closed form."""
+    return "–" if rate is None else f"{float(rate):.3f}"
 
 
 def fits(verifier: Any, tree: str) -> bool:
@@ -140,7 +174,13 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
 
 
-TABLES = {"verifiers": verifiers, "trees": trees, "drafters": drafters, "commands": commands}
+TABLES = {
+    "verifiers": verifiers,
+    "trees": trees,
+    "drafters": drafters,
+    "commands": commands,
+    "example": example,
+}
 
 if __name__ == "__main__":
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:

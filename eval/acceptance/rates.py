@@ -19,7 +19,7 @@ from treespec.eval.intervals import Figure, Z
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.verify.rates import OPTIMA, measured
+from treespec.verify.rates import find_optimum, measured
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
@@ -97,21 +97,23 @@ def rate(
         )
 
         # 2. The schemes, and α* of their draws.
-        drawn = set()
+        drawn = dict[str | None, Scheme]()
         for name, scheme in schemes.items():
             try:
                 found = measured(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
-                drawn.add(scheme.drawing)
+                drawn[scheme.drawing] = scheme
                 chunks[name, scheme.drawing].append(found.cpu())
-        for kind in OPTIMA.keys() & drawn:
-            values = OPTIMA[kind](p, q, case.draws).cpu()
-            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
+        for kind, scheme in drawn.items():
+            optimum = find_optimum(scheme, p, q, case.draws)
+            if optimum is not None:
+                values = optimum.cpu()
+                chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    order = [*OPTIMA, None]
+    order = [*dict.fromkeys(kind for _, kind in chunks if kind is not None), None]
     rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
     ordered = sorted(rated, key=lambda key: (order.index(key[1]), key[0] is None))
     return {key: rated[key] for key in ordered}, refused

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from treespec.eval.acceptance.carried import Nodes
 from treespec.eval.acceptance.config import TauConfig
-from treespec.eval.acceptance.drafted import LOCATIONS, DraftedTexts, count_fewest_cycles
+from treespec.eval.acceptance.drafted import DRAW_FINDERS, DraftedTexts, count_fewest_cycles
 from treespec.eval.acceptance.tau import ends
 from treespec.eval.acceptance.ways import followed
 from treespec.trees.policy import policy
@@ -135,7 +135,7 @@ def located(verifier, q, y, k):
     """[n, k] Pr(draw i is y) at the same node for n tokens y."""
     scheme = pair_of(verifier, "1x1").scheme
     nodes = Nodes(q.expand(len(y), -1), q.expand(len(y), -1), y, seeded(0), 1)
-    return LOCATIONS.get(verifier, LOCATIONS[scheme.name])(nodes, k, scheme)
+    return DRAW_FINDERS.get(verifier, DRAW_FINDERS[scheme.name])(nodes, k, scheme)
 
 
 @pytest.mark.parametrize("verifier", [*DRAWN, "gumbel", *TAILS])

@@ -10,6 +10,7 @@ token at a time: the optimum α* of these draws (`treespec.verify.rates`), which
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,30 +21,32 @@ from scipy.special import gammainccinv, gammaincinv
 from torch import Tensor
 
 from treespec.eval.acceptance.carried import Nodes
-from treespec.eval.acceptance.counts import chance_of_distinct, count_rung_clocks
+from treespec.eval.acceptance.counts import count_rung_clocks, find_distinct_chances
 from treespec.eval.acceptance.ways import Pair
 from treespec.eval.intervals import Array
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import most_likely, positive, scale, without
 from treespec.verify.optimal import Optimal
+from treespec.verify.rrs import RRS, RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
+from treespec.verify.topk import TopK
 
 LOST_MASS = 1e-12  # probability beyond each end of the quadrature
-Locate = Callable[[Nodes, int, Scheme], Tensor]
+FindDraws = Callable[[Nodes, int, Scheme], Tensor]
 
 
-def normalise_masses(masses: Tensor) -> Tensor:
+def scale_to_one(masses: Tensor) -> Tensor:
     """[n, V] in float64, each row with a sum of 1 or 0."""
     masses = masses.double()
     return masses * scale(masses, torch.ones_like(masses[:, :1]))
 
 
-def locate_independent(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_independent_draws(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of independent draws, which may repeat y."""
-    return normalise_masses(nodes.q).gather(1, nodes.y[:, None]).expand(-1, k)
+    return scale_to_one(nodes.q).gather(1, nodes.y[:, None]).expand(-1, k)
 
 
-def locate_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of draws without replacement, to 1e-9.
 
     Each token has a clock that rings after an exponential time of rate q. The draws are the first k to ring, so with
@@ -54,7 +57,7 @@ def locate_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     The integral is a trapezoid sum in log t, as that of `treespec.verify.rates.inside_prefixes`.
     """
     # 1. The first draw is y with q(y).
-    q, y = normalise_masses(nodes.q), nodes.y[:, None]
+    q, y = scale_to_one(nodes.q), nodes.y[:, None]
     here = q.gather(1, y)
     if k == 1:
         return here
@@ -78,18 +81,18 @@ def locate_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return chances
 
 
-def locate_greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_tops_and_one(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of the k - 1 most likely tokens and one draw from the rest."""
-    q, y = normalise_masses(nodes.q), nodes.y[:, None]
+    q, y = scale_to_one(nodes.q), nodes.y[:, None]
     top_tokens = most_likely(q, k - 1)
     is_top = (top_tokens == y) & (q.gather(1, y) > 0)
-    rest = normalise_masses(without(q, top_tokens))
+    rest = scale_to_one(without(q, top_tokens))
     return torch.cat([is_top.double(), rest.gather(1, y)], 1)
 
 
-def locate_hub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_hub_pairs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of `spechub`: (i, a) with q(i), (a, j) with q(a) q(j) / (1 - q(a))."""
-    q, y = normalise_masses(nodes.q), nodes.y[:, None]
+    q, y = scale_to_one(nodes.q), nodes.y[:, None]
     here = q.gather(1, y)
     if k == 1:
         return here
@@ -100,17 +103,17 @@ def locate_hub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return torch.cat([here, second], 1)
 
 
-def locate_tops(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_tops(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] whether draw i is y, of the k most likely tokens. q: any scores."""
     return (most_likely(nodes.q, k) == nodes.y[:, None]).double()
 
 
-def locate_tops_and_tail(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+def find_in_tops_and_tail(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(child i is y) of `optimal`: sure tokens, then the distinct ones of its independent draws."""
     # 1. The sure tokens, and the place of y among the distinct draws.
     scheme = cast(Optimal, scheme)
     tops, number, rest = scheme.allot(nodes.q, torch.full_like(nodes.y[:, None], k), k)
-    distinct = chance_of_distinct(normalise_masses(rest), nodes.y[:, None], number, k)
+    distinct = find_distinct_chances(scale_to_one(rest), nodes.y[:, None], number, k)
 
     # 2. The draws stand behind the sure tokens.
     sure = (tops >= 0).sum(-1, keepdim=True)
@@ -119,17 +122,24 @@ def locate_tops_and_tail(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     return (tops == nodes.y[:, None]) + drawn
 
 
-LOCATIONS: Mapping[str, Locate] = {  # by a scheme, or a verifier whose draws are not its scheme's
-    "single": locate_independent,
-    "rrs": locate_independent,
-    "kseq": locate_independent,
-    "is-lp": locate_independent,
-    "rrs-wo": locate_in_turn,
-    "gumbel": locate_in_turn,
-    "greedy": locate_greedy,
-    "spechub": locate_hub,
-    "optimal": locate_tops_and_tail,
-    "topk": locate_tops,
+# By a scheme, or a verifier whose draws are not its scheme's.
+DRAW_FINDERS: Mapping[str, FindDraws] = {
+    "single": find_in_independent_draws,
+    "rrs": find_in_independent_draws,
+    "kseq": find_in_independent_draws,
+    "is-lp": find_in_independent_draws,
+    "rrs-wo": find_in_turn,
+    "gumbel": find_in_turn,
+    "greedy": find_in_tops_and_one,
+    "spechub": find_in_hub_pairs,
+    "optimal": find_in_tops_and_tail,
+    "topk": find_in_tops,
+}
+# Where the first draws are the same however many follow: a scheme that draws so.
+SAME_FOR_MORE: Mapping[FindDraws, Scheme] = {
+    find_in_independent_draws: RRS(),
+    find_in_turn: RRSWithoutReplacement(),
+    find_in_tops: TopK(),
 }
 
 
@@ -143,23 +153,31 @@ class DraftedTexts:
     pairs: Sequence[Pair]
     greedy: bool
     odds: list[Tensor] = field(default_factory=list)  # [n] p(y), by level
-    chances: list[dict[tuple[Locate, Scheme, int], Tensor]] = field(default_factory=list)
+    chances: list[dict[tuple[FindDraws, Scheme, int], Tensor]] = field(default_factory=list)
 
-    def locate(self, pair: Pair) -> Locate:
-        """What tells where a pair's draws are y."""
+    def choose_finder(self, pair: Pair) -> tuple[FindDraws, Scheme]:
+        """What tells where a pair's draws are y, and a scheme that draws like the pair's."""
+        find = DRAW_FINDERS.get(pair.verifier, DRAW_FINDERS[pair.scheme.name])
         if self.greedy or pair.sure:
-            return locate_tops
-        return LOCATIONS.get(pair.verifier, LOCATIONS[pair.scheme.name])
+            find = find_in_tops
+        return find, SAME_FOR_MORE.get(find, pair.scheme)
 
     def add_level(self, nodes: Nodes, scored: Nodes) -> None:
         """Take the draws of the next level; as `treespec.eval.acceptance.ways.followed` has them."""
-        level, depth = dict[tuple[Locate, Scheme, int], Tensor](), len(self.chances)
+        # 1. Which draws, and how many of them.
+        numbers = defaultdict[tuple[FindDraws, Scheme], set[int]](set)
         for pair in self.pairs:
-            locate = self.locate(pair)
-            for k in {k for path, k in pair.draws.items() if len(path) == depth}:
-                key = locate, pair.scheme, k
-                if key not in level:
-                    level[key] = locate(scored if locate is locate_tops else nodes, k, pair.scheme)
+            numbers[self.choose_finder(pair)] |= pair.count_draws(len(self.chances))
+
+        # 2. Where they are y.
+        level = dict[tuple[FindDraws, Scheme, int], Tensor]()
+        for (find, scheme), counts in numbers.items():
+            source = scored if find is find_in_tops else nodes
+            if find in SAME_FOR_MORE:
+                widest = find(source, max(counts, default=1), scheme)
+                level |= {(find, scheme, k): widest[:, :k] for k in counts}
+            else:
+                level |= {(find, scheme, k): find(source, k, scheme) for k in counts}
         self.chances.append(level)
         self.odds.append(positive(nodes.on(nodes.p)).double())
 
@@ -178,31 +196,33 @@ class DraftedTexts:
 
         Children that repeat a token count together.
         """
-        locate = self.locate(pair)
-        below = {path: torch.ones_like(self.odds[0]) for path in paths_of(pair.tree, depth)}
+        find, scheme = self.choose_finder(pair)
+        below = {path: torch.ones_like(self.odds[0]) for path in list_paths(pair.tree, depth)}
         for level in reversed(range(depth)):
             above = dict[tuple[int, ...], Tensor]()
-            for path in paths_of(pair.tree, level):
+            for path in list_paths(pair.tree, level):
                 if (k := pair.draws.get(path, 0)) == 0:
                     continue
-                columns = self.chances[level][locate, pair.scheme, k].T
+                columns = self.chances[level][find, scheme, k].T
                 children = [
                     column * below[(*path, i)]
                     for i, column in enumerate(columns)
                     if (*path, i) in below
                 ]
                 if children:
-                    above[path] = chance_of_any(torch.stack(children), locate is locate_independent)
+                    above[path] = combine_chances(
+                        torch.stack(children), find is find_in_independent_draws
+                    )
             below = above
         return below[()]
 
 
-def paths_of(tree: StaticTree, depth: int) -> list[tuple[int, ...]]:
+def list_paths(tree: StaticTree, depth: int) -> list[tuple[int, ...]]:
     """The paths of a depth."""
     return [path for path in tree.paths if len(path) == depth]
 
 
-def chance_of_any(chances: Tensor, are_independent: bool) -> Tensor:
+def combine_chances(chances: Tensor, are_independent: bool) -> Tensor:
     """[n] Pr(one of K events), whose chances are [K, n]. Events that are not independent exclude each other."""
     if not are_independent:
         return chances.sum(0)

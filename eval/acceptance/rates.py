@@ -1,7 +1,7 @@
 """The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -97,26 +97,36 @@ def rate(
         )
 
         # 2. The schemes, and α* of their draws.
-        drawn = dict[str | None, Scheme]()
+        rated_schemes = list[Scheme]()
         for name, scheme in schemes.items():
             try:
                 found = measured(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
-                drawn[scheme.drawing] = scheme
+                rated_schemes.append(scheme)
                 chunks[name, scheme.drawing].append(found.cpu())
-        for kind, scheme in drawn.items():
-            optimum = find_optimum(scheme, p, q, case.draws)
-            if optimum is not None:
-                values = optimum.cpu()
-                chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
+        for kind, values in find_optima(rated_schemes, p, q, case.draws).items():
+            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
     order = [*dict.fromkeys(kind for _, kind in chunks if kind is not None), None]
     rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
     ordered = sorted(rated, key=lambda key: (order.index(key[1]), key[0] is None))
     return {key: rated[key] for key in ordered}, refused
+
+
+def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:
+    """[B] α* of the draws of each scheme where it is known, by how they are made. p, q: [B, V]."""
+    optima = dict[str, Tensor]()
+    for scheme in schemes:
+        kind = scheme.drawing
+        if kind is None or kind in optima:
+            continue
+        optimum = find_optimum(scheme, p, q, k)
+        if optimum is not None:
+            optima[kind] = optimum
+    return optima
 
 
 def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:

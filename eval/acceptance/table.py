@@ -55,7 +55,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
                 cells |= {
                     "Nodes": f"{row['nodes']:.1f}",
                     "τ": row["tau"],
-                    **bound_cell(row),
+                    **make_bound_cell(row),
                     "Of the first": row["ratio"],
                 }
                 for batch, speed in row["speed"].items():
@@ -90,7 +90,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
         "Ranges: 95% bootstrap intervals over questions. Of the first: τ by the first row's, of the same resamples.",
         f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
         "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
-        *bound_notes(found["rows"]),
+        *describe_bounds(found["rows"]),
         *(f"Left out: {name}, as {why}." for name, why in found["left_out"].items()),
     ]
     return Report(
@@ -100,13 +100,13 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
     )
 
 
-def bound_cell(row: Row) -> dict[str, Cell]:
+def make_bound_cell(row: Row) -> dict[str, Cell]:
     """The bound of a row's own draws, where it is known."""
     bound = row.get("bound")
     return {"Bound of its draws": bound} if bound else {}
 
 
-def bound_notes(rows: Sequence[Row]) -> list[str]:
+def describe_bounds(rows: Sequence[Row]) -> list[str]:
     """What the bounds are of, where there are any."""
     verifiers: dict[str, dict[str, None]] = {}
     for row in rows:

@@ -85,6 +85,10 @@ class Pair:
         """Whether the draws are the most likely tokens."""
         return self.scheme.deterministic and self.verifier != "gumbel"
 
+    def count_draws(self, depth: int) -> set[int]:
+        """The numbers of draws at the inner nodes of a depth."""
+        return {k for path, k in self.draws.items() if len(path) == depth}
+
     def name_draws(self, greedy: bool) -> str | None:
         """How the draws are made, as `Scheme.drawing` names it. greedy: of temperature 0."""
         if greedy or self.sure:

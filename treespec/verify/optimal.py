@@ -44,7 +44,7 @@ class Optimal(Scheme):
     """Sure tokens, then independent draws, of which a score selects one.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
-    a model's distributions.
+    a model's distributions. Both count draws that have no node in a tree.
 
     threshold: the most likely token is taken for sure while its share of the rest of q is larger than
     this and another draw is to come. At 1 all draws are independent.

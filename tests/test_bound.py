@@ -143,7 +143,7 @@ def test_where_a_draw_lies_is_its_enumeration(verifier):
     for k, (_, q) in product((1, 2, 3), every_pair(3)):
         if len(q.unique()) < len(q) and verifier not in ("rrs", "rrs-wo", "gumbel"):  # of equals either may be sure
             continue
-        if verifier == "spechub" and k > 2:
+        if k > 2 and verifier in ("spechub", TAILS[3]):  # the last draws too often for an enumeration
             continue
         wanted = torch.zeros(len(q), k, dtype=torch.float64)
         for tokens, chance in draws_at(verifier, q, k).items():

@@ -110,10 +110,14 @@ def rate(
             chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    order = [*dict.fromkeys(kind for _, kind in chunks if kind is not None), None]
     rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
-    ordered = sorted(rated, key=lambda key: (order.index(key[1]), key[0] is None))
-    return {key: rated[key] for key in ordered}, refused
+    return {key: rated[key] for key in order_by_draws(rated)}, refused
+
+
+def order_by_draws(rated: Rates) -> list[tuple[str | None, str | None]]:
+    """The keys of rates as `rate` orders them."""
+    kinds = [*dict.fromkeys(kind for _, kind in rated if kind is not None), None]
+    return sorted(rated, key=lambda key: (kinds.index(key[1]), key[0] is None))
 
 
 def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:

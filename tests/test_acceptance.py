@@ -89,6 +89,18 @@ def test_the_report_of_a_run_has_the_rates_and_their_optima(home, tmp_path):
     assert "α* without replacement" in (tmp_path / "acceptance.md").read_text()
 
 
+def test_every_verifier_has_the_optimum_of_its_own_draws_beside_it(home, tmp_path):
+    tail = "optimal:threshold=0.5,extra=0"
+    named = f"topk,optimal:threshold=0,extra=0,optimal:threshold=1,extra=0,{tail},spechub"
+    [rows] = accept(config_in(home, tmp_path, temperature="1", verifier=named))["sweeps"]
+    optima = {row["method"]: row["rate"]["value"] for row in rows if row["method"].startswith("α*")}
+    tail_draws = "tops and tail, threshold=0.5, extra=0"
+    assert [*optima] == [f"α* {kind}" for kind in ("most likely", "greedy", "with replacement", tail_draws)]
+    assert all(row["gap"]["value"] >= -1e-6 for row in rows if row["gap"])
+    reached = [row["method"] for row in rows if row["gap"] and abs(row["gap"]["value"]) < 1e-3]
+    assert {"topk", "spechub", tail} <= {*reached}
+
+
 def test_given_text_is_read_as_what_it_is(home, tmp_path):
     """One token a byte: the pieces of a text without their first two, and the answers with what ends them."""
     words, turns = "the assistant answers the question " * 40, {"user": "the question", "assistant": "the user answers"}

@@ -129,14 +129,22 @@ def test_tau_of_trees_that_are_drafted_anew_is_that_of_the_real_loop(kind, shape
 def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
     models = {"target": f"{home}/target", "head": f"{home}/head", "questions": f"{home}/questions.jsonl"}
     models |= {"out": str(tmp_path), "max_new_tokens": 8, "dtype": "float32", "temperature": "1"}
-    asked = {"verifier": "rrs,block,traversal,topk,bound", "tree": "chain:2;2x2;dynamic:depth=2,topk=2,nodes=4"}
+    asked = {"verifier": "rrs,block,traversal,topk", "tree": "chain:2;2x2;dynamic:depth=2,topk=2,nodes=4"}
     config = TauConfig(**models, **asked, batch="1,4", bandwidth=100.0, flops=1.0)
     found, texts = measure(config), (tmp_path / "texts-1.json").read_text()
     pairs = [(row["tree"][:7], row["verifier"]) for row in found["rows"]]
-    any_width = ("rrs", "traversal", "topk", "bound")
+    any_width = ("rrs", "traversal", "topk")
     wanted = [*(("chain:2", name) for name in (*any_width, "block")), *(("2x2", name) for name in any_width)]
     assert sorted(pairs) == sorted([*wanted, ("dynamic", "topk")])
     assert all(row["tau"]["value"] >= 1 and set(row["speed"]) == {1, 4} for row in found["rows"])
+    draws = {"rrs": "with replacement", "block": "with replacement", "traversal": "without replacement"}
+    for row in found["rows"]:
+        assert row["draws"] == (None if row["tree"][:7] == "dynamic" else draws.get(row["verifier"], "most likely"))
+        if row["draws"]:
+            assert row["tau"]["value"] <= row["bound"]["value"] + 1e-9
+        else:
+            assert row["bound"] is None
+    assert "without replacement: traversal" in (tmp_path / "tau.md").read_text()
     assert measure(config)["rows"] == found["rows"]
     assert (tmp_path / "texts-1.json").read_text() == texts
     assert "<polyline" in (tmp_path / "tau.html").read_text()

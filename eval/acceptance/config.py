@@ -23,15 +23,15 @@ from treespec.verify.facts import SCHEMES, known_scheme
 
 LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
 
-DRAWN_BY = {  # verifiers beyond the node, and bounds of all: the scheme that makes the draws
+DRAWN_BY = {  # verifiers beyond the node: the scheme that makes the draws
     "block": "single",
     "traversal": "rrs-wo",
     "gumbel": "topk",
     "auto": "topk",
     "block-optimal": "optimal",
-    "bound": "rrs",
-    "bound-wo": "rrs-wo",
 }
+# Bounds that were rows by these names: a verifier beside which each stands in a column.
+FORMER_BOUNDS = {"bound": "rrs", "bound-wo": "rrs-wo"}
 
 
 def drawn_by(verifier: str) -> str:
@@ -183,9 +183,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         None,
     )
     verifier: str = option(
-        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8; "
-        "bound is the most that any lossless verifier keeps of independent draws, bound-wo of draws without "
-        "replacement",
+        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8",
         "all",
     )
     tree: str = option(
@@ -253,6 +251,12 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     def verifiers(self) -> list[str]:
         """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
         asked = listed("verifier", self.verifier)
+        for name in asked:
+            if name in FORMER_BOUNDS:
+                raise InputError(
+                    f'--verifier {name} is no verifier: leave it out. The column "Bound of its draws" has each '
+                    f"verifier's own bound, that of {name} beside {FORMER_BOUNDS[name]}"
+                )
         whole = [name for name in asked if name.partition(":")[0] in DRAWN_BY]
         schemes = [name for name in asked if name not in whole]
         for name in whole:

@@ -1,7 +1,7 @@
 """The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from treespec.eval.intervals import Figure, Z
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.verify.rates import OPTIMA, measured
+from treespec.verify.rates import find_optimum, measured
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
@@ -97,24 +97,40 @@ def rate(
         )
 
         # 2. The schemes, and α* of their draws.
-        drawn = set()
+        rated_schemes = list[Scheme]()
         for name, scheme in schemes.items():
             try:
                 found = measured(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
-                drawn.add(scheme.drawing)
+                rated_schemes.append(scheme)
                 chunks[name, scheme.drawing].append(found.cpu())
-        for kind in OPTIMA.keys() & drawn:
-            values = OPTIMA[kind](p, q, case.draws).cpu()
-            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]))
+        for kind, values in find_optima(rated_schemes, p, q, case.draws).items():
+            chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    order = [*OPTIMA, None]
     rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
-    ordered = sorted(rated, key=lambda key: (order.index(key[1]), key[0] is None))
-    return {key: rated[key] for key in ordered}, refused
+    return {key: rated[key] for key in order_by_draws(rated)}, refused
+
+
+def order_by_draws(rated: Rates) -> list[tuple[str | None, str | None]]:
+    """The keys of rates as `rate` orders them."""
+    kinds = [*dict.fromkeys(kind for _, kind in rated if kind is not None), None]
+    return sorted(rated, key=lambda key: (kinds.index(key[1]), key[0] is None))
+
+
+def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:
+    """[B] α* of the draws of each scheme where it is known, by how they are made. p, q: [B, V]."""
+    optima = dict[str, Tensor]()
+    for scheme in schemes:
+        kind = scheme.drawing
+        if kind is None or kind in optima:
+            continue
+        optimum = find_optimum(scheme, p, q, k)
+        if optimum is not None:
+            optima[kind] = optimum
+    return optima
 
 
 def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:

@@ -55,6 +55,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
                 cells |= {
                     "Nodes": f"{row['nodes']:.1f}",
                     "τ": row["tau"],
+                    **make_bound_cell(row),
                     "Of the first": row["ratio"],
                 }
                 for batch, speed in row["speed"].items():
@@ -89,7 +90,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
         "Ranges: 95% bootstrap intervals over questions. Of the first: τ by the first row's, of the same resamples.",
         f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
         "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
-        "bound, bound-wo: no lossless verifier keeps more of independent draws, of draws without replacement.",
+        *describe_bounds(found["rows"]),
         *(f"Left out: {name}, as {why}." for name, why in found["left_out"].items()),
     ]
     return Report(
@@ -97,6 +98,27 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
         notes,
         plots=[plot for plot in plots if any(len(x) > 1 for x in plot.lines.values())],
     )
+
+
+def make_bound_cell(row: Row) -> dict[str, Cell]:
+    """The bound of a row's own draws, where it is known."""
+    bound = row.get("bound")
+    return {"Bound of its draws": bound} if bound else {}
+
+
+def describe_bounds(rows: Sequence[Row]) -> list[str]:
+    """What the bounds are of, where there are any."""
+    verifiers: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("bound"):
+            verifiers.setdefault(row["draws"], {})[row["verifier"]] = None
+    if not verifiers:
+        return []
+    draws = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in verifiers.items())
+    return [
+        "Bound of its draws: no lossless verifier of the same draws has a larger τ on these texts, whatever it looks "
+        f"at; the best one may have less. Draws {draws}."
+    ]
 
 
 def lines_of(

@@ -11,8 +11,9 @@ ends behind y_(t+l) with probability w_t(l), and cycles end there u_(t+l) times 
     cycles      u_0 + u_1 + u_2 + u_3        τ = tokens / cycles
 
 It is what decoding gives on average, with the draws and coins integrated out. A tree of fixed shape
-needs the draft's distributions along the text alone, and no forward over a tree (`ways`). Other trees are
-drafted along the text by the real loop (`decoded`).
+needs the draft's distributions along the text alone, and no forward over a tree (`ways`). So does the most that any
+lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the real loop
+(`decoded`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
+from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
 from treespec.eval.acceptance.table import report_of_tau
 from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
@@ -163,10 +165,10 @@ def totals(
     params: SamplingParams,
     config: TauConfig,
 ) -> list[Array]:
-    """Of a text [2 + 2 B + D + 1] for each pair, D the most drafted tokens that a cycle keeps.
+    """Of a text [3 + 2 B + D + 1] for each pair, D the most drafted tokens that a cycle keeps.
 
-    Its tokens and nodes; cycles and seconds at each of B batch sizes; cycles of 1, 2, … tokens that end well before
-    its end.
+    Its tokens and nodes; the fewest cycles that the pair's draws allow, NaN where that is not known; cycles and seconds
+    at each of B batch sizes; cycles of 1, 2, … tokens that end well before its end.
     """
     # 1. Trees of fixed shape.
     fixed = [pair for pair in pairs if isinstance(pair, Pair)]
@@ -174,11 +176,13 @@ def totals(
     if fixed:
         generator = torch.Generator().manual_seed(seed)
         deep = max(pair.tree.max_depth for pair in fixed)
+        drafted = DraftedTexts(fixed, params.greedy)
 
         def steps() -> Iterator[tuple[Nodes, Nodes]]:
             for p, scores, y in along_text(spec, text, deep, params):
                 rest = pad(scores.softmax(-1), (0, 1)), pad(probs(scores, params), (0, 1))
                 scored, drawn = (Nodes(p, q, y, generator, config.samples) for q in rest)
+                drafted.add_level(drawn, scored)
                 yield drawn, scored
 
         kept = followed(fixed, steps(), params.greedy)
@@ -188,7 +192,9 @@ def totals(
             tree = pair.tree.size, pair.tree.max_depth, len(pair.draws)
             steps_of = [(u.sum(), u.sum() * float(cost.seconds(*tree))) for cost in costs.values()]
             nodes = tree[0] * u.sum()
-            found[id(pair)] = text.count, nodes, *np.ravel(steps_of), *(u[:inside] @ w[:inside])
+            fewest = count_fewest_cycles(drafted.limit_kept(pair).numpy())
+            lengths = u[:inside] @ w[:inside]
+            found[id(pair)] = text.count, nodes, fewest, *np.ravel(steps_of), *lengths
 
     # 2. Others.
     for one in pairs:
@@ -199,7 +205,7 @@ def totals(
                 each.insert(0, (len(cycles), sum(seconds_of(cycle, cost) for cycle in cycles)))
             counts = np.bincount([cycle.new_tokens - 1 for cycle in cycles[:-1]], minlength=1)
             nodes = sum(len(cycle.parents) for cycle in cycles)
-            found[id(one)] = text.count, nodes, *np.ravel(each), *counts
+            found[id(one)] = text.count, nodes, np.nan, *np.ravel(each), *counts
     return [np.array(found[id(pair)]) for pair in pairs]
 
 
@@ -260,9 +266,10 @@ def rows_of(
 ) -> list[Row]:
     """Rows of `Figure`s, whose intervals are over groups. pairs: a drafter's name and a pair. costs: by pair.
 
-    tau; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the cost model, and over
-    those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups: [texts]. found: [texts,
-    pairs, …], of `totals`.
+    tau; bound: the largest tau that any lossless verifier of the pair's draws may have, None where that is not known;
+    draws: how these are made; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the
+    cost model, and over those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups:
+    [texts]. found: [texts, pairs, …], of `totals`.
     """
     # 1. Totals by group, and by resample of groups.
     _, number = np.unique(groups, return_inverse=True)
@@ -271,7 +278,8 @@ def rows_of(
     drawn = np.tensordot(resample(len(summed), RESAMPLES, 0), summed, 1)  # [1 + R, pairs, …]
 
     # 2. Ratios.
-    taus, first = drawn[..., 0] / drawn[..., 2], 2 + 2 * len(costs[0])
+    taus, first = drawn[..., 0] / drawn[..., 3], 3 + 2 * len(costs[0])
+    bounds = drawn[..., 0] / drawn[..., 2]
     rows = []
     for i, ((drafter, pair), own) in enumerate(zip(pairs, costs, strict=True)):
         kept = drawn[0, i, first:].nonzero()[0].max(initial=0)
@@ -281,7 +289,7 @@ def rows_of(
         with np.errstate(divide="ignore", invalid="ignore"):
             alpha = [interval(b / a) for a, b in pairwise(least.T)]
             shares = [float(x) for x in counts[0] / counts[0].sum()]
-        rates = [drawn[:, i, 0] / drawn[:, i, 3 + 2 * at] for at in range(len(own))]
+        rates = [drawn[:, i, 0] / drawn[:, i, 4 + 2 * at] for at in range(len(own))]
         speed = {
             batch: {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
             for rate, (batch, cost) in zip(rates, own.items(), strict=True)
@@ -292,8 +300,11 @@ def rows_of(
             "tree": pair.shape,
             "verifier": pair.verifier,
         }
-        nodes = float(drawn[0, i, 1] / drawn[0, i, 2])
-        figures = {"tau": interval(taus[:, i]), "ratio": interval(taus[:, i] / taus[:, 0])}
+        nodes = float(drawn[0, i, 1] / drawn[0, i, 3])
+        figures: Row = {"tau": interval(taus[:, i]), "bound": None, "draws": None}
+        if isinstance(pair, Pair):
+            figures |= {"bound": interval(bounds[:, i]), "draws": pair.name_draws(not heat)}
+        figures["ratio"] = interval(taus[:, i] / taus[:, 0])
         rows.append(
             named | figures | {"nodes": nodes, "speed": speed, "alpha": alpha, "lengths": shares}
         )

@@ -10,9 +10,6 @@ the nodes of depth i that may hold y_1 … y_i:
 Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
 their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): what hangs
 below the text, and beside it, has no part.
-
-bound: no verifier keeps a path that is not drafted. So R_i is at most R_(i-1), and at most
-Pr(y_1 … y_i is drafted) over the target's. Block verification of one path attains it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import FORMS, TINY, Nodes, in_turn, of_optimal
+from treespec.eval.acceptance.carried import DRAWS, FORMS, TINY, Nodes, in_turn, of_optimal
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
-
-BOUNDS = {"bound": True, "bound-wo": False}  # whether draws are independent
-SAMPLES = 4  # of draws without replacement for the bound: noise lowers it, where it is cut
+from treespec.verify.topk import TopK
 
 
 @dataclass(frozen=True)
@@ -75,15 +70,6 @@ def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tupl
     return torch.where(sure, left, chances), weights
 
 
-def drafted(nodes: Nodes, k: int, replaced: bool) -> Tensor:
-    """[n, k] Pr(draw i is the first of y), whatever is verified. replaced: whether draws are independent."""
-    if replaced:
-        here = nodes.on(nodes.q)[:, None]
-        return here * (1 - here) ** torch.arange(k)
-    many = replace(nodes, p=torch.zeros_like(nodes.p), samples=SAMPLES if k > 1 else 1)
-    return many.averaged(in_turn(many.repeated(), k)[0])
-
-
 @dataclass(frozen=True)
 class Pair:
     """A verifier on a tree of fixed shape. scheme: makes the draws. draws: their number, by an inner node's path."""
@@ -98,6 +84,16 @@ class Pair:
     def sure(self) -> bool:
         """Whether the draws are the most likely tokens."""
         return self.scheme.deterministic and self.verifier != "gumbel"
+
+    def count_draws(self, depth: int) -> set[int]:
+        """The numbers of draws at the inner nodes of a depth."""
+        return {k for path, k in self.draws.items() if len(path) == depth}
+
+    def name_draws(self, greedy: bool) -> str | None:
+        """How the draws are made, as `Scheme.drawing` names it. greedy: of temperature 0."""
+        if greedy or self.sure:
+            return TopK.drawing
+        return DRAWS.drawing if self.verifier == "gumbel" else self.scheme.drawing
 
     def below(
         self, way: Way, nodes: Nodes, k: int, sure: bool, known: dict[tuple[str, int], Tensor]
@@ -116,13 +112,10 @@ class Pair:
             return judged_last(way, nodes, found)
 
         # 2. Others step by step. Of one draw, all schemes make the same.
-        alike = k == 1 and self.verifier not in ("gumbel", *BOUNDS)
+        alike = k == 1 and self.verifier != "gumbel"
         name = "topk" if sure else "single" if alike else self.verifier
         if (name, k) not in known:
-            if name in BOUNDS:
-                share = drafted(nodes, k, BOUNDS[name])
-            else:
-                share = FORMS.get(name, FORMS[self.scheme.name])(nodes, k, self.scheme)
+            share = FORMS.get(name, FORMS[self.scheme.name])(nodes, k, self.scheme)
             known[name, k] = shared(share, nodes)
         return [replace(way, reach=way.reach * share) for share in known[name, k]]
 
@@ -155,6 +148,4 @@ def followed(
             # 2. What they keep of the text.
             here = [way for path, way in own.items() if len(path) == depth + 1]
             r.append(sum((way.reach * way.weight for way in here), torch.zeros_like(r[0])))
-            if pair.verifier in BOUNDS:
-                r[-1] = torch.minimum(r[-1], r[-2])
     return [torch.stack(r, 1) for r in kept]

@@ -127,7 +127,7 @@ def acceptance(config: AcceptanceConfig) -> None:
 
 @takes(TauConfig)
 def tau(config: TauConfig) -> None:
-    """Measure the exact τ of verifiers and trees from one set of the target's answers."""
+    """Measure the exact τ of verifiers and trees on the target's own answers, beside the bound of their draws."""
     check_folder(config.out)
     check_text(config.text)
     check_questions(config.questions)

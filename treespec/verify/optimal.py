@@ -29,7 +29,7 @@ from treespec.verify.distributions import (
     single_draft,
     without,
 )
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Scheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
@@ -44,7 +44,7 @@ class Optimal(Scheme):
     """Sure tokens, then independent draws, of which a score selects one.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
-    a model's distributions.
+    a model's distributions. Both count draws that have no node in a tree.
 
     threshold: the most likely token is taken for sure while its share of the rest of q is larger than
     this and another draw is to come. At 1 all draws are independent.
@@ -86,11 +86,15 @@ class Optimal(Scheme):
         return Draws(tokens, sure, scores_by).columns(order)
 
     @property
-    def drawing(self) -> Drawing | None:
-        if self.threshold == 1 and not self.extra:
+    def drawing(self) -> str:
+        options = self.threshold, self.extra
+        if options == (1, 0):
             return "with replacement"
-        usual = (self.threshold, self.extra) == (Optimal.threshold, Optimal.extra)
-        return "tops and tail" if usual else None
+        if options == (0, 0):  # all but the last draw are sure
+            return "greedy"
+        if options == (Optimal.threshold, Optimal.extra):
+            return "tops and tail"
+        return f"tops and tail, threshold={self.threshold:g}, extra={self.extra}"
 
     def most(self, k: int) -> int:
         """The largest number of independent draws at a node of k draws."""

@@ -11,6 +11,7 @@ Optimal Multi-Draft Speculative Decoding). p may sum to less than 1.
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from scipy.special import gammainccinv, gammaincinv
@@ -20,8 +21,9 @@ from torch.nn.functional import pad
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import mass_on, positive, scale, without
 from treespec.verify.optimal import Optimal
-from treespec.verify.scheme import Drawing, Scheme, check
+from treespec.verify.scheme import Scheme, check
 from treespec.verify.single import Greedy
+from treespec.verify.topk import TopK
 
 CHUNK = 10_000_000  # elements of a tensor [rows, V] at a time
 LOST = 1e-12  # probability beyond each end of the quadrature
@@ -115,19 +117,34 @@ def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
     return inside
 
 
-def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """[B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected."""
-    tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
+def tops_and_tail(p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None) -> Tensor:
+    """[B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected, or k draws.
+
+    Args:
+        p, q: [B, V].
+        k: draws that were asked for.
+        scheme: makes the draws. Default: `optimal` without options.
+    """
+    number = torch.full_like(q[:, :1], k, dtype=torch.int64)
+    tops, number, rest = (scheme or Optimal()).allot(q, number, k)
     return mass_on(p, tops) + optimal_iid(without(p, tops), rest, number.squeeze(1))
 
 
 # [B] α* of k draws for p and q, by how the draws are made.
-OPTIMA: dict[Drawing, Callable[[Tensor, Tensor, int], Tensor]] = {
+OPTIMA: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "with replacement": optimal_iid,
     "without replacement": optimal_without_replacement,
     "greedy": Greedy().acceptance_rate,
-    "tops and tail": tops_and_tail,
+    "most likely": TopK().acceptance_rate,
 }
+
+
+def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
+    """[B] α* of the k draws that a scheme makes; None where it is not known. p, q: [B, V]."""
+    kind = (scheme.drawing or "").partition(",")[0]
+    if kind == "tops and tail":
+        return tops_and_tail(p, q, k, cast(Optimal, scheme))
+    return OPTIMA[kind](p, q, k) if kind in OPTIMA else None
 
 
 def measured(

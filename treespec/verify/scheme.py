@@ -14,7 +14,6 @@ from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import Draws, sent
 from treespec.verify.facts import check_options
 
-Drawing = Literal["with replacement", "without replacement", "greedy", "tops and tail"]
 RandomDraws = Literal["independent", "without replacement", "the last", "the first"]
 
 
@@ -48,10 +47,10 @@ class Scheme(Protocol):
     """The largest number of draws at a node; None: any number."""
 
     @property
-    def drawing(self) -> Drawing | None:
-        """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`).
+    def drawing(self) -> str | None:
+        """How the draws are made, which decides their α* (`treespec.verify.rates.find_optimum`).
 
-        None: α* is not known.
+        A kind, such as "with replacement", and its options behind a comma. None: α* is not known.
         """
         return None
 

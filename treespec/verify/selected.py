@@ -8,6 +8,9 @@ lacks of 1 is a token that nothing drafts: the refusal of the node. So one draw 
                                                 what the sure tokens before it have taken
     node        w = S / (S + 1 - w)             S: the mass of r on all other tokens
 
+At each node it accepts the most of w p, which is the most that any lossless verifier keeps where only the last level
+branches. Elsewhere others may keep more, for it does not look at what hangs below a child (tests/test_bound.py).
+
 With K - 1 sure tokens and one draw (threshold=0, extra=0) that is the transport at a node, scaled by the probability of
 its prefix, of which UniVer's abstract tells (2605.04543).
 """

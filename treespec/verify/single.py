@@ -23,7 +23,7 @@ from treespec.verify.distributions import (
     tops,
     without,
 )
-from treespec.verify.scheme import Drawing, RandomDraws, Scheme
+from treespec.verify.scheme import RandomDraws, Scheme
 
 
 def last_draw(tokens: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Greedy(Scheme):
     """
 
     name = "greedy"
-    drawing: ClassVar[Drawing] = "greedy"
+    drawing: ClassVar[str] = "greedy"
     random_draws: ClassVar[RandomDraws] = "the last"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:

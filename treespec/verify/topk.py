@@ -21,6 +21,7 @@ class TopK(Scheme):
 
     name = "topk"
     deterministic = True
+    drawing = "most likely"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         return Draws(keep_first(most_likely(q, width), number))

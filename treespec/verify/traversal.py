@@ -40,7 +40,7 @@ Refused: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Accepts at least as much as the walk over its scheme, because it looks at whole subtrees.
+    """Looks at whole subtrees. Where every draw has a node it keeps at least as much as the walk over its scheme.
 
     The weight w of a node is the probability to accept it where all nodes below it are refused.
     Trees of the most likely tokens are walked over `topk`.

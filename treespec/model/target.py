@@ -35,7 +35,7 @@ from treespec.model.inspect import (
 from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.output import forward_with_features, scaled
+from treespec.model.output import OutputPath, forward_with_features
 from treespec.model.pictures import Shown
 from treespec.model.placement import AS_IT_IS, Placement
 from treespec.model.plain import understand
@@ -91,12 +91,13 @@ class Target:
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.output_device = model.device
+        self.decoder = decoder_of(model)
+        self.output_path = OutputPath(model, self.decoder)
 
     def _read_layers(self, model: PreTrainedModel) -> None:
         """Find the layers, and make the model ready for trees."""
         take_trees(model)
         unpack_compressed(model)
-        self.decoder = decoder_of(model)
         self.takes = arguments_taken(self.decoder)
         self.stack = layers_of(self.decoder, self.layers)
         self.recurrent = recurrent_layers(model, self.decoder, self.layers)
@@ -149,8 +150,7 @@ class Target:
 
         output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
-        logits = (output or self.model.get_output_embeddings())(hidden)
-        return scaled(logits.to(hidden.device), self.config)  # tied to the input, it may lie there
+        return self.output_path(hidden, output)
 
     @torch.no_grad()
     def prefill(

@@ -74,16 +74,16 @@ def test_what_cannot_hold_a_tree_is_refused_with_the_reason(name):
     assert type(model).__name__ in str(caught.value)
 
 
-def test_a_model_with_an_unknown_output_path_is_refused():
+def test_a_model_whose_logits_depend_on_more_than_hidden_states_is_refused():
     model = random_model(CONFIGS["llama"]())
     plain_forward = model.forward
 
-    def scaled(*args, **kwargs):
-        out = plain_forward(*args, **kwargs)
-        out.logits = out.logits * 2
+    def shifted(input_ids, **kwargs):
+        out = plain_forward(input_ids=input_ids, **kwargs)
+        out.logits = out.logits + input_ids[..., None]
         return out
 
-    model.forward = scaled
+    model.forward = shifted
     with complains("output path"):
         Target(model)
 

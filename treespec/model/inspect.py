@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -190,11 +191,31 @@ def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | 
     return list(types), {kind: sizes.get(kind) for kind in sorted(kinds)}
 
 
-def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The module list with that number of layers. Raises InputError where there is none."""
-    stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
-    if (stack := next(stacks, None)) is None:
+@torch.no_grad()
+def layers_of(decoder: nn.Module, layers: int, device: torch.device) -> nn.ModuleList:
+    """The module list with that number of layers, of which a text's forward calls some.
+
+    device: of the tokens. Raises InputError where there is none.
+    """
+    # 1. By their number.
+    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+    if not stacks:
         raise InputError(
             f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack"
         )
-    return stack
+    if len(stacks) == 1:
+        return stacks[0]
+
+    # 2. Of several, such as a vision tower's in front (GIT), by a forward over one token.
+    called: list[nn.Module] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: called.append(module))
+        for stack in stacks
+        for layer in stack
+    ]
+    try:
+        decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((stack for stack in stacks if {*stack} & {*called}), stacks[0])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from treespec.errors import InputError
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import NAME, take_trees
 from treespec.model.cache import SLACK, TreeCache
@@ -63,6 +64,7 @@ class Target:
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
     slack = SLACK  # of its caches
     follows_pictures = False  # whether a trial has shown it
+    has_streams = False  # whether layers hand on several hidden states of a token: a trial shows it
     graphs: Graphs | None = None  # of its forwards, on CUDA
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
@@ -99,7 +101,7 @@ class Target:
         take_trees(model)
         unpack_compressed(model)
         self.takes = arguments_taken(self.decoder)
-        self.stack = layers_of(self.decoder, self.layers)
+        self.stack = layers_of(self.decoder, self.layers, self.device)
         self.recurrent = recurrent_layers(model, self.decoder, self.layers)
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
@@ -151,6 +153,15 @@ class Target:
         output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
         return self.output_path(hidden, output)
+
+    def check_aux_layers(self, aux_layers: AuxLayers) -> None:
+        """Raises InputError where the inputs of these layers are no features."""
+        if aux_layers and self.has_streams:
+            raise InputError(
+                f"{type(self.model).__name__} hands several streams of hidden states from layer to "
+                "layer, and this head reads the inputs of layers: take a head that reads the last "
+                "hidden state alone, such as one of kind eagle"
+            )
 
     @torch.no_grad()
     def prefill(

@@ -50,10 +50,11 @@ def new_head(kind: str, target: Target, **fields: Any) -> Any:
 
     Its output layers begin as copies of the target's. fields: of its config.json; `heads`: the
     number of Medusa's or Hydra's. Raises InputError if the embedding or the output embedding is
-    offloaded, or the latter is no plain linear layer.
+    offloaded, or the latter is no plain linear layer, and for features that the target does not have.
     """
     build = HEADS[kind].build()
     head: Head = build(build.config_for(target, **fields))
+    target.check_aux_layers(head.aux_layers)
     head.embed_tokens = None
     if head.lacks_embedding:
         head.share_embedding(embedding_of(target))
@@ -153,6 +154,7 @@ def fit(head: Head, target: Target, name: str) -> None:
         head.check_target(target.layers, target.vocab_size, hidden_size, last)
     except ValueError as error:
         raise InputError(f"head {name}: {error}") from None
+    target.check_aux_layers(head.aux_layers)
     check_tokens(head, target, name)
 
     # 2. The embedding.

@@ -23,7 +23,7 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
 from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEADS
-from treespec.model.quantised import is_plain, table_of
+from treespec.model.quantised import embedding_width, is_plain, table_of
 from treespec.model.target import Target
 
 FEW = 16  # tokens that a head names
@@ -161,7 +161,7 @@ def fit(head: Head, target: Target, name: str) -> None:
     embedding: Any = target.model.get_input_embeddings()
     plain, here = is_plain(embedding), target.device == target.output_device
     if head.lacks_embedding:
-        if (width := embedding.embedding_dim) != head.hidden_size:
+        if (width := embedding_width(embedding)) != head.hidden_size:
             raise InputError(
                 f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
                 f"not {head.hidden_size}"

@@ -38,7 +38,7 @@ from treespec.model.masks import additive_masks, as_taken, batched, causal_chunk
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import OutputPath, forward_with_features
 from treespec.model.pictures import Shown
-from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.placement import AS_IT_IS, Placement, device_of
 from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
 from treespec.model.tokenizers import load_tokenizer
@@ -90,9 +90,7 @@ class Target:
         if why:
             name = type(model).__name__
             log.warning("%s: texts end at %d tokens: %s", name, self.context_length, why)
-        hook = getattr(model, "_hf_hook", None)
-        self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
-        self.output_device = model.device
+        self.device = self.output_device = device_of(model)
         self.decoder = decoder_of(model)
         self.output_path = OutputPath(model, self.decoder)
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 BLOCK = 64  # numbers that torch's activations take at once, in any dtype
+PACKED = "multiplies_by_kernels"  # attribute of modules that keep matrices beside packed ones
 GRAIN = 32768  # numbers from which torch uses a further thread
 
 
@@ -67,6 +68,7 @@ def pack_router(router: Any, linear: nn.Module) -> None:
     x = torch.linspace(-1, 1, 4 * router.weight.shape[1]).view(4, -1)
     if alike(packed, own, x.to(router.weight.dtype), 0.05):
         router.forward = packed
+        setattr(router, PACKED, True)
 
 
 def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:

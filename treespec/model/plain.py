@@ -10,6 +10,7 @@ from torch import nn
 
 from treespec.errors import InputError
 from treespec.model.attention import NAME
+from treespec.model.experts import PACKED
 from treespec.model.output import captured
 from treespec.model.quantised import is_plain_weight
 from treespec.trees.mask import ancestor_mask
@@ -90,15 +91,17 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 def has_equal_bits(target: Any) -> bool:
     """Whether nodes of a tree have the bits of one-token decoding: then drafts change no token.
 
-    Only on a CPU, where our kernels have the attention and all linear layers, and no layer is
-    recurrent. The rest is found out by trial: after 96 tokens, a binary tree of 31 nodes is
-    forwarded in a batch with a shorter sequence; its nodes 0 and 2 are committed, and the nodes 6, 14
-    and 30 below them are forwarded again one by one.
+    Only on a CPU, where our kernels have the attention and every product with a weight, and no layer
+    is recurrent: torch rounds a product by its number of rows, which few nodes may not show. The rest
+    is found out by trial: after 96 tokens, a binary tree of 31 nodes is forwarded in a batch with a
+    shorter sequence; its nodes 0 and 2 are committed, and the nodes 6, 14 and 30 below them are
+    forwarded again one by one.
     """
     # 1. What cannot have them.
     if target.device.type != "cpu" or target.config._attn_implementation != NAME:
         return False
-    if target.recurrent or any(isinstance(m, nn.Linear) for m in target.decoder.modules()):
+    modules = {*target.decoder.modules(), target.model.get_output_embeddings()}
+    if target.recurrent or any(map(multiplies_itself, modules)):
         return False
 
     # 2. The tree.
@@ -121,6 +124,15 @@ def has_equal_bits(target: Any) -> bool:
             return False
         cache.commit([[0]])
     return True
+
+
+def multiplies_itself(module: nn.Module) -> bool:
+    """Whether a module may multiply by a matrix of its own, and not by our kernels."""
+    if isinstance(module, nn.Embedding) or getattr(module, PACKED, False):
+        return False
+    weights = [weight for weight in vars(module)["_parameters"].values() if weight is not None]
+    has_matrix = any(weight.ndim > 1 and min(weight.shape[-2:]) > 1 for weight in weights)
+    return has_matrix or isinstance(module, nn.Linear)
 
 
 def tell_of_bits(target: Any) -> None:

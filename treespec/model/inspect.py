@@ -123,11 +123,9 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
 
     The reason is None where it does not.
 
-    Some rotary embeddings compute their factors from the longest position of a forward: `longrope`
-    (Phi-3) beyond `original_max_position_embeddings`, and `dynamic` NTK beyond
-    `max_position_embeddings`. There the other tokens of a chunk, the leaves of a tree and the other
-    texts of a batch would change a text's logits. All other types (linear, llama3, yarn,
-    proportional) have fixed factors.
+    `dynamic` NTK computes its rotary factors from the longest position of a forward beyond
+    `max_position_embeddings`. There each token of a text changes the keys of all others. `longrope`
+    changes them once (`rotary`). All other types (linear, llama3, yarn, proportional) have fixed factors.
 
     Indexed attention (DeepSeek-V3.2) sees all columns until there are more than it chooses. Beyond,
     it chooses by keys that treespec does not keep.
@@ -145,11 +143,7 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:
         kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
-        if kind == "longrope":
-            name = "original_max_position_embeddings"
-            original = rope.get(name) or getattr(config, name, None) or promised
-            limits.append((original, LENGTH_DEPENDENT))
-        elif "dynamic" in kind:
+        if "dynamic" in kind:
             limits.append((promised, LENGTH_DEPENDENT))
 
     # 3. Queries that are scaled by column.

@@ -12,7 +12,7 @@ from treespec import load
 from treespec.heads.checkpoint import save_head
 from treespec.model.rotary import longest_short_text
 from treespec.model.target import Target
-from treespec.trees.tree import Draws, Drafts, TokenTree, cut_below, root_only
+from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, root_only
 
 PROMPTS = {length: prefix(seed=length, length=length)[0].tolist() for length in (20, 30, 31, 32, 33, 34, 60)}
 

@@ -108,7 +108,7 @@ def test_an_offloaded_target_scores_the_same_tree(tmp_path, parts):
 
 def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
     random_model(tiny(MODELS["qwen3_next"], {"tie_word_embeddings": False})).save_pretrained(tmp_path / "model")
-    places = {part: "cpu" for part in [*PARTS, "model.rotary_emb"]} | {"model.embed_tokens": "disk"}
+    places = dict.fromkeys([*PARTS, "model.rotary_emb"], "cpu") | {"model.embed_tokens": "disk"}
     outs = []
     for device_map in ("cpu", places):
         model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)

@@ -199,9 +199,7 @@ class Decoder:
                 drafter.remember(text.memory, text.remembered)
         return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
 
-    def _exact_parts(
-        self, trees: list[TokenTree]
-    ) -> tuple[list[TokenTree], dict[int, list[int]]]:
+    def _exact_parts(self, trees: list[TokenTree]) -> tuple[list[TokenTree], dict[int, list[int]]]:
         """The trees without the nodes whose logits would not be exact.
 
         Also {row: its nodes' numbers in the whole tree}, of those that were cut.

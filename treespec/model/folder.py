@@ -117,7 +117,9 @@ def check_fields(folder: Path) -> None:
     fields, _ = fields_of(folder, "config.json"), fields_of(folder, "generation_config.json")
     adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
     if adapters and not (folder / "config.json").is_file():
-        raise InputError(f"it holds PEFT adapters by name: give the folder of one, {either(adapters)}")
+        raise InputError(
+            f"it holds PEFT adapters by name: give the folder of one, {either(adapters)}"
+        )
     if not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
         raise InputError(f"the directory has no config.json (it holds {held})")

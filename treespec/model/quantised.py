@@ -26,7 +26,7 @@ def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
 
 def sizes_of(linear: Any) -> tuple[int, int]:
     """(out, in) of a linear layer."""
-    weight = getattr(linear, "weight", None)
+    weight: Any = getattr(linear, "weight", None)
     if is_plain_weight(weight) or not hasattr(linear, "out_features"):
         out_features, in_features = weight.shape
         return out_features, in_features

@@ -36,8 +36,8 @@ from treespec.model.inspect import (
 )
 from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
-from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import OutputPath, forward_with_features
+from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.pictures import Shown
 from treespec.model.placement import AS_IT_IS, Placement, device_of
 from treespec.model.plain import understand

@@ -3,7 +3,7 @@
 Such a model rotates keys and queries by one set of factors in texts of up to
 `original_max_position_embeddings` tokens, and by another in longer ones. Its code chooses by the largest
 position of a forward. Here each text of a forward has its own choice, and a text whose length crosses the
-limit gets all its keys anew. That is what the model computes over the whole text, and what transformers'
+limit gets all its keys again. That is what the model computes over the whole text, and what transformers'
 `generate` does. With a limit of 4 tokens:
 
     text          factors of all its keys

@@ -229,15 +229,15 @@ class Target:
         """
         for row in self.factors.outdated(cache, lengths) if self.factors else ():
             mark = cache.rows[row][-1]
-            anew = self.new_cache(max(mark.length, 1))
-            anew.become(not mark.is_long)
+            renewed = self.new_cache(max(mark.length, 1))
+            renewed.become(not mark.is_long)
             if mark.length:
                 if mark.tokens is None:
                     raise InputError(
                         f"a text with pictures ends at {self.longest_short_text} tokens in this model"
                     )
-                self._append(anew, mark.tokens[None])
-            cache.put(row, anew)
+                self._append(renewed, mark.tokens[None])
+            cache.put(row, renewed)
 
     def rows_at_once(self, columns: int) -> int:
         """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""

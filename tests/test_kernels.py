@@ -117,7 +117,7 @@ WIDE = {"intermediate_size": 64}  # gpt-oss computes its gate itself, in torch's
 SAME_BITS = {name: make for name, make in CONFIGS.items() if name != "falcon"}
 SAME_BITS |= {
     name: lambda name=name: tiny(MODELS[name], WIDE if name in CAPS_OR_SINKS else None)
-    for name in ("mixtral", "deepseek_v3", "gemma4_text", "gpt_oss", *CAPS_OR_SINKS)
+    for name in ("mixtral", "deepseek_v3", "minimax_m2", "hy_v3", "gemma4_text", "gpt_oss", *CAPS_OR_SINKS)
 }
 del SAME_BITS["gpt-oss"]
 

@@ -5,8 +5,10 @@ import torch
 import transformers as hf
 from equality import close
 from models import as_undrafted, random_eagle3, random_head, random_model
+from test_enumerated import EXACT, enumerate_texts
 from test_rotary import LONGROPE, ORIGINAL, ROPE, assert_equal_to_the_plain_model
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
+from tiny_pairs import spec_of
 
 from treespec import load
 from treespec.heads.checkpoint import save_head
@@ -152,3 +154,12 @@ def test_factors_by_layer_type_count_too():
     rope = {"full_attention": ROPE | {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
     assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)) == ORIGINAL
     assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=ORIGINAL, rope_parameters=rope)) is None
+
+
+@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "block-optimal:threshold=0,extra=0", "rrs"])
+def test_cut_trees_leave_the_distribution_of_texts_as_it_is(verifier, monkeypatch):
+    """By enumeration. Trees of two levels are cut to none, one or two by the length of the text alone."""
+    spec = spec_of("model", "2x1" if verifier == "rrs" else "2x2", verifier)
+    monkeypatch.setattr(spec.target, "deepest", lambda cache: [length % 3 for length in cache.lengths], raising=False)
+    deviation, _ = enumerate_texts(spec)
+    assert deviation < EXACT

@@ -10,7 +10,8 @@ from http_serving import client, serving
 from models import GROUPED, random_head, tokenizer
 from PIL import Image
 from refusals import complains
-from test_every_model import decoded, equal_or_refused, greedy
+from test_adapters import decoded, greedy
+from test_every_model import equal_or_refused
 
 from treespec import load
 from treespec.api.spec import Spec

@@ -1,4 +1,4 @@
-"""Rotary factors that depend on the length of a forward end the context where they change; all others do not."""
+"""Texts go on where rotary factors change once with their length, and end where they change with every token."""
 
 import logging
 
@@ -19,19 +19,22 @@ from treespec.model.target import Target
 ORIGINAL = 32  # positions; 128 by the configs
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
-LENGTH_DEPENDENT = {
-    "phi3-longrope": lambda: hf.Phi3Config(
+LONGROPE = {
+    "phi3": lambda: hf.Phi3Config(
         **GROUPED,
         pad_token_id=0,
         original_max_position_embeddings=ORIGINAL,
         rope_parameters=ROPE | FACTORS | {"rope_type": "longrope"},
     ),
-    "phimoe-longrope": lambda: hf.PhimoeConfig(
+    "phimoe": lambda: hf.PhimoeConfig(
         **GROUPED,
         num_local_experts=2,
         num_experts_per_tok=1,
         rope_parameters=ROPE | FACTORS | {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 1.3},
     ),
+    "llama": lambda: hf.LlamaConfig(**GROUPED, rope_parameters=ROPE | FACTORS | {"rope_type": "longrope"}),
+}
+LENGTH_DEPENDENT = {
     "llama-dynamic": lambda: hf.LlamaConfig(
         **GROUPED | {"max_position_embeddings": ORIGINAL},
         rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
@@ -56,8 +59,9 @@ def assert_equal_to_the_plain_model(target, length):
     target.prefill(beside, text[:, :5])
     cache.join([beside])
     long, short = target.forward_trees(cache, [tree, tree])
-    for out, before in ((long, text[0]), (short, text[0, :5])):
-        for node in range(len(tree.tokens)):
+    exact = target.deepest(cache) or [length] * 2
+    for out, before, deepest in ((long, text[0], exact[0]), (short, text[0, :5], exact[1])):
+        for node in (tree.depth <= deepest).nonzero().flatten():
             path = tree.tokens[tree.ancestors[node]]
             plain = plain_logits(target.model, [*before.tolist(), *path.tolist()])[-1]
             close(out.logits[node], plain, TOLERANCE, TOLERANCE)
@@ -80,16 +84,6 @@ def test_the_context_ends_where_a_forward_depends_on_its_length_and_a_line_says_
         spec.generate(prefix(length=ORIGINAL)[0].tolist())
 
 
-def test_a_tree_that_reaches_beyond_the_end_leaves_the_nodes_within_exact():
-    target = Target(random_model(LENGTH_DEPENDENT["phi3-longrope"]()))
-    text, tree = prefix(length=ORIGINAL - 1), random_tree()
-    cache = target.new_cache()
-    target.prefill(cache, text)
-    root = target.forward_tree(cache, tree).logits[0]
-    plain = plain_logits(target.model, [*text[0].tolist(), int(tree.tokens[0])])[-1]
-    close(root, plain, TOLERANCE, TOLERANCE)
-
-
 @pytest.mark.parametrize("kind", FIXED)
 def test_fixed_rotary_factors_keep_the_whole_context(kind, caplog):
     config = hf.LlamaConfig(**GROUPED, rope_parameters=ROPE | FIXED[kind] | {"rope_type": kind})
@@ -97,12 +91,6 @@ def test_fixed_rotary_factors_keep_the_whole_context(kind, caplog):
     assert target.context_length == 128
     assert "texts end" not in caplog.text
     assert_equal_to_the_plain_model(target, 100)
-
-
-def test_factors_by_layer_type_count_too():
-    rope = {"full_attention": ROPE | FACTORS | {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
-    config = hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)
-    assert context_length(config)[0] == ORIGINAL
 
 
 def test_llama_4_ends_where_its_attention_scales_by_column():

@@ -6,6 +6,7 @@ import transformers as hf
 from equality import close, seeded
 from models import CANNOT_BRANCH, CONFIGS, VOCAB, random_model, target
 from refusals import complains
+from tiny_configs import MODELS, tiny
 
 from treespec.model.target import Target
 from treespec.trees.layout import layout
@@ -74,36 +75,43 @@ def test_what_cannot_hold_a_tree_is_refused_with_the_reason(name):
     assert type(model).__name__ in str(caught.value)
 
 
-def test_a_model_with_an_unknown_output_path_is_refused():
+def test_a_model_whose_logits_depend_on_more_than_hidden_states_is_refused():
     model = random_model(CONFIGS["llama"]())
     plain_forward = model.forward
 
-    def scaled(*args, **kwargs):
-        out = plain_forward(*args, **kwargs)
-        out.logits = out.logits * 2
+    def shifted(input_ids, **kwargs):
+        out = plain_forward(input_ids=input_ids, **kwargs)
+        out.logits = out.logits + input_ids[..., None]
         return out
 
-    model.forward = scaled
+    model.forward = shifted
     with complains("output path"):
         Target(model)
 
 
-def test_an_offloaded_target_scores_the_same_tree(tmp_path):
+PARTS = ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize("parts", [["model.layers"], ["model.embed_tokens"], ["lm_head"], PARTS])
+def test_an_offloaded_target_scores_the_same_tree(tmp_path, parts):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "model")
-    whole = Target.load(f"{tmp_path}/model", dtype="float32")
-    offloaded = Target.load(
-        f"{tmp_path}/model",
-        dtype="float32",
-        device_map={
-            "model.embed_tokens": "cpu",
-            "model.layers": "disk",
-            "model.norm": "cpu",
-            "lm_head": "cpu",
-        }
-        | {"model.rotary_emb": "cpu"},
-    )
+    places = {part: "disk" if part in parts else "cpu" for part in [*PARTS, "model.rotary_emb"]}
     outs = []
-    for model in (whole, offloaded):
+    for device_map in ("cpu", places):
+        model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
+        cache = model.new_cache()
+        model.prefill(cache, prefix())
+        outs.append(model.forward_tree(cache, random_tree()).logits)
+        assert model.device == model.output_device == torch.device("cpu")
+    close(*outs, TOLERANCE)
+
+
+def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
+    random_model(tiny(MODELS["qwen3_next"], {"tie_word_embeddings": False})).save_pretrained(tmp_path / "model")
+    places = dict.fromkeys([*PARTS, "model.rotary_emb"], "cpu") | {"model.embed_tokens": "disk"}
+    outs = []
+    for device_map in ("cpu", places):
+        model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
         cache = model.new_cache()
         model.prefill(cache, prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)

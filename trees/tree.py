@@ -139,6 +139,30 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     return TokenTree(tokens, parents, depth, ancestors, drafts)
 
 
+def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
+    """The tree without the nodes deeper than `deepest`, and its nodes' numbers in the whole tree.
+
+    Nodes at the depth `deepest` have no draws any more. That depends on no token, so a lossless verifier
+    stays lossless.
+    """
+    # 1. The nodes that stay, and their new numbers.
+    stays = tree.depth <= deepest
+    kept = stays.nonzero().flatten()
+    number = stays.cumsum(0) - 1
+    parents = tree.parents[kept]
+    parents = number[parents.clamp_min(0)].where(parents >= 0, parents)
+    ancestors = tree.ancestors[kept][:, kept]
+
+    # 2. Their draws.
+    drafts = tree.drafts
+    if drafts is not None:
+        rows = (tree.depth[drafts.nodes] < deepest).nonzero().flatten()
+        nodes, q = number[drafts.nodes[rows]], drafts.q[rows]
+        drafts = Drafts(nodes, q, drafts.draws.rows(rows)) if len(rows) else None
+    cut = TokenTree(tree.tokens[kept], parents, tree.depth[kept], ancestors, drafts)
+    return cut, kept.tolist()
+
+
 def best_first(scores: Tensor, count: int | None = None) -> Tensor:
     """[..., min(count, M)] numbers of the best candidates, best first; by default of all. scores: [..., M].
 

@@ -105,6 +105,7 @@ def store(
         accelerator.wait_for_everyone()
         if mine := missing[accelerator.process_index :: accelerator.num_processes]:
             with whole(target, config, accelerator, "store its features") as full:
+                full.check_aux_layers(aux_layers)
                 for shard in mine:
                     numbers = range(shard * SHARD, min((shard + 1) * SHARD, len(rows)))
                     computed = features_of(full, rows, aux_layers, numbers, config.batch_size)

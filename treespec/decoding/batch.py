@@ -260,7 +260,7 @@ class Batch:
         if count := min(most, STRETCH, own.left):
             tokens = torch.tensor(text.prompt[start : start + count + 1])
             aux_layers = drafter.aux_layers if drafter else ()
-            given = tokens[None, :-1], aux_layers, None, own.shown
+            given = tokens[None, :-1], aux_layers, None, own.shown, own.left - count
             features = self.target.prefill(own.cache, *given)
             if drafter:
                 drafter.observe([features[0]], [tokens])

@@ -20,7 +20,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import node_paths
 from treespec.shaping.noise import Noise
-from treespec.trees.tree import root_only, sent
+from treespec.trees.tree import TokenTree, cut_below, root_only, sent
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
 UNREAD = Verdict([], [0])
@@ -138,6 +138,7 @@ class Decoder:
                         each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)
                 else:
                     trees = [root_only(root) for root in sent(roots, device).split(1)]
+                trees, numbers = self._exact_parts(trees)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -169,7 +170,10 @@ class Decoder:
                     text.root = tokens[-1]
                     text.distribution.grow(tokens[1:])
                 if drafter:
-                    drafter.update([verdict.path for verdict in verdicts])
+                    paths = [verdict.path for verdict in verdicts]
+                    for row, whole in numbers.items():
+                        paths[row] = [whole[node] for node in paths[row]]
+                    drafter.update(paths)
                     features = []
                     for out, kept in zip(outs, nodes, strict=True):
                         in_order = kept == list(range(len(kept)))  # needs no copy
@@ -194,6 +198,17 @@ class Decoder:
             if drafter and text.memory is not None and text.remember and text.complete:
                 drafter.remember(text.memory, text.remembered)
         return [(text, piece) for row, text in enumerate(texts) for piece in answers[row]]
+
+    def _exact_parts(self, trees: list[TokenTree]) -> tuple[list[TokenTree], dict[int, list[int]]]:
+        """The trees without the nodes whose logits would not be exact.
+
+        Also {row: its nodes' numbers in the whole tree}, of those that were cut.
+        """
+        numbers: dict[int, list[int]] = {}
+        for row, deepest in enumerate(self.target.deepest(self.cache) or ()):
+            if int(trees[row].depth.max()) > deepest:
+                trees[row], numbers[row] = cut_below(trees[row], deepest)
+        return trees, numbers
 
     def _checked(self, text: Request, verdict: Verdict | Exception) -> Verdict:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""

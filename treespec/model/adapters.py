@@ -2,28 +2,74 @@
 
 import sys
 import warnings
+from collections import Counter
 from typing import Any, cast
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from treespec.errors import InputError
+
+TIED = r"(Model (has|with) `tie_word_embeddings|Input and output embeddings are no longer tied|`lora_bias=True`)"
 
 
 def adapted(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """A model with the adapter of a folder. Weights that are not quantised take it into themselves.
 
-    Raises InputError without the package peft, and whatever the package raises.
+    Raises InputError without the package peft, for adapters that cannot be a target, and whatever the
+    package raises.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
         raise InputError("it is a PEFT adapter; pip install peft") from error
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's own
+        warnings.filterwarnings("ignore", TIED)
+        warnings.filterwarnings("error", "Found missing adapter keys")  # they would be random
         wrapped: Any = PeftModel.from_pretrained(model, path)
-    inner = unwrapped(wrapped)
-    if getattr(model, "hf_quantizer", None) is not None:
-        return inner
-    return cast(PreTrainedModel, wrapped.merge_and_unload())
+        inner = unwrapped(wrapped)
+        if getattr(model, "hf_quantizer", None) is not None or not can_merge(wrapped):
+            return inner
+        untie(wrapped)
+        add_biases(wrapped)
+        return cast(PreTrainedModel, wrapped.merge_and_unload())
+
+
+def can_merge(wrapped: Any) -> bool:
+    """Whether the layers of a `PeftModel` can take the adapter into themselves: LLaMA-Adapter's cannot."""
+    return hasattr(wrapped.base_model, "merge_and_unload")
+
+
+def untie(wrapped: Any) -> None:
+    """Give each adapted layer of a `PeftModel` a weight of its own, where others hold the same.
+
+    A model may share its embedding with its output layer, of which an adapter changes one:
+
+        before merging    embed_tokens.weight is lm_head.weight     lm_head adds its own product
+        here              embed_tokens.weight,  lm_head.weight      which is merged into the second
+    """
+    owners = Counter(
+        id(weight) for module in wrapped.modules() for weight in module.parameters(recurse=False)
+    )
+    for module in wrapped.modules():
+        layer = getattr(module, "base_layer", None)
+        parameters = vars(layer)["_parameters"] if isinstance(layer, nn.Module) else {}
+        for name, weight in parameters.items():
+            if weight is not None and owners[id(weight)] > 1:
+                own = nn.Parameter(weight.detach().clone(), requires_grad=False)
+                setattr(layer, name, own)
+
+
+def add_biases(wrapped: Any) -> None:
+    """Give a zero bias to layers of a `PeftModel` without one, whose adapter has a bias (`lora_bias`)."""
+    for module in wrapped.modules():
+        if not any(getattr(module, "lora_bias", {}).values()):
+            continue
+        layer = module.base_layer
+        if layer.bias is None:
+            zeros = layer.weight.new_zeros(module.out_features)
+            layer.bias = nn.Parameter(zeros, requires_grad=False)
 
 
 def unwrapped(model: Any) -> Any:
@@ -39,5 +85,10 @@ def unwrapped(model: Any) -> Any:
         raise InputError(
             f"a PEFT adapter of type {config.peft_type.value} cannot be a target: it puts trained "
             "vectors before the prompt; merge or retrain it as LoRA"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise InputError(
+            "an activated LoRA (alora_invocation_tokens) cannot be a target: it changes the layers from "
+            "a place of the text on; retrain it as plain LoRA"
         )
     return model.get_base_model()

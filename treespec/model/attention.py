@@ -12,6 +12,7 @@ from transformers.masking_utils import sdpa_mask
 
 from treespec.model import kernels
 from treespec.model.masks import additive
+from treespec.model.placement import device_of
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
 # torch's sdpa has neither; transformers computes them step by step.
@@ -81,7 +82,9 @@ def take_trees(model: PreTrainedModel) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # 45 ms for each new length; graphs turn it on
     config = model.config.get_text_config()
     indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    beside = config.model_type in CAPS_OR_SINKS and model.device.type == "cpu" and kernels.library()
+    beside = (
+        config.model_type in CAPS_OR_SINKS and device_of(model).type == "cpu" and kernels.library()
+    )
     if (beside or config._attn_implementation == "sdpa") and not indexed:
         AttentionInterface.register(NAME, tree_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -44,13 +44,21 @@ class Mark(NamedTuple):
 
     base: the shortest length that `rewind` can go back to, but for 0. A layer of window w holds the
     positions from base + 1 - w on. shift: from the places of its next tokens to their positions, which
-    pictures move.
+    pictures move. is_long: whether its keys have the rotary factors of long texts (`rotary`). tokens:
+    [length] int64 of models with such factors; None where they are not known.
     """
 
     length: int
     states: States
     base: int = 0
     shift: int = 0
+    is_long: bool = False
+    tokens: Tensor | None = None
+
+    def cut(self, length: int) -> "Mark":
+        """The same of the first `length` tokens."""
+        tokens = None if self.tokens is None else self.tokens[:length]
+        return self._replace(length=length, tokens=tokens)
 
 
 def first_seen(position: int, window: int | None) -> int:
@@ -70,7 +78,8 @@ class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
     rows: of each sequence what `rewind` can go back to, and last its committed length and the states of
-    recurrent layers after it. forwarded: kept from the last forward by each recurrent layer.
+    recurrent layers after it. forwarded: kept from the last forward by each recurrent layer. tokens:
+    [B, N] of the last forward, where the sequences' tokens are kept.
 
     `select`, `put`, `join` and a `commit` that drops columns empty the rows while they move batch
     rows. So a cache without rows is one whose change was interrupted, and `Decoder` makes a new one.
@@ -100,6 +109,7 @@ class TreeCache(Cache):
                 layer.capacity = min(capacity, layer.most)
         self.rows: list[list[Mark]] = [[Mark(0, [])]]
         self.forwarded: dict[int, Any] = {}
+        self.tokens: Tensor | None = None
         super().__init__(layers=list(self.tree_layers))
 
     @property
@@ -189,8 +199,9 @@ class TreeCache(Cache):
         after, rows = self.states, []
         if self.recurrent and any(nodes):
             after = self.recurrent.committed(self, nodes)
-        for (*marks, now), own, kept in zip(self.rows, after, nodes, strict=True):
-            rows.append([*marks, now._replace(length=now.length + len(kept), states=own)])
+        for row, ((*marks, now), own, kept) in enumerate(zip(self.rows, after, nodes, strict=True)):
+            tokens, length = self._tokens_after(row, kept), now.length + len(kept)
+            rows.append([*marks, now._replace(length=length, states=own, tokens=tokens)])
         self._hold(rows)
 
         # 4. Drop columns that no window reaches.
@@ -198,6 +209,14 @@ class TreeCache(Cache):
         for row, (*_, now) in enumerate(rows):
             if smallest and now.length - max(now.base, smallest) > self.slack:
                 self._drop(row, now.length - 2 * self.slack // 3)
+
+    def _tokens_after(self, row: int, kept: Sequence[int]) -> Tensor | None:
+        """The tokens of a sequence and of its accepted nodes, where they are kept."""
+        before = self.rows[row][-1]
+        if self.tokens is None or (before.tokens is None and before.length):
+            return None
+        new = self.tokens[row, list(kept)]
+        return new if before.tokens is None else torch.cat([before.tokens, new])
 
     def _drop(self, row: int, base: int) -> None:
         """Keep of a sequence what lengths from `base` on need; an interrupt leaves no sequence."""
@@ -222,7 +241,7 @@ class TreeCache(Cache):
         held = self.rows + [[nothing]] * (len(lengths) - len(self.rows))
         for (*marks, now), length in zip(held, lengths, strict=True):
             if not self.recurrent:
-                marks, now = [], now._replace(length=length)
+                marks, now = [], now.cut(length)
             elif length < now.length:
                 marks = [mark for mark in marks if mark.length <= length]
                 now = (marks or [nothing])[-1]._replace(base=now.base)
@@ -232,6 +251,10 @@ class TreeCache(Cache):
     def shift(self, by: int) -> None:
         """Set the shift of the only sequence."""
         self.rows = [[mark._replace(shift=by) for mark in self.rows[0]]]
+
+    def become(self, is_long: bool) -> None:
+        """Set the kind of rotary factors of the only sequence, which is empty."""
+        self.rows = [[Mark(0, [], is_long=is_long)]]
 
     def mark(self) -> None:
         """Keep the recurrent states of the present lengths, for `rewind`."""

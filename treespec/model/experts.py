@@ -4,6 +4,7 @@ torch's products of experts depend on how many rows an expert has. Its activatio
 whole blocks of 64 numbers and another for the rest of each thread's part.
 """
 
+import inspect
 from typing import Any, final
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 BLOCK = 64  # numbers that torch's activations take at once, in any dtype
+PACKED = "multiplies_by_kernels"  # attribute of modules that keep matrices beside packed ones
 GRAIN = 32768  # numbers from which torch uses a further thread
 
 
@@ -57,16 +59,23 @@ class PackedProduct(TorchFunctionMode):
 
 
 def pack_router(router: Any, linear: nn.Module) -> None:
-    """Let a module that multiplies by its own weight use a packed layer of it, if a trial agrees."""
+    """Let a module that multiplies by its own weight use a packed layer of it, if a trial agrees.
+
+    In the trial further arguments, such as a bias on the choice of experts, are zero for each.
+    """
     product, own = PackedProduct(linear), router.forward
 
     def packed(*args: Any) -> Any:
         with product:
             return own(*args)
 
-    x = torch.linspace(-1, 1, 4 * router.weight.shape[1]).view(4, -1)
-    if alike(packed, own, x.to(router.weight.dtype), 0.05):
+    experts, width = router.weight.shape
+    x = torch.linspace(-1, 1, 4 * width).view(4, -1).to(router.weight.dtype)
+    _, *others = inspect.signature(own).parameters.values()
+    zeros = [x.new_zeros(experts) for other in others if other.default is other.empty]
+    if alike(lambda rows: packed(rows, *zeros), lambda rows: own(rows, *zeros), x, 0.05):
         router.forward = packed
+        setattr(router, PACKED, True)
 
 
 def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:

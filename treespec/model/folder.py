@@ -11,8 +11,10 @@ from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_json
 from treespec.files.hub import mistyped, only_cached
 from treespec.model.placement import AS_IT_IS, Placement
+from treespec.options import either
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+ADAPTER = "adapter_config.json"
 WORDS = ("*token*", "tekken*", "vocab*", "merges*", "*.model", "spiece*")  # files of tokenizers
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 REASONS = {  # part of an error -> what it means
@@ -113,6 +115,11 @@ def has_words(folder: Path) -> bool:
 def check_fields(folder: Path) -> None:
     """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
     fields, _ = fields_of(folder, "config.json"), fields_of(folder, "generation_config.json")
+    adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
+    if adapters and not (folder / "config.json").is_file():
+        raise InputError(
+            f"it holds PEFT adapters by name: give the folder of one, {either(adapters)}"
+        )
     if not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
         raise InputError(f"the directory has no config.json (it holds {held})")
@@ -145,7 +152,7 @@ def base_of(path: str | Path) -> str | None:
     Raises InputError for an adapter_config.json that is damaged or names no model.
     """
     folder, remedy = Path(path).expanduser(), "save the adapter again"
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER
     if not file.is_file() or (folder / "config.json").is_file():
         return None
     base = read_json(file, remedy).get("base_model_name_or_path")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -122,11 +123,9 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
 
     The reason is None where it does not.
 
-    Some rotary embeddings compute their factors from the longest position of a forward: `longrope`
-    (Phi-3) beyond `original_max_position_embeddings`, and `dynamic` NTK beyond
-    `max_position_embeddings`. There the other tokens of a chunk, the leaves of a tree and the other
-    texts of a batch would change a text's logits. All other types (linear, llama3, yarn,
-    proportional) have fixed factors.
+    `dynamic` NTK computes its rotary factors from the longest position of a forward beyond
+    `max_position_embeddings`. There each token of a text changes the keys of all others. `longrope`
+    changes them once (`rotary`). All other types (linear, llama3, yarn, proportional) have fixed factors.
 
     Indexed attention (DeepSeek-V3.2) sees all columns until there are more than it chooses. Beyond,
     it chooses by keys that treespec does not keep.
@@ -144,11 +143,7 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:
         kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
-        if kind == "longrope":
-            name = "original_max_position_embeddings"
-            original = rope.get(name) or getattr(config, name, None) or promised
-            limits.append((original, LENGTH_DEPENDENT))
-        elif "dynamic" in kind:
+        if "dynamic" in kind:
             limits.append((promised, LENGTH_DEPENDENT))
 
     # 3. Queries that are scaled by column.
@@ -190,11 +185,31 @@ def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | 
     return list(types), {kind: sizes.get(kind) for kind in sorted(kinds)}
 
 
-def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The module list with that number of layers. Raises InputError where there is none."""
-    stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
-    if (stack := next(stacks, None)) is None:
+@torch.no_grad()
+def layers_of(decoder: nn.Module, layers: int, device: torch.device) -> nn.ModuleList:
+    """The module list with that number of layers, of which a text's forward calls some.
+
+    device: of the tokens. Raises InputError where there is none.
+    """
+    # 1. By their number.
+    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+    if not stacks:
         raise InputError(
             f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack"
         )
-    return stack
+    if len(stacks) == 1:
+        return stacks[0]
+
+    # 2. Of several, such as a vision tower's in front (GIT), by a forward over one token.
+    called: list[nn.Module] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: called.append(module))
+        for stack in stacks
+        for layer in stack
+    ]
+    try:
+        decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((stack for stack in stacks if {*stack} & {*called}), stacks[0])

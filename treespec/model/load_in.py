@@ -7,7 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
 
 from treespec.errors import InputError
-from treespec.model.placement import Placement
+from treespec.model.placement import Placement, device_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def unpack_compressed(model: PreTrainedModel) -> None:
     # 1. The weights.
     if not hasattr(getattr(model, "hf_quantizer", None), "compressor"):
         return
-    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
     # 2. The layers that only multiply.
     for module in model.modules():

@@ -3,11 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from treespec.model.recurrent_rows import replaced
+
+TRIAL_STATES = 7  # hidden states of a trial
 
 Hook = Callable[[nn.Module, tuple, dict], None]
 
@@ -65,12 +70,101 @@ def forward_with_features(
     return hidden, torch.cat([inputs[k].to(hidden.device) for k in aux_layers], dim=-1)
 
 
-def scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Logits after the factors and the cap of a config (Cohere, Granite, Gemma)."""
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+@final
+@dataclass
+class DecoderOutput(ModelOutput):
+    """A decoder's output that has hidden states only. Any other field is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@final
+class OutputPath:
+    """Logits of hidden states after the final norm, by the model's own code.
+
+    A model may do more than multiply by its output embedding: it casts the hidden states (Mamba), and
+    scales or caps the logits (Falcon-H1, Granite, Gemma). So its own forward computes them, in which
+    the decoder is replaced by hidden states that are known:
+
+        model.forward      tokens         ->  decoder  ->  output embedding  ->  factors, caps
+        `by_own_forward`   hidden states  ->               output embedding  ->  factors, caps
+
+    Where the first call shows that the output embedding is all, it is called directly.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        """decoder: the model's, whose output the hidden states are."""
+        self.model = model
+        self.decoders = modules_around(model, decoder)  # the forward calls one of them
+        self.is_direct: dict[torch.dtype, bool] = {}  # by the dtype of hidden states
+
+    def __call__(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+        """[..., V] logits of hidden states [..., H], on their device.
+
+        output: rows of the output embedding, for their logits. Default: all rows.
+        """
+        if hidden.dtype not in self.is_direct:
+            self.is_direct[hidden.dtype] = self.is_output_embedding(hidden)
+        if self.is_direct[hidden.dtype]:
+            logits = (output or self.model.get_output_embeddings())(hidden)
+        else:
+            logits = self.by_own_forward(hidden, output)
+        return logits.to(hidden.device)  # an output tied to the input may lie there
+
+    def by_own_forward(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+        """As `__call__`, by the model's forward without its decoder."""
+        states = hidden.reshape(1, -1, hidden.shape[-1])
+
+        def known(*args: Any, **kwargs: Any) -> DecoderOutput:
+            return DecoderOutput(last_hidden_state=states)
+
+        forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(self.decoders, known)
+        if output is not None:
+            forwards[self.model.get_output_embeddings()] = output.forward
+        tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=hidden.device)
+        with replaced(forwards):
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+    @torch.no_grad()
+    def is_output_embedding(self, like: Tensor) -> bool:
+        """Whether the model's forward gives what its output embedding gives, by a trial.
+
+        like: hidden states [..., H], of whose dtype and device those of the trial are. Their sizes
+        differ by six orders of magnitude, so that a cap shows.
+        """
+        # 1. Random hidden states, and what enters and leaves the output embedding.
+        random = torch.Generator().manual_seed(0)
+        sizes = torch.logspace(-3, 3, TRIAL_STATES)[:, None]
+        states = torch.randn(TRIAL_STATES, like.shape[-1], generator=random) * sizes
+        states = states.to(like)
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            seen.extend(part.reshape(TRIAL_STATES, -1).clone() for part in (args[0], output))
+
+        # 2. The forward.
+        handle = self.model.get_output_embeddings().register_forward_hook(keep)
+        try:
+            logits = self.by_own_forward(states)
+        finally:
+            handle.remove()
+        pairs = zip(seen, (states, logits), strict=False)
+        return len(seen) == 2 and all(
+            a.dtype == b.dtype and torch.equal(a.to(b.device), b) for a, b in pairs
+        )
+
+
+def modules_around(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
+    """The decoder, and the parts of a model that hold it, but not the output embedding."""
+    output = model.get_output_embeddings()
+    found = []
+    for part in model.modules():
+        inner = set(part.modules())
+        if decoder in inner and output not in inner:
+            found.append(part)
+    return found

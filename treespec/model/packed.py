@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.model import kernels
-from treespec.model.experts import alike, in_blocks, pack_router, run_experts
+from treespec.model.experts import PACKED, alike, in_blocks, pack_router, run_experts
 from treespec.model.quantised import is_plain_weight
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # they read the same input
@@ -179,6 +179,7 @@ def pack_experts(own: Any) -> None:
         own.products.append(nn.ModuleList(map(PackedLinear, weights, biases, forms)))
         delattr(own, name)
     own.forward = partial(run_experts, own)
+    setattr(own, PACKED, True)
 
 
 def multiplies_bfloat16() -> bool:

@@ -9,6 +9,7 @@ from treespec.options import LOAD_IN, LOAD_IN_FORMS, either, nearest
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     Device: TypeAlias = str | int | torch.device
     DeviceMap: TypeAlias = Device | dict[str, Device] | None
@@ -74,3 +75,11 @@ class Placement:
 
 
 AS_IT_IS = Placement()
+
+
+def device_of(model: "PreTrainedModel") -> "torch.device":
+    """The device that a model takes tokens on. Weights that accelerate has offloaded have none."""
+    import torch
+
+    hook = getattr(model, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or model.device)

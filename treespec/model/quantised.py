@@ -14,7 +14,7 @@ from treespec.errors import InputError
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a layer's weight is a matrix of floats that others may read, index and share."""
-    return is_plain_weight(getattr(module, "weight", None))
+    return is_plain_weight(vars(module)["_parameters"].get("weight"))  # an adapter has another's
 
 
 def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
@@ -26,8 +26,9 @@ def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
 
 def sizes_of(linear: Any) -> tuple[int, int]:
     """(out, in) of a linear layer."""
-    if is_plain(linear) or not hasattr(linear, "out_features"):
-        out_features, in_features = linear.weight.shape
+    weight: Any = getattr(linear, "weight", None)
+    if is_plain_weight(weight) or not hasattr(linear, "out_features"):
+        out_features, in_features = weight.shape
         return out_features, in_features
     return linear.out_features, linear.in_features
 
@@ -57,10 +58,16 @@ def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device)
     return rows
 
 
+def embedding_width(embedding: Any) -> int:
+    """The width of an embedding's rows; an adapter around one does not say it."""
+    return getattr(embedding, "embedding_dim", None) or int(embedding.weight.shape[1])
+
+
 def table_of(embedding: Any) -> nn.Parameter:
     """[V, E] the rows of an embedding as it holds them, before any scale that the module applies."""
     if is_plain(embedding):
         weight: nn.Parameter = embedding.weight
         return weight
-    rows = embedding(torch.arange(embedding.num_embeddings, device=embedding.weight.device))
+    weight = embedding.weight
+    rows = embedding(torch.arange(len(weight), device=weight.device))
     return nn.Parameter(rows / getattr(embedding, "embed_scale", 1.0), requires_grad=False)

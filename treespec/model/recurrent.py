@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from treespec.errors import InputError, first_line
 from treespec.model.cache import State, States, TreeCache
 from treespec.model.masks import Masks
+from treespec.model.placement import device_of
 from treespec.model.recurrent_rows import (
     Outputs,
     PathRows,
@@ -90,7 +91,7 @@ class Recurrent:
 
         # 2. The modules, by a trial.
         cache = TreeCache(layers, 8, self)
-        tokens = torch.arange(TRIAL, device=model.device)[None] % config.vocab_size
+        tokens = torch.arange(TRIAL, device=device_of(model))[None] % config.vocab_size
         unknown = (
             f"{type(model).__name__} cannot be a target: its recurrent layers keep their state in a "
             "place that treespec does not know"

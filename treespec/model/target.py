@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from treespec.errors import InputError
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import NAME, take_trees
 from treespec.model.cache import SLACK, TreeCache
 from treespec.model.graphs import Graphs, graphs_of
 from treespec.model.inspect import (
+    LENGTH_DEPENDENT,
     arguments_taken,
     context_length,
     decoder_of,
@@ -34,12 +36,13 @@ from treespec.model.inspect import (
 )
 from treespec.model.load_in import unpack_compressed
 from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
+from treespec.model.output import OutputPath, forward_with_features
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.output import forward_with_features, scaled
 from treespec.model.pictures import Shown
-from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.placement import AS_IT_IS, Placement, device_of
 from treespec.model.plain import understand
 from treespec.model.quantised import rows_of_output, sizes_of
+from treespec.model.rotary import LengthFactors, longest_short_text
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
 from treespec.trees.mask import positions
@@ -55,7 +58,8 @@ class Target:
     """A decoder and its tokenizer. It has no state of a text: that is the cache's.
 
     vocab_size: V. feature_width: H, the width of the hidden states that enter the output embedding.
-    context_length: positions that the model scores exactly.
+    context_length: positions that the model scores exactly. longest_short_text: tokens of the longest
+    text with the rotary factors of short ones, None where all texts have the same.
 
     sdpa attention becomes `tree_attention`. Raises InputError for a model that scores no tree.
     """
@@ -63,7 +67,9 @@ class Target:
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
     slack = SLACK  # of its caches
     follows_pictures = False  # whether a trial has shown it
+    has_streams = False  # whether layers hand on several hidden states of a token: a trial shows it
     graphs: Graphs | None = None  # of its forwards, on CUDA
+    factors: LengthFactors | None = None  # of its rotary modules, where they differ by length
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
@@ -86,23 +92,33 @@ class Target:
         self.layer_types, self.windows = layer_windows(self.config)
         self.context_length, why = context_length(self.config)
         if why:
-            name = type(model).__name__
-            log.warning("%s: texts end at %d tokens: %s", name, self.context_length, why)
-        hook = getattr(model, "_hf_hook", None)
-        self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
-        self.output_device = model.device
+            self._end_texts(self.context_length, why)
+        self.longest_short_text = longest_short_text(self.config)
+        self.device = self.output_device = device_of(model)
+        self.decoder = decoder_of(model)
+        self.output_path = OutputPath(model, self.decoder)
 
     def _read_layers(self, model: PreTrainedModel) -> None:
         """Find the layers, and make the model ready for trees."""
         take_trees(model)
         unpack_compressed(model)
-        self.decoder = decoder_of(model)
         self.takes = arguments_taken(self.decoder)
-        self.stack = layers_of(self.decoder, self.layers)
+        self.stack = layers_of(self.decoder, self.layers, self.device)
         self.recurrent = recurrent_layers(model, self.decoder, self.layers)
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
+        if self.longest_short_text:
+            factors = LengthFactors(self.decoder, self.longest_short_text)
+            if factors.is_understood(self.dtype, self.device):
+                self.factors = factors
+            else:
+                self._end_texts(self.longest_short_text, LENGTH_DEPENDENT)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries in a prefill
+
+    def _end_texts(self, length: int, why: str) -> None:
+        """Let no text grow longer, and say so."""
+        self.context_length = length
+        log.warning("%s: texts end at %d tokens: %s", type(self.model).__name__, length, why)
 
     @classmethod
     def load(cls, path: str, how: Placement = AS_IT_IS, **changed: Any) -> "Target":
@@ -149,8 +165,16 @@ class Target:
 
         output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
-        logits = (output or self.model.get_output_embeddings())(hidden)
-        return scaled(logits.to(hidden.device), self.config)  # tied to the input, it may lie there
+        return self.output_path(hidden, output)
+
+    def check_aux_layers(self, aux_layers: AuxLayers) -> None:
+        """Raises InputError where the inputs of these layers are no features."""
+        if aux_layers and self.has_streams:
+            raise InputError(
+                f"{type(self.model).__name__} hands several streams of hidden states from layer to "
+                "layer, and this head reads the inputs of layers: take a head that reads the last "
+                "hidden state alone, such as one of kind eagle"
+            )
 
     @torch.no_grad()
     def prefill(
@@ -160,6 +184,7 @@ class Target:
         aux_layers: AuxLayers = (),
         counts: Sequence[int] | None = None,
         pictures: Shown | None = None,
+        ahead: int = 0,
     ) -> Tensor:
         """Append tokens to each sequence and commit them, in chunks. Returns features [B, P, H].
 
@@ -167,7 +192,23 @@ class Target:
         aux_layers: layers whose inputs are the features. Default: hidden states after the final norm.
         counts: tokens to commit of each sequence; all P by default, further columns are padding.
         pictures: of the one sequence, from its first token on.
+        ahead: tokens that further calls append, where it is known.
         """
+        b, length = tokens.shape
+        if self.factors:
+            ends = zip(cache.lengths, counts or [length] * b, strict=True)
+            self._rotate(cache, [held + new + ahead for held, new in ends])
+        return self._append(cache, tokens, aux_layers, counts, pictures)
+
+    def _append(
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        aux_layers: AuxLayers = (),
+        counts: Sequence[int] | None = None,
+        pictures: Shown | None = None,
+    ) -> Tensor:
+        """`prefill` of keys with the rotary factors that the sequences have."""
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
@@ -180,6 +221,23 @@ class Target:
             features.append(self._forward(cache, words, part.places, part.causal, aux_layers)[1])
         cache.mark()
         return torch.cat(features, 1)
+
+    def _rotate(self, cache: TreeCache, lengths: Sequence[int]) -> None:
+        """Compute those keys again whose rotary factors are not those of texts of these lengths.
+
+        Raises InputError for a text with pictures that becomes long.
+        """
+        for row in self.factors.outdated(cache, lengths) if self.factors else ():
+            mark = cache.rows[row][-1]
+            renewed = self.new_cache(max(mark.length, 1))
+            renewed.become(not mark.is_long)
+            if mark.length:
+                if mark.tokens is None:
+                    raise InputError(
+                        f"a text with pictures ends at {self.longest_short_text} tokens in this model"
+                    )
+                self._append(renewed, mark.tokens[None])
+            cache.put(row, renewed)
 
     def rows_at_once(self, columns: int) -> int:
         """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""
@@ -204,7 +262,13 @@ class Target:
         """
         arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
         hidden, features = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
-        return torch.cat([features, hidden], dim=-1) if aux_layers and last else features
+        features = torch.cat([features, hidden], dim=-1) if aux_layers and last else features
+        limit = self.longest_short_text
+        if not limit or tokens.shape[1] <= limit:
+            return features
+        # A token sees those before it alone, so its text is as long as its place.
+        short = self.features(tokens[:, :limit], aux_layers, last)
+        return torch.cat([short, features[:, limit:]], 1)
 
     def parted(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
@@ -223,10 +287,13 @@ class Target:
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache.
 
-        The trees' keys and values are written behind the longest text, for `cache.commit` to keep.
+        The trees' keys and values are written behind the longest text, for `cache.commit` to keep. Of
+        nodes deeper than `deepest` says, no logits are exact.
 
         trees: one for each text. aux_layers: as for `prefill`.
         """
+        if self.factors:
+            self._rotate(cache, cache.lengths)
         own = [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
         tokens, depth, ancestors = batched(own)
         places, words = positions(depth, cache.lengths), {"tokens": tokens}
@@ -235,6 +302,10 @@ class Target:
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         parts = zip(logits, features, sizes, strict=True)
         return [TreeOutput(own, of_nodes[:n]) for own, of_nodes, n in parts]
+
+    def deepest(self, cache: TreeCache) -> list[int] | None:
+        """For each text, the largest depth of a node with exact logits; None: any depth in all texts."""
+        return self.factors and self.factors.deepest(cache)
 
     @torch.no_grad()
     def forward_nodes(
@@ -279,6 +350,9 @@ class Target:
         inputs = {"places": sent(node_places, self.device)}
         if has_tokens := "tokens" in words:
             inputs["tokens"] = sent(words["tokens"], self.device)
+        if self.factors:
+            inputs["is_long"] = self.factors.rows(cache, n, self.device)
+            cache.tokens = inputs.get("tokens")
 
         # 2. Those arguments that the decoder takes.
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -288,7 +362,8 @@ class Target:
             options["position_ids"] = given["places"]
             taken = {name: value for name, value in options.items() if name in self.takes}
             taken |= ({"input_ids": given["tokens"]} if has_tokens else words) | {"use_cache": True}
-            return forward_with_features(self.decoder, self.stack, taken, aux_layers)
+            with self.factors.by_text(given["is_long"]) if self.factors else nullcontext():
+                return forward_with_features(self.decoder, self.stack, taken, aux_layers)
 
         # 3. The forward, by a graph.
         if self.graphs and has_tokens:

@@ -23,7 +23,7 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
 from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEADS
-from treespec.model.quantised import is_plain, table_of
+from treespec.model.quantised import embedding_width, is_plain, table_of
 from treespec.model.target import Target
 
 FEW = 16  # tokens that a head names
@@ -50,10 +50,11 @@ def new_head(kind: str, target: Target, **fields: Any) -> Any:
 
     Its output layers begin as copies of the target's. fields: of its config.json; `heads`: the
     number of Medusa's or Hydra's. Raises InputError if the embedding or the output embedding is
-    offloaded, or the latter is no plain linear layer.
+    offloaded, or the latter is no plain linear layer, and for features that the target does not have.
     """
     build = HEADS[kind].build()
     head: Head = build(build.config_for(target, **fields))
+    target.check_aux_layers(head.aux_layers)
     head.embed_tokens = None
     if head.lacks_embedding:
         head.share_embedding(embedding_of(target))
@@ -153,13 +154,14 @@ def fit(head: Head, target: Target, name: str) -> None:
         head.check_target(target.layers, target.vocab_size, hidden_size, last)
     except ValueError as error:
         raise InputError(f"head {name}: {error}") from None
+    target.check_aux_layers(head.aux_layers)
     check_tokens(head, target, name)
 
     # 2. The embedding.
     embedding: Any = target.model.get_input_embeddings()
     plain, here = is_plain(embedding), target.device == target.output_device
     if head.lacks_embedding:
-        if (width := embedding.embedding_dim) != head.hidden_size:
+        if (width := embedding_width(embedding)) != head.hidden_size:
             raise InputError(
                 f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
                 f"not {head.hidden_size}"

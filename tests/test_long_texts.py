@@ -1,0 +1,165 @@
+"""Where a model has other rotary factors for long texts (longrope), a text that becomes long is the model's own."""
+
+import pytest
+import torch
+import transformers as hf
+from equality import close
+from models import as_undrafted, random_eagle3, random_head, random_model
+from test_enumerated import EXACT, enumerate_texts
+from test_rotary import LONGROPE, ORIGINAL, ROPE, assert_equal_to_the_plain_model
+from test_target import TOLERANCE, plain_logits, prefix, random_tree
+from tiny_pairs import spec_of
+
+from treespec import load
+from treespec.heads.checkpoint import save_head
+from treespec.model.rotary import longest_short_text
+from treespec.model.target import Target
+from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, root_only
+
+PROMPTS = {length: prefix(seed=length, length=length)[0].tolist() for length in (20, 30, 31, 32, 33, 34, 60)}
+
+
+@pytest.fixture(scope="module", params=LONGROPE)
+def target(request):
+    return Target(random_model(LONGROPE[request.param]()))
+
+
+@pytest.mark.parametrize("length", [ORIGINAL - 9, ORIGINAL - 2, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 100])
+def test_a_tree_around_the_change_has_the_plain_models_logits_beside_a_short_text(target, length):
+    assert target.context_length == 128
+    assert_equal_to_the_plain_model(target, length)
+
+
+def test_one_token_at_a_time_is_the_plain_forward_over_each_whole_text(target):
+    text, cache = prefix(length=ORIGINAL + 6)[0], target.new_cache()
+    features = target.features(text[None])[0]
+    for place, token in enumerate(text):
+        out = target.forward_tree(cache, root_only(token[None]))
+        cache.commit([[0]])
+        close(out.logits[0], plain_logits(target.model, text[: place + 1].tolist())[-1], TOLERANCE, TOLERANCE)
+        close(out.features[0], features[place], TOLERANCE, TOLERANCE)
+
+
+def text_of_whole_forwards(model, prompt, new):
+    """The most likely tokens, each by a plain forward over the whole text before it."""
+    text = list(prompt)
+    for _ in range(new):
+        text.append(int(plain_logits(model, text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
+def sources(target, folder, kinds=("eagle", "eagle3")):
+    """Options of `load` for drafts of several kinds."""
+    yield {"drafter": "suffix:tokens=4"}
+    for kind in kinds:
+        save_head({"eagle": random_head, "eagle3": random_eagle3}[kind](target), folder / kind)
+        yield {"head": folder / kind, "tree": "levels:3x2x1x1"}
+
+
+def test_greedy_text_across_the_change_is_the_plain_models(target, tmp_path):
+    prompts = [PROMPTS[length] for length in (30, 31, 32, 60)]
+    wanted = [text_of_whole_forwards(target.model, prompt, 12) for prompt in prompts]
+    for source in sources(target, tmp_path):
+        spec = load(target.model, **source)
+        answers = [spec.generate(prompt, max_new_tokens=12, ignore_eos=True) for prompt in prompts]
+        assert [answer.token_ids for answer in answers] == wanted
+
+
+@pytest.mark.parametrize("name", ["phi3", "phimoe"])
+def test_the_models_own_generate_computes_the_keys_again_too(name):
+    model = random_model(LONGROPE[name]())
+    model.generation_config.eos_token_id = None
+    for prompt in PROMPTS.values():
+        own = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False, pad_token_id=0)
+        assert own[0, len(prompt) :].tolist() == text_of_whole_forwards(model, prompt, 14)
+
+
+def test_texts_of_all_lengths_side_by_side_do_not_notice_each_other(target):
+    spec = load(target.model, drafter="suffix:tokens=4")
+    as_undrafted(spec, [*PROMPTS.values()], 14, batch=4)
+
+
+def test_a_text_that_is_cut_back_to_a_short_one_has_short_factors_again(target):
+    text, cache = prefix(length=ORIGINAL + 8), target.new_cache()
+    target.prefill(cache, text)
+    cache.rewind([10])
+    target.prefill(cache, text[:, 10:15])
+    out = target.forward_tree(cache, root_only(text[0, 15:16]))
+    close(out.logits[0], plain_logits(target.model, text[0, :16].tolist())[-1], TOLERANCE, TOLERANCE)
+
+
+def test_the_parts_of_a_long_prompt_are_computed_once_if_more_is_known_to_come():
+    target = Target(random_model(LONGROPE["phi3"]()))
+    text, cache, forwarded = prefix(length=ORIGINAL + 8), target.new_cache(), []
+    target.decoder.register_forward_pre_hook(
+        lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    for start in range(0, ORIGINAL + 8, 10):
+        target.prefill(cache, text[:, start : start + 10], ahead=ORIGINAL - 2 - start)
+    assert sum(forwarded) == ORIGINAL + 8
+
+
+@pytest.mark.parametrize("verifier", ["gumbel", "rrs", "traversal"])
+def test_seeded_draws_go_on_across_the_change(target, verifier, tmp_path):
+    *_, source = sources(target, tmp_path, ["eagle"])
+    spec = load(target.model, **source, verifier=verifier)
+    how = {"max_new_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    answer = spec.generate(PROMPTS[20], **how)
+    assert len(answer.token_ids) == 24
+    if verifier == "gumbel":
+        assert answer.token_ids == spec.baseline().generate(PROMPTS[20], **how).token_ids
+
+
+def test_a_tree_without_its_deepest_nodes_keeps_the_others_and_their_draws():
+    """Nodes 0 to 8; depth 2 and more go: 4 to 8, and the draws of nodes 1 and 2."""
+    tree = random_tree()
+    nodes, q = torch.tensor([0, 1, 2]), torch.rand(3, 64)
+    whole = TokenTree(tree.tokens, tree.parents, tree.depth, tree.ancestors, Drafts(nodes, q, Draws(nodes[:, None])))
+    cut, numbers = cut_below(whole, 1)
+    assert numbers == [0, 1, 2, 3]
+    assert torch.equal(cut.tokens, tree.tokens[:4])
+    assert cut.parents.tolist() == [-1, 0, 0, 0]
+    assert torch.equal(cut.ancestors, tree.ancestors[:4, :4])
+    assert cut.drafts.nodes.tolist() == [0]
+    assert torch.equal(cut.drafts.q, q[:1])
+    assert cut_below(whole, 0)[0].drafts is None
+
+
+def test_nodes_out_of_order_are_numbered_anew():
+    """A deep branch comes first: 0 - 1 - 2 - 3 and 0 - 4 - 5."""
+    parents = torch.tensor([-1, 0, 1, 2, 0, 4])
+    depth, tokens = torch.tensor([0, 1, 2, 3, 1, 2]), torch.arange(6)
+    ancestors = torch.eye(6, dtype=torch.bool)
+    for node, parent in enumerate(parents.tolist()[1:], 1):
+        ancestors[node] |= ancestors[parent]
+    cut, numbers = cut_below(TokenTree(tokens, parents, depth, ancestors), 2)
+    assert numbers == [0, 1, 2, 4, 5]
+    assert cut.parents.tolist() == [-1, 0, 1, 0, 3]
+    assert torch.equal(cut.ancestors, ancestors[numbers][:, numbers])
+
+
+def test_a_rotary_module_that_is_not_understood_ends_texts_as_a_line_says(caplog):
+    model = random_model(LONGROPE["phi3"]())
+    plain = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: tuple(
+        part * (1 + position_ids.shape[1]) for part in plain(x, position_ids)
+    )
+    target = Target.__new__(Target)
+    with pytest.raises(Exception, match="cannot be"):
+        target.__init__(model)
+    assert f"texts end at {ORIGINAL} tokens: beyond, its rotary factors" in caplog.text
+
+
+def test_factors_by_layer_type_count_too():
+    rope = {"full_attention": ROPE | {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
+    assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)) == ORIGINAL
+    assert longest_short_text(hf.PreTrainedConfig(max_position_embeddings=ORIGINAL, rope_parameters=rope)) is None
+
+
+@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "block-optimal:threshold=0,extra=0", "rrs"])
+def test_cut_trees_leave_the_distribution_of_texts_as_it_is(verifier, monkeypatch):
+    """By enumeration. Trees of two levels are cut to none, one or two by the length of the text alone."""
+    spec = spec_of("model", "2x1" if verifier == "rrs" else "2x2", verifier)
+    monkeypatch.setattr(spec.target, "deepest", lambda cache: [length % 3 for length in cache.lengths], raising=False)
+    deviation, _ = enumerate_texts(spec)
+    assert deviation < EXACT

@@ -1,10 +1,14 @@
-"""The figures of the golden files: what is read from each, by the ways that people have. The folder is the present one."""
+"""The figures of the golden files: what is read from each, by the ways that people have.
+
+The files lie in the present folder.
+"""
 
 import contextlib
 import io
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ from commands import treespec
 from safetensors.torch import load_file
 
 from treespec import load
-from treespec.draft.calibration import load_calibration
 from treespec.draft.cost.model import cost_in
 
 Figures = dict[str, Any]
@@ -28,11 +31,12 @@ IGNORED = ("environment", "seconds", "time", "checksum")  # keys whose values ar
 TARGET = "--target target --dtype float32"
 HEAD = f"{TARGET} --head heads/eagle"
 RUNS = {  # by what each writes: the command
-    "regenerated": f"regenerate {TARGET} --data data.jsonl --out regenerated --greedy 0.8 --max-new-tokens 20 --turns 1",
+    "regenerated": f"regenerate {TARGET} --data data.jsonl --out regenerated --greedy 0.8 --turns 1 "
+    "--max-new-tokens 20",
     "evaluation": f"eval {TARGET} --drafter eagle:heads/eagle,suffix --questions questions.jsonl --out evaluation "
     "--verifier topk,rrs@chain:2 --tree 2x2 --max-new-tokens 12 --warm-up 0",
-    "tau": f"tau {HEAD} --text regenerated/conversations.jsonl --limit 8 --out tau --verifier single,rrs,kseq,topk,block "
-    "--tree chain:3;2x2 --temperature 0.6,1 --bandwidth 100 --flops 10",
+    "tau": f"tau {HEAD} --text regenerated/conversations.jsonl --limit 8 --out tau --tree 'chain:3;2x2' "
+    "--verifier single,rrs,kseq,topk,block --temperature 0.6,1 --bandwidth 100 --flops 10",
     "acceptance": f"acceptance {HEAD} --text regenerated/conversations.jsonl --limit 8 --out acceptance --positions 40 "
     "--verifier single,rrs,kseq,topk --draws 1,2",
     "certificate.json": f"certify {HEAD} --questions questions.jsonl --out certificate.json --verifier rrs --tree 2x2 "
@@ -53,6 +57,7 @@ TRAINING = {  # options of `treespec train` that go on from two of four steps
     "checkpoint_every": 2,
     "learning_rate": 0.01,
     "held_out": 0.1,
+    "validate_on": 1,
     "calibrate": False,
     "decode_on": 0,
 }
@@ -77,12 +82,12 @@ OF_HEAD: dict[str, Figures] = {  # and those of each head
 }
 
 
-def training_of(name: str) -> Figures:
+def choose_training(name: str) -> Figures:
     """The options of a golden training."""
     return TRAINING | OF_HEAD[name] | {"from_head": f"heads/{name}", "out": f"runs/{name}"}
 
 
-def words_of(options: Figures) -> str:
+def to_words(options: Figures) -> str:
     """Options as a command line has them."""
     words = []
     for name, value in options.items():
@@ -94,7 +99,7 @@ def words_of(options: Figures) -> str:
     return " ".join(words)
 
 
-def printed(line: str) -> str:
+def capture(line: str) -> str:
     """What `treespec LINE` writes to standard output. It must succeed."""
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -103,27 +108,30 @@ def printed(line: str) -> str:
     return out.getvalue()
 
 
-def rows_of(file: str | Path) -> list[Figures]:
+def read_rows(file: str | Path) -> list[Figures]:
     """The objects of a JSONL file."""
     return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
-def asking(prompt: str) -> list[dict[str, str]]:
+def to_chat(prompt: str) -> list[dict[str, str]]:
     """A conversation that begins with the prompt."""
     return [{"role": "user", "content": prompt}]
 
 
-def drafted(head: str, prompt: str = PROMPTS[0], tree: str = "2x2", verifier: str = "topk", **options: Any) -> Figures:
+def draft_answer(
+    head: str, prompt: str = PROMPTS[0], tree: str = "2x2", verifier: str = "topk", **options: Any
+) -> Figures:
     """An answer, what its cycles accepted, and the first trees with the probabilities of draft and target."""
     cycles: list[Any] = []
     spec = load("target", head, tree, verifier, dtype="float32")
-    answer = spec.generate(asking(prompt), max_new_tokens=12, on_cycle=cycles.append, **options)
+    answer = spec.generate(to_chat(prompt), max_new_tokens=12, on_cycle=cycles.append, **options)
     return {
         "prompt": prompt,
         "text": answer.text,
         "token_ids": answer.token_ids,
         "accepted": answer.stats.accepted,
         "drafted": answer.stats.drafted,
+        "calibration": spec.calibration and asdict(spec.calibration),
         "cycles": [
             {"tokens": one.tokens, "parents": one.parents, "path": one.path, "q": one.q, "p": one.p}
             for one in cycles[:3]
@@ -131,64 +139,52 @@ def drafted(head: str, prompt: str = PROMPTS[0], tree: str = "2x2", verifier: st
     }
 
 
-def undrafted(prompt: str = PROMPTS[0]) -> Figures:
+def answer_undrafted(prompt: str = PROMPTS[0]) -> Figures:
     """What the target answers one token at a time: greedily, and sampled with a seed."""
     spec = load("target", dtype="float32")
     options: Figures = {"max_new_tokens": 16}
     return {
         "prompt": prompt,
-        "greedy": spec.generate(asking(prompt), **options).token_ids,
-        "sampled": spec.generate(asking(prompt), temperature=1.0, seed=3, **options).token_ids,
+        "greedy": spec.generate(to_chat(prompt), **options).token_ids,
+        "sampled": spec.generate(to_chat(prompt), temperature=1.0, seed=3, **options).token_ids,
     }
 
 
-def calibrations() -> Figures:
-    """The numbers beside each head, and the tokens that it is restricted to."""
-    found: Figures = {}
-    for name in HEADS:
-        spec = load("target", f"heads/{name}", dtype="float32")
-        known = spec.calibration
-        assert known == load_calibration(f"heads/{name}")
-        found[name] = {"greedy": known.greedy, "rates": known.rates, "sharpness": known.sharpness}
-        kept = spec.head.vocabulary
-        found[name]["tokens"] = None if kept is None else kept.tolist()
-    return found
-
-
-def remembered(prompt: str = PROMPTS[0]) -> Figures:
+def draft_from_memory(prompt: str = PROMPTS[0]) -> Figures:
     """A greedy answer that is drafted from the answers of a folder."""
-    spec = load("target", drafter="suffix:memory", dtype="float32")
-    answer = spec.generate(asking(prompt), max_new_tokens=24, remember=False)
-    return {"prompt": prompt, "token_ids": answer.token_ids, "accepted": answer.stats.accepted, "drafted": answer.stats.drafted}
+    spec = load("target", drafter="suffix:memory", verifier="topk", dtype="float32")  # the default depends on times
+    answer = spec.generate(to_chat(prompt), max_new_tokens=24, remember=False)
+    counts = {"accepted": answer.stats.accepted, "drafted": answer.stats.drafted}
+    return {"prompt": prompt, "token_ids": answer.token_ids} | counts
 
 
-def continued(name: str) -> Figures:
+def continue_training(name: str) -> Figures:
     """The losses of a training that goes on from its checkpoint, and the head that it ends with.
 
     Each tensor is one number, its product with a random one.
     """
-    printed(f"train {words_of(training_of(name))}")
+    capture(f"train {to_words(choose_training(name))}")
     weights = {}
     for tensor, value in sorted(load_file(f"runs/{name}/model.safetensors").items()):
         other = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
         weights[tensor] = float((value.float() * other).sum())
-    return {"losses": losses_of(f"runs/{name}"), "weights": weights}
+    return {"losses": read_losses(f"runs/{name}"), "weights": weights}
 
 
-def losses_of(out: str) -> Figures:
+def read_losses(out: str) -> Figures:
     """The last losses of a run."""
-    metrics = rows_of(f"{out}/training/metrics.jsonl")[-1]
+    metrics = read_rows(f"{out}/training/metrics.jsonl")[-1]
     return {name: value for name, value in metrics.items() if name.startswith(LOSSES)}
 
 
-def begun_on(data: str) -> Figures:
+def begin_training(data: str) -> Figures:
     """A training of a step on a file of conversations: how long they are, and the loss on them."""
     options = TRAINING | {"data": data, "max_steps": 1, "from_head": "heads/eagle", "out": f"on-{Path(data).stem}"}
-    printed(f"train {words_of(options)}")
-    return {"losses": losses_of(options["out"]), "sample": rows_of(f"{options['out']}/training/sample.jsonl")}
+    capture(f"train {to_words(options)}")
+    return {"losses": read_losses(options["out"]), "sample": read_rows(f"{options['out']}/training/sample.jsonl")}
 
 
-def costs() -> Figures:
+def read_costs() -> Figures:
     """The seconds of a kept cost, and what they say of trees of 1, 5 and 20 nodes."""
     cost = cost_in(Path("caches/times.json"))
     assert cost is not None
@@ -201,37 +197,36 @@ EXPORTS = (
     *("dflash.speculators", "dflash.gguf", "p-eagle.speculators"),
 )
 FIGURES: dict[str, Callable[[], Any]] = {
-    "one token at a time": undrafted,
-    **{f"head {name}": partial(drafted, f"heads/{name}") for name in HEADS},
-    **{f"export {name}": partial(drafted, f"exports/{name}") for name in EXPORTS},
-    "sampled": partial(drafted, "heads/eagle", verifier="rrs", temperature=1.0, seed=5),
-    "tree": partial(drafted, "heads/eagle", tree="tree.json"),
-    "dynamic": partial(drafted, "heads/eagle3", tree="dynamic:depth=3,topk=3,nodes=8"),
-    "checkpoint as a head": partial(drafted, "runs/eagle3"),
-    "calibrations": calibrations,
-    "memory": remembered,
-    "costs": costs,
-    **{f"training {name}": partial(continued, name) for name in OF_HEAD},
-    "training on regenerated answers": partial(begun_on, "regenerated/conversations.jsonl"),
-    "training on a server's chats": partial(begun_on, "served"),
-    "training on a saved chat": partial(begun_on, "saved.jsonl"),
-    "training on conversations": partial(begun_on, "data.jsonl"),
+    "one token at a time": answer_undrafted,
+    **{f"head {name}": partial(draft_answer, f"heads/{name}") for name in HEADS},
+    **{f"export {name}": partial(draft_answer, f"exports/{name}") for name in EXPORTS},
+    "sampled": partial(draft_answer, "heads/eagle", verifier="rrs", temperature=1.0, seed=5),
+    "tree": partial(draft_answer, "heads/eagle", tree="tree.json"),
+    "dynamic": partial(draft_answer, "heads/eagle3", tree="dynamic:depth=3,topk=3,nodes=8"),
+    "checkpoint as a head": partial(draft_answer, "runs/eagle3"),
+    "memory": draft_from_memory,
+    "costs": read_costs,
+    **{f"training {name}": partial(continue_training, name) for name in OF_HEAD},
+    "training on regenerated answers": partial(begin_training, "regenerated/conversations.jsonl"),
+    "training on a server's chats": partial(begin_training, "served"),
+    "training on a saved chat": partial(begin_training, "saved.jsonl"),
+    "training on conversations": partial(begin_training, "data.jsonl"),
 }
 
 
-def differences(found: Any, expected: Any, tolerance: float = 1e-5, place: str = "") -> Iterable[str]:
+def find_differences(found: Any, expected: Any, tolerance: float = 1e-5, place: str = "") -> Iterable[str]:
     """Where a figure is another: numbers by more than the tolerance, of 1 or of themselves. More keys are fine."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for name, value in expected.items():
             if name not in found:
                 yield f"{place}.{name} is missing"
             elif name not in IGNORED:
-                yield from differences(found[name], value, tolerance, f"{place}.{name}")
+                yield from find_differences(found[name], value, tolerance, f"{place}.{name}")
     elif isinstance(expected, list) and isinstance(found, list | tuple):
         if len(expected) != len(found):
             yield f"{place} has {len(found)} entries, not {len(expected)}"
         for number, (one, value) in enumerate(zip(found, expected, strict=False)):
-            yield from differences(one, value, tolerance, f"{place}[{number}]")
+            yield from find_differences(one, value, tolerance, f"{place}[{number}]")
     elif isinstance(expected, float) and isinstance(found, float):
         if not math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance):
             yield f"{place} is {found}, not {expected}"

@@ -1,10 +1,11 @@
-"""Make the golden files that are missing: `python tests/golden/make.py` in the root of the repository.
+"""Make the golden files that are missing: `python -m golden.make` in the folder tests.
 
 What is there already is never written again, neither a file nor a figure nor a name: it stands for what people have
 on their disks and in their programs. A new kind of file is a line in PLACES, and a figure of it a line in
 `figures.FIGURES`.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,15 +19,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))
-os.environ |= {"PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": tempfile.mkdtemp()}
-
+import conftest  # noqa: F401  no network, one thread, a cache of its own
 import torch
 import transformers as hf
 from commands import treespec
-from golden.figures import EXPORTS, FIGURES, HEAD, OF_HEAD, PROMPTS, RUNS, differences, printed, training_of
-from golden.names import LISTS
 from http_serving import client, serving
 from models import CHAT
 from safetensors.torch import load_file, save_file
@@ -35,17 +31,20 @@ from tokenizers.models import WordLevel
 from torch import nn
 from training import Killed, kill_at
 
+from golden.figures import EXPORTS, FIGURES, HEAD, OF_HEAD, PROMPTS, RUNS, capture, choose_training, find_differences
+from golden.names import LISTS, find_lost
 from treespec import load
 from treespec.draft.cost.measure import cost_for
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.train.config import TrainConfig
 from treespec.train.run import train
 
+FOLDER = Path(__file__).resolve().parent
 WORDS = """
 <pad> <s> </s> <unk> user: assistant: system: . , ? ! why is the sky sea blue green deep a an of to and in on it that
 what who how many one two three four five six seven count sing song sun moon stars wind rain river stone tree bird
 fish boat night day light dark warm cold small large old new near far
-""".split()
+""".split()  # noqa: SIM905
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -76,7 +75,8 @@ NEW = {  # options of `treespec train` for each head
     "p-eagle": "--head p-eagle --unrolled-steps 3",
 }
 
-def run(line: str) -> None:
+
+def run_command(line: str) -> None:
     """Run `treespec LINE`, which must succeed."""
     print(f"treespec {line}")
     if treespec(line) != 0:
@@ -128,14 +128,14 @@ def make_questions(place: Path) -> None:
 def make_head(place: Path) -> None:
     """A head that learnt from the target's own answers, from random weights on; with its card and calibration."""
     options = f"train {TRAIN} --learning-rate 0.01 {NEW[place.name]} --out"
-    run(f"{options} begun --max-steps 1 --no-calibrate --decode-on 0")
+    run_command(f"{options} begun --max-steps 1 --no-calibrate --decode-on 0")
     head = load_head("begun")
     shake(head, seed=1, std=0.25)
     save_head(head, "begun", leave_out=head.optional)
     known = NEW[place.name]
     if "eagle3" in known:  # such a head brings its draft vocabulary
         known = known.replace("--draft-vocab 32", "").replace("--draft-vocab 0", "")
-    run(f"train {TRAIN} --learning-rate 0.01 {known} --from-head begun --out made --epochs 40 --license mit")
+    run_command(f"train {TRAIN} --learning-rate 0.01 {known} --from-head begun --out made --epochs 40 --license mit")
     place.mkdir(parents=True)
     for file in Path("made").iterdir():
         if file.is_file() and file.name != ".lock":
@@ -146,12 +146,12 @@ def make_head(place: Path) -> None:
 
 def make_export(place: Path) -> None:
     head, _, to = place.name.partition(".")
-    run(f"export --target target --head heads/{head} --to {to} --out {place}")
+    run_command(f"export --target target --head heads/{head} --to {to} --out {place}")
 
 
 def make_run(place: Path) -> None:
     """A training that was ended by a kill after two of four steps, one for each kind of head."""
-    options = training_of(place.name)
+    options = choose_training(place.name)
     with suppress(Killed):
         train(TrainConfig(**options), kill_at(2))
     (place / "training" / "sample.jsonl").unlink()  # it is written again
@@ -187,35 +187,35 @@ def make_cost(place: Path) -> None:
     shutil.move(file, place)
 
 
-def by_command(place: Path) -> None:
+def make_by_command(place: Path) -> None:
     """What a command of RUNS writes."""
-    run(RUNS[str(place)])
+    run_command(RUNS[str(place)])
 
 
-def by_another(place: Path) -> None:
+def make_beside(place: Path) -> None:
     """What was written with the place before."""
     assert place.exists()
 
 
 def make_trace(place: Path) -> None:
-    place.write_text(printed(RUNS[str(place)]))
+    place.write_text(capture(RUNS[str(place)]))
 
 
 PLACES: dict[str, Callable[[Path], None]] = {
     "target": make_target,
     "data.jsonl": make_data,
     "questions.jsonl": make_questions,
-    "regenerated": by_command,
+    "regenerated": make_by_command,
     **{f"heads/{name}": make_head for name in NEW},
     **{f"exports/{name}": make_export for name in EXPORTS},
     **{f"runs/{name}": make_run for name in OF_HEAD},
-    "features": by_another,
-    "finished": by_command,
-    "tree.json": by_command,
-    "evaluation": by_command,
-    "certificate.json": by_command,
-    "tau": by_command,
-    "acceptance": by_command,
+    "features": make_beside,
+    "finished": make_by_command,
+    "tree.json": make_by_command,
+    "evaluation": make_by_command,
+    "certificate.json": make_by_command,
+    "tau": make_by_command,
+    "acceptance": make_by_command,
     "trace.jsonl": make_trace,
     "memory": make_memory,
     "served": make_served,
@@ -237,48 +237,64 @@ def is_stable(figure: Callable[[], object], expected: object) -> bool:
         save_file(tensors, file, metadata={"format": "pt"})
     os.chdir(shaken)
     try:
-        return not [*differences(figure(), expected, 0.02)]
+        return not [*find_differences(figure(), expected, 0.02)]
     finally:
         os.chdir(before)
         shutil.rmtree(shaken.parent)
 
 
-def plain(figure: object) -> Any:
+def to_json(figure: object) -> Any:
     """As JSON holds it."""
     return json.loads(json.dumps(figure))
 
 
-def stable(figure: Callable[..., object]) -> Any:
+def find_stable(figure: Callable[..., object]) -> Any:
     """The figure for the first prompt at which no token hangs by rounding."""
     for prompt in PROMPTS:
-        found = plain(figure(prompt=prompt))
+        found = to_json(figure(prompt=prompt))
         if is_stable(partial(figure, prompt=prompt), found):
             return found
     raise SystemExit("every prompt hangs by rounding: give more of them")
 
 
-def merged(known: object, new: object) -> object:
+def merge(known: Any, new: Any) -> Any:
     """What is known, and what is new beside it."""
+    if known is None:
+        return new
     if isinstance(known, dict) and isinstance(new, dict):
-        return {name: merged(known.get(name, new.get(name)), new.get(name)) for name in {**known, **new}}
+        return {name: merge(known.get(name, new.get(name)), new.get(name)) for name in {**known, **new}}
     if isinstance(known, list) and isinstance(new, list):
         return [*known, *(one for one in new if one not in known)]
     return known
 
 
-def read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write(path: Path, fields: object) -> None:
+def write_json(path: Path, fields: object) -> None:
     path.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+UNWANTED = shutil.ignore_patterns("*.py", "*.md", "__pycache__", ".*")  # of the folder, which are no golden files
+GROWING = ("expected.json", "names.json", "digests.json")
+
+
+def list_digests() -> dict[str, str]:
+    """The SHA-256 of every golden file that stays as it is, by its path."""
+    files = (file for file in sorted(FOLDER.rglob("*")) if file.is_file() and file.parent.name != "__pycache__")
+    kept = (file for file in files if file.parent != FOLDER or file.suffix in (".json", ".jsonl"))
+    return {
+        file.relative_to(FOLDER).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in kept
+        if file.name not in GROWING
+    }
 
 
 def main() -> None:
     # 1. A folder to work in, with all that is there.
     work = Path(tempfile.mkdtemp()) / "golden"
-    unwanted = shutil.ignore_patterns("*.py", "__pycache__", ".lock")
-    shutil.copytree(FOLDER, work, ignore=unwanted)
+    shutil.copytree(FOLDER, work, ignore=UNWANTED)
     os.chdir(work)
 
     # 2. The missing files.
@@ -289,23 +305,28 @@ def main() -> None:
         make(place)
         into.parent.mkdir(parents=True, exist_ok=True)
         if place.is_dir():
-            shutil.copytree(place, into, ignore=unwanted)
+            shutil.copytree(place, into, ignore=UNWANTED)
         else:
             shutil.copy(place, into)
 
     # 3. The missing figures, each of fresh copies of the files, and names.
-    expected = read(FOLDER / "expected.json")
+    expected = read_json(FOLDER / "expected.json")
     for name, figure in FIGURES.items():
         if name not in expected:
             shutil.rmtree(work, ignore_errors=True)
-            shutil.copytree(FOLDER, work, ignore=unwanted)
+            shutil.copytree(FOLDER, work, ignore=UNWANTED)
             os.chdir(work)
-            expected[name] = stable(figure) if "prompt" in signature(figure).parameters else plain(figure())
-            write(FOLDER / "expected.json", expected)
-    names = read(FOLDER / "names.json")
+            expected[name] = find_stable(figure) if "prompt" in signature(figure).parameters else to_json(figure())
+            write_json(FOLDER / "expected.json", expected)
+    names = read_json(FOLDER / "names.json")
     for name, list_of in LISTS.items():
-        names[name] = merged(names.get(name), list_of(None)) if name in names else list_of(None)
-    write(FOLDER / "names.json", names)
+        names[name] = merge(names.get(name), list_of(None))
+        if gone := [*find_lost(names[name], list_of(names[name]))]:
+            raise SystemExit(f"{name}: {', '.join(gone)} cannot be had")
+    write_json(FOLDER / "names.json", names)
+
+    # 4. The files stay as they are from now on.
+    write_json(FOLDER / "digests.json", merge(read_json(FOLDER / "digests.json"), list_digests()))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ OF_HEAD: dict[str, Figures] = {  # and those of each head
 
 def choose_training(name: str) -> Figures:
     """The options of a golden training."""
-    return TRAINING | OF_HEAD[name] | {"from_head": f"heads/{name}", "out": f"runs/{name}"}
+    return TRAINING | OF_HEAD[name] | {"from_head": f"heads/{name}", "out": f"trainings/{name}"}
 
 
 def to_words(options: Figures) -> str:
@@ -165,10 +165,10 @@ def continue_training(name: str) -> Figures:
     """
     capture(f"train {to_words(choose_training(name))}")
     weights = {}
-    for tensor, value in sorted(load_file(f"runs/{name}/model.safetensors").items()):
+    for tensor, value in sorted(load_file(f"trainings/{name}/model.safetensors").items()):
         other = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
         weights[tensor] = float((value.float() * other).sum())
-    return {"losses": read_losses(f"runs/{name}"), "weights": weights}
+    return {"losses": read_losses(f"trainings/{name}"), "weights": weights}
 
 
 def read_losses(out: str) -> Figures:
@@ -203,7 +203,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "sampled": partial(draft_answer, "heads/eagle", verifier="rrs", temperature=1.0, seed=5),
     "tree": partial(draft_answer, "heads/eagle", tree="tree.json"),
     "dynamic": partial(draft_answer, "heads/eagle3", tree="dynamic:depth=3,topk=3,nodes=8"),
-    "checkpoint as a head": partial(draft_answer, "runs/eagle3"),
+    "checkpoint as a head": partial(draft_answer, "trainings/eagle3"),
     "memory": draft_from_memory,
     "costs": read_costs,
     **{f"training {name}": partial(continue_training, name) for name in OF_HEAD},

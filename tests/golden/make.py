@@ -208,7 +208,7 @@ PLACES: dict[str, Callable[[Path], None]] = {
     "regenerated": make_by_command,
     **{f"heads/{name}": make_head for name in NEW},
     **{f"exports/{name}": make_export for name in EXPORTS},
-    **{f"runs/{name}": make_run for name in OF_HEAD},
+    **{f"trainings/{name}": make_run for name in OF_HEAD},
     "features": make_beside,
     "finished": make_by_command,
     "tree.json": make_by_command,

@@ -47,7 +47,8 @@ def test_a_golden_file_gives_the_same_figures(name, files):
     figure, expected = FIGURES[name], EXPECTED[name]
     prompt = {"prompt": expected["prompt"]} if "prompt" in inspect.signature(figure).parameters else {}
     found = json.loads(json.dumps(figure(**prompt)))
-    assert not [*find_differences(found, expected, SUMS if name.startswith("training") else 1e-5)]
+    differences = [*find_differences(found, expected, SUMS if name.startswith("training") else 1e-5)]
+    assert not differences, "; ".join(differences)
 
 
 def test_every_figure_is_compared():
@@ -138,7 +139,8 @@ def test_every_golden_place_is_read():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_has_gone(name, files):
-    assert [*find_lost(NAMES[name], LISTS[name](NAMES[name]))] == []
+    gone = [*find_lost(NAMES[name], LISTS[name](NAMES[name]))]
+    assert not gone, f"{name} that have gone: {', '.join(gone)}"
 
 
 def test_every_list_of_names_is_compared():

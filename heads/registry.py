@@ -15,6 +15,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.atomic import Fields as Config
+from treespec.heads import architectures
 from treespec.heads import folder as folders
 from treespec.heads.folder import written
 
@@ -22,7 +23,7 @@ FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
 PROPOSERS = "treespec.draft.trained.proposers"
 DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
-KIND = "speculators_model_type"
+KIND = architectures.SPECULATORS_TYPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,8 @@ class HeadKind:
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
+# EAGLE-1 has neither these norms nor a vocabulary of its own.
+EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\.|d2t$"
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
@@ -165,7 +168,7 @@ HYDRA = HeadKind(
     levels=folders.hydra_levels,
     training=DEPTH,
 )
-# `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
+# `kind_of` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
 HEADS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
@@ -176,7 +179,7 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        marks="",  # all others have some
+        marks=rf"tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
@@ -191,7 +194,7 @@ HEADS: dict[str, HeadKind] = {
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
-        marks=rf"draft_vocab_size=|{KIND}=|architectures=.*eagle3",
+        marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor ({EAGLE3_NAMES})",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
@@ -226,7 +229,7 @@ HEADS: dict[str, HeadKind] = {
     "dflash": HeadKind(
         head="treespec.heads.dflash:DFlashHead",
         proposer=f"{PROPOSERS}:BlockProposer",
-        read=f"{FORMATS}.eagle:read_dflash",
+        read=f"{FORMATS}.dflash:read_dflash",
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
         at_once=True,
@@ -255,14 +258,34 @@ TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training
 
 
 def kind_of(config: Config, names: Collection[str]) -> str:
-    """The kind of head that a directory holds."""
-    return next(name for name in reversed(HEADS) if HEADS[name].fits(config, names))
+    """The kind of head that a directory holds, by its config.json and the names of its tensors.
+
+    Raises ValueError for an architecture that treespec knows and does not read, and for a directory
+    that holds no head.
+    """
+    architectures.check_architecture(config)
+    for name in reversed(HEADS):
+        if HEADS[name].fits(config, names):
+            return name
+    named = ", ".join(map(repr, architectures.names_in(config)))
+    raise ValueError(
+        f"it holds no head that treespec knows: its architecture is {named or 'not named'}, and its tensors are "
+        "of none; docs/formats.md lists what loads"
+    )
 
 
 def kind_in(folder: Path) -> str | None:
-    """The kind of the head in a directory; None where its files do not tell."""
+    """The kind of the head in a directory; None where its files do not tell.
+
+    Raises InputError for one that treespec does not read.
+    """
     config, names = written(folder)
-    return kind_of(config, names) if names is not None else None
+    if names is None:
+        return None
+    try:
+        return kind_of(config, names)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
 
 
 def levels_in(folder: Path) -> int | None:

@@ -51,6 +51,8 @@ def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
     The `fc` of vLLM has no bias, that of SGLang always one; in both the field `bias` would give the
     attention one.
     """
+    if head.lm_head is not None:
+        raise ValueError("it has an output layer of its own, for which the format has no place")
     check_layer(head, to, biases=to != "sglang")
     config, tensors = llama_fields(head, served), head.state_dict()
     if to == "sglang":
@@ -75,6 +77,10 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     a directory of speculators together with the target that it names. mlx-vlm reads such a one.
     """
     # 1. What all have.
+    if head.lm_head is None:
+        raise ValueError(
+            "it has the target's output layer, which the formats store: fetch a head with its own"
+        )
     config, tensors, text = head.config, head.state_dict(), served.get_text_config()
     check_layer(head, to)
     parts = parts_of(head)

@@ -21,6 +21,7 @@ from gguf import GGUFReader, GGUFWriter, quants
 from torch import Tensor
 from transformers import LlamaConfig
 
+from treespec.errors import InputError
 from treespec.files.atomic import write_json
 from treespec.heads.folder import GGUF
 from treespec.heads.head import Config, Tensors
@@ -51,6 +52,19 @@ LAYER = {  # of modules of a layer: llama.cpp's below `blk.N`
 TURNED = {  # in EAGLE-3: ends of the keys of their heads' number
     "blk.0.attn_q.weight": "",
     "blk.0.attn_k.weight": "_kv",
+}
+KEYS = (  # of the file's fields that treespec writes, below the head's kind
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count"),
+    *("rope.freq_base", "target_hidden_size", "target_layers"),
+)
+KIND_KEYS = {
+    "eagle3": ("norm_before_residual", "norm_before_fc"),
+    "dflash": (
+        *("block_size", "attention.causal", "attention.sliding_window"),
+        "attention.sliding_window_pattern",
+    ),
 }
 FACTORS = "rope_freqs.weight"
 ROTARY = ("default", "linear", "llama3")  # that factors of the frequencies describe
@@ -151,12 +165,19 @@ def ours(known: str, kind: str) -> str:
 def read_gguf(file: Path) -> Tensors:
     """The tensors of such a file by treespec's names, in the precision of its `fc`.
 
-    Raises ValueError for a file of another architecture.
+    Raises ValueError for a file of another architecture, InputError for a field that is not known.
     """
     reader = GGUFReader(file)
     kind = next((kind for kind in LAYERS if f"{kind}.target_layers" in reader.fields), "")
     if not kind:
         raise ValueError(f"{file} holds no EAGLE-3 or DFlash head")
+    known = (*KEYS, *KIND_KEYS[kind])
+    if unknown := [
+        key
+        for key in reader.fields
+        if key.startswith(f"{kind}.") and key.split(".", 1)[1] not in known
+    ]:
+        raise InputError(f"{file} has a field {unknown[0]}, which treespec does not know")
 
     def number(key: str) -> Any:
         field = reader.fields[f"{kind}.{key}"]

@@ -1,0 +1,83 @@
+"""The rotary positions of a head's config.json: one set of parameters, whose fields are known.
+
+Projects write them as `rope_scaling`, as `rope_parameters`, and with `rope_theta` beside or within.
+"""
+
+from typing import Any
+
+from treespec.heads.formats.fields import FieldTable
+from treespec.heads.head import Config
+
+COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+MULTIMODAL = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
+SCALED = ("factor", "original_max_position_embeddings")
+TYPES = {  # the fields that each type uses, as in transformers
+    "default": (),
+    "linear": SCALED,
+    "dynamic": SCALED,
+    "yarn": (*SCALED, "attention_factor", "beta_fast", "beta_slow")
+    + ("mscale", "mscale_all_dim", "truncate"),
+    "longrope": (*SCALED, "attention_factor", "short_factor", "long_factor"),
+    "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
+}
+FORMS = ("rope_parameters", "rope_scaling")
+
+
+def read_rotary(config: Config) -> Config:
+    """The config with its rotary positions said once, where it says them twice or as `mrope`.
+
+    `mrope` turns text as plain rotary positions do. Raises ValueError for a type or a field that is
+    not known, and where two forms contradict each other.
+    """
+    # 1. Each form by itself.
+    forms: dict[str, Config] = {}
+    for name in FORMS:
+        if (value := config.get(name)) and isinstance(value, dict):
+            forms[name] = read_form(value, name)
+        elif value:
+            raise ValueError(f"{name} is {value!r}, must be an object")
+
+    # 2. What they say together.
+    outside = ("rope_theta", "partial_rotary_factor")
+    top = {name: config[name] for name in outside if config.get(name) is not None}
+    check_agreement([*forms.items(), ("", top)])
+    multimodal = any(is_multimodal(config[name]) for name in forms)
+    if len(forms) < len(FORMS) and not multimodal:
+        return config
+    rest = {name: value for name, value in config.items() if name not in FORMS}
+    merged = {name: value for form in forms.values() for name, value in form.items()}
+    return rest | {"rope_parameters": merged}
+
+
+def check_agreement(forms: list[tuple[str, Config]]) -> None:
+    """Raises ValueError for a field that two forms have with different values. forms: (path, fields)."""
+    said: dict[str, tuple[Any, str]] = {}
+    for form, values in forms:
+        for name, value in values.items():
+            path = f"{form}.{name}" if form else name
+            known, where = said.setdefault(name, (value, path))
+            if known != value:
+                raise ValueError(
+                    f"{path} is {value!r}, and {where} is {known!r}: delete the wrong one"
+                )
+
+
+def is_multimodal(value: Config) -> bool:
+    """Whether rotary parameters are those of a model with images, whose positions are three."""
+    types = (value.get("rope_type"), value.get("type"))
+    return "mrope" in types or any(value.get(name) for name in MULTIMODAL)
+
+
+def read_form(value: Config, path: str) -> Config:
+    """One of the forms with its type as `rope_type`, `mrope` as plain. Raises as `read_rotary`."""
+    kind = value.get("rope_type") or value.get("type") or "default"
+    if kind == "mrope":
+        kind = "default"
+    if kind not in TYPES:
+        known = ", ".join(TYPES)
+        raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {known}, and mrope in text")
+    neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
+    used = frozenset((*COMMON, *TYPES[kind]))
+    FieldTable(used, frozenset(MULTIMODAL), neutral).check(value, f"{path}.")
+    kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL)}
+    return kept | {"rope_type": kind}

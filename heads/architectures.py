@@ -70,7 +70,7 @@ ARCHITECTURES = (
         "JetSpec of speculators",
         "speculators",
         r"jetspec.*",
-        reason="it has rows of drafted tokens in place of mask tokens",
+        reason="it has rows of drafted tokens where DFlash has mask tokens",
     ),
     Architecture(
         "DFlash of other layers",

@@ -115,7 +115,8 @@ def written(folder: Path) -> tuple[Config, set[str] | None]:
         if file.suffix != ".safetensors" or not isinstance(config, dict):
             return {}, None
         with safe_open(file, framework="numpy") as stored:
-            return config, {plain_name(name) for name in stored.keys()}
+            names = set(stored.keys())
+            return config, {plain_name(name) for name in names}
     except Exception:  # missing or damaged: loading says how
         return {}, None
 

@@ -187,9 +187,9 @@ def reading(*aux_layers):
         ("speculators", partial(dflash, own_output=False), {}, "no output layer of its own"),
         ("gguf", partial(dflash, sample_from_anchor=True), {}, "sample_from_anchor, for which llama.cpp has no place"),
         ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, tensorrt-llm, vllm and speculators"),
-        ("gguf", three, {"rope_parameters": YARN}, r"rotary positions \(yarn\) have no place"),
+        ("gguf", three, {"rope_parameters": YARN, "rope_theta": 5e5}, r"rotary positions \(yarn\) have no place"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
-        ("eagle", three, {"rope_parameters": YARN}, "rotary positions are of type 'yarn'"),
+        ("eagle", three, {"rope_parameters": YARN, "rope_theta": 5e5}, "rotary positions are of type 'yarn'"),
         ("eagle", three, {"partial_rotary_factor": 0.5}, r"its partial_rotary_factor is 0\.5"),
     ],
 )

@@ -83,37 +83,44 @@ def is_set(value: object) -> bool:
     return bool(value)
 
 
+def split_names(text: str) -> frozenset[str]:
+    """The names in a text."""
+    return frozenset(text.split())
+
+
 # Fields of transformers' configs that change nothing in a draft head.
-NAMES = frozenset(
-    "architectures auto_map model_type _name_or_path name_or_path transformers_version torch_dtype dtype "
-    "base_model_name_or_path version target_model_type target_tokens checksum".split()
-)
-TOKENS = frozenset(
-    "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id "
-    "bad_words_ids forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens".split()
-)
-GENERATION = frozenset(
-    "do_sample early_stopping max_length min_length temperature top_k top_p typical_p "
-    "repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size exponential_decay_length_penalty num_beams num_beam_groups "
-    "num_return_sequences remove_invalid_values output_scores return_dict_in_generate use_cache".split()
-)
-OUTPUTS = frozenset(
-    "output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss "
-    "chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params "
-    "tokenizer_class prefix has_no_defaults_at_init is_decoder".split()
-)
-TRAINED_WITH = frozenset(  # how it was trained, and by which kernels
-    "initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout pretraining_tp "
-    "gradient_checkpointing _attn_implementation attn_implementation _attn_implementation_autoset "
-    "_flash_attn_2_enabled embed_requires_grad num_anchors loss_decay_gamma".split()
-)
+NAMES = split_names("""
+    architectures auto_map model_type _name_or_path name_or_path transformers_version
+    torch_dtype dtype base_model_name_or_path version target_model_type target_tokens checksum
+    """)
+TOKENS = split_names("""
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
+    bad_words_ids forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    """)
+GENERATION = split_names("""
+    do_sample early_stopping max_length min_length temperature top_k top_p typical_p
+    repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty num_beams num_beam_groups
+    num_return_sequences remove_invalid_values output_scores return_dict_in_generate use_cache
+    """)
+OUTPUTS = split_names("""
+    output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params
+    tokenizer_class prefix has_no_defaults_at_init is_decoder
+    """)
+# How it was trained, and by which kernels.
+TRAINED_WITH = split_names("""
+    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
+    pretraining_tp gradient_checkpointing _attn_implementation attn_implementation
+    _attn_implementation_autoset _flash_attn_2_enabled embed_requires_grad num_anchors
+    loss_decay_gamma
+    """)
 # A config copied from a target of experts. A head with experts has other tensors, and is refused by those.
-EXPERTS = frozenset(
-    "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
-    "num_experts_per_tok num_local_experts experts_per_token output_router_logits "
-    "router_aux_loss_coef router_jitter_noise shared_expert_intermediate_size".split()
-)
+EXPERTS = split_names("""
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+    num_experts_per_tok num_local_experts experts_per_token output_router_logits
+    router_aux_loss_coef router_jitter_noise shared_expert_intermediate_size
+    """)
 PLAIN = FieldTable(
     unused=NAMES | TOKENS | GENERATION | OUTPUTS | TRAINED_WITH | EXPERTS,
     only={"logit_scale": (1,), "is_encoder_decoder": (False,)},
@@ -171,17 +178,16 @@ EAGLE3_PARTS = LLAMA.joined(
 EAGLE3 = EAGLE3_PARTS.joined(only={"parallel_drafting": (False,)})
 PROPOSALS = FieldTable(
     used=frozenset(("speculative_tokens",)),
-    unused=frozenset(
-        "proposal_type verifier_accept_k accept_tolerance temperature "
-        "speculative_tokens_per_step".split()
+    unused=split_names(
+        "proposal_type verifier_accept_k accept_tolerance temperature speculative_tokens_per_step"
     ),
 )
 VERIFIER = (
     FieldTable(  # the target that a head was made for: its sizes are checked against the real one
-        unused=frozenset(
-            "name_or_path architectures model_type hidden_size intermediate_size vocab_size "
-            "max_position_embeddings bos_token_id eos_token_id".split()
-        )
+        unused=split_names("""
+    name_or_path architectures model_type hidden_size intermediate_size vocab_size
+    max_position_embeddings bos_token_id eos_token_id
+    """)
     )
 )
 SPECULATORS_CONFIG = FieldTable(
@@ -223,10 +229,10 @@ SPECULATORS_DFLASH = SPECULATORS.joined(
     nested={"transformer_layer_config": SPECULATORS_LAYER},
 )
 DFLASH_CONFIG = FieldTable(  # z-lab's, SpecForge's, ModelOpt's and JetSpec's
-    used=frozenset(
-        "block_size mask_token_id target_layer_ids target_hidden_size use_swa swa_window_size causal "
-        "causal_head sample_from_anchor".split()
-    ),
+    used=split_names("""
+    block_size mask_token_id target_layer_ids target_hidden_size use_swa swa_window_size causal
+    causal_head sample_from_anchor
+    """),
     only={
         "projector_type": ("dflash",),
         "attention_mode": ("gqa",),

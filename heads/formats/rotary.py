@@ -15,12 +15,18 @@ TYPES = {  # the fields that each type uses, as in transformers
     "default": (),
     "linear": SCALED,
     "dynamic": SCALED,
-    "yarn": (*SCALED, "attention_factor", "beta_fast", "beta_slow")
-    + ("mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        *(*SCALED, "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
     "longrope": (*SCALED, "attention_factor", "short_factor", "long_factor"),
+    "proportional": ("factor",),
     "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
 }
 FORMS = ("rope_parameters", "rope_scaling")
+# A head that treespec trained copies its target's parameters, all of them, and was trained with what
+# `heads.layers.Rotary` makes of them.
+TRAINED_HERE = "target_tokens"
 
 
 def read_rotary(config: Config) -> Config:
@@ -33,7 +39,7 @@ def read_rotary(config: Config) -> Config:
     forms: dict[str, Config] = {}
     for name in FORMS:
         if (value := config.get(name)) and isinstance(value, dict):
-            forms[name] = read_form(value, name)
+            forms[name] = read_form(value, name, copied=TRAINED_HERE in config)
         elif value:
             raise ValueError(f"{name} is {value!r}, must be an object")
 
@@ -68,8 +74,11 @@ def is_multimodal(value: Config) -> bool:
     return "mrope" in types or any(value.get(name) for name in MULTIMODAL)
 
 
-def read_form(value: Config, path: str) -> Config:
-    """One of the forms with its type as `rope_type`, `mrope` as plain. Raises as `read_rotary`."""
+def read_form(value: Config, path: str, copied: bool) -> Config:
+    """One of the forms with its type as `rope_type`, `mrope` as plain. Raises as `read_rotary`.
+
+    copied: whether it may have more fields, which are not used.
+    """
     kind = value.get("rope_type") or value.get("type") or "default"
     if kind == "mrope":
         kind = "default"
@@ -78,6 +87,7 @@ def read_form(value: Config, path: str) -> Config:
         raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {known}, and mrope in text")
     neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
     used = frozenset((*COMMON, *TYPES[kind]))
-    FieldTable(used, frozenset(MULTIMODAL), neutral).check(value, f"{path}.")
+    if not copied:
+        FieldTable(used, frozenset(MULTIMODAL), neutral).check(value, f"{path}.")
     kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL)}
     return kept | {"rope_type": kind}

@@ -28,8 +28,8 @@ class Mapping:
 def settle_vocabulary(config: Config, tensors: Tensors, tied: bool = False) -> Stored:
     """The config with its sizes by the tensors, and the tensors with d2t and t2d that fit.
 
-    tied: whether a file without an output layer has the embedding's. Raises ValueError where the tensors contradict each
-    other, or do not tell which tokens the head drafts.
+    tied: whether a file without an output layer has the embedding's. Raises ValueError where the
+    tensors contradict each other, or do not tell which tokens the head drafts.
     """
     # 1. Sizes and the mapping.
     stored = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}

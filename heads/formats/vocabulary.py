@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespec.heads.head import EMBEDDING, Config, Stored, Tensors
+from treespec.heads.head import EMBEDDING, Config, Stored, Tensors, is_padding
 
 OUTPUT = "lm_head.weight"
 
@@ -81,7 +81,8 @@ def vocabulary_size(config: Config, tensors: Tensors) -> int:
     if reduced or output is None:
         size = rows.get(EMBEDDING) or rows.get("t2d") or configured
     elif EMBEDDING in rows:
-        size = min(rows[EMBEDDING], output)
+        padded = is_padding(rows[EMBEDDING], output)
+        size = min(rows[EMBEDDING], output) if padded else rows[EMBEDDING]
     else:
         size = max(configured or 0, output)
     if not isinstance(size, int):

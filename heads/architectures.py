@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from treespec.files.atomic import Fields as Config
 
 SPECULATORS_TYPE = "speculators_model_type"
+SPECULATORS_KINDS = ("dflash", "eagle", "eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ ARCHITECTURES = (
         "DSpine",
         "SpecForge",
         r"dspine.*",
-        reason="it has a writer of its own from each row to the next",
+        reason="each row of a block writes into the next one",
     ),
     Architecture(
         "Domino",
@@ -58,7 +59,7 @@ ARCHITECTURES = (
         reason="it has a recurrent head (GRU) over the tokens drafted so far",
     ),
     Architecture(
-        "DFlare", "speculators", r"dflare.*", reason="it has a part of its own on DFlash's layers"
+        "DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"
     ),
     Architecture(
         "DeLS-Spec",
@@ -85,13 +86,13 @@ ARCHITECTURES = (
         reason="it has a layout that treespec was not compared with",
     ),
     Architecture(
-        "UBTree", "", r"ubtree.*", reason="it has a drafting step that treespec does not compute"
+        "UBTree", "", r"ubtree.*", reason="treespec was not compared with it"
     ),
     Architecture(
         "EAGLE-4",
         "",
         r".*eagle-?4(?!\d).*",
-        reason="it has a drafting step that treespec does not compute",
+        reason="treespec was not compared with it",
     ),
     Architecture(
         "Falcon",
@@ -124,7 +125,7 @@ ARCHITECTURES = (
         reason="it is a layer of the target's own checkpoint: --drafter mtp reads it there",
     ),
     Architecture(
-        "Gumiho", "vLLM", r"gumiho.*", reason="it has two serial layers before parallel heads"
+        "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"
     ),
     Architecture(
         "ViSpec",
@@ -154,7 +155,7 @@ ARCHITECTURES = (
         "EAGLE-3 of several layers in Megatron",
         "ModelOpt",
         r"llamaforcausallmeagle3deep",
-        reason="it has norms between its layers",
+        reason="its later layers have a layout that treespec was not compared with",
     ),
     Architecture(
         "P-EAGLE",
@@ -210,7 +211,6 @@ def check_architecture(config: Config) -> None:
         if row is not None and not row.kind:
             raise ValueError(f"{name!r} is {row.name}, known, not read yet: {row.reason}")
     kind = config.get(SPECULATORS_TYPE)
-    if kind is not None and (not isinstance(kind, str) or find_architecture(kind) is None):
-        raise ValueError(
-            f"{SPECULATORS_TYPE} is {kind!r}: treespec reads 'dflash', 'eagle', 'eagle3' and 'peagle'"
-        )
+    if kind is not None and kind not in SPECULATORS_KINDS:
+        known = ", ".join(map(repr, SPECULATORS_KINDS))
+        raise ValueError(f"{SPECULATORS_TYPE} is {kind!r}: treespec reads {known}")

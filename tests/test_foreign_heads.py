@@ -22,13 +22,28 @@ IDS_OF_TEXT = torch.tensor([3, 9, 12, 5, 40, 8])
 FULL = {name: value for name, value in THREE.items() if name != "draft_vocab_size"}
 MODELOPT = {  # the fields of NVIDIA ModelOpt's template
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    "initializer_range": 0.02, "model_type": "llama", "torch_dtype": "bfloat16", "use_cache": True,
-    "transformers_version": "5.3.0", "rope_scaling": None, "rope_theta": 10000.0, "pretraining_tp": 1,
-    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 8, "mlp_bias": False, "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "transformers_version": "5.3.0",
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "pretraining_tp": 1,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 8,
+    "mlp_bias": False,
+    "hidden_act": "silu",
     "eagle_config": {
-        IDS: [1, 3, 4], "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
-        "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+        IDS: [1, 3, 4],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
     },
 }
 
@@ -243,12 +258,16 @@ EAGLE = tensors_of(one)
 PLAIN = {name: value for name, value in EAGLE.items() if name != "fc.bias"}
 FEATURES = torch.randn(len(IDS_OF_TEXT), 32, generator=torch.Generator().manual_seed(4))
 HASS = {
-    "speculators_model_type": "eagle", "speculators_version": "0.1.0", "fusion_bias": True, "layernorms": False,
+    "speculators_model_type": "eagle",
+    "speculators_version": "0.1.0",
+    "fusion_bias": True,
+    "layernorms": False,
     "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
     "transformer_layer_architecture": "LlamaDecoderLayer",
     "transformer_layer_config": LLAMA | {"model_type": "llama"},
     "speculators_config": {
-        "algorithm": "eagle", "default_proposal_method": "greedy",
+        "algorithm": "eagle",
+        "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5, "accept_tolerance": 0.0}],
         "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
     },

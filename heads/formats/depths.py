@@ -43,8 +43,9 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     layers = config.get("medusa_num_layers", 1)
     heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
     tensors = heads or tensors
-    own = {name: config[name] for name in config if name.startswith("medusa")}
-    fields.MEDUSA.check(own if heads else config)
+    if heads:
+        config = {name: config[name] for name in config if name.startswith("medusa")}
+    fields.MEDUSA.check(config)
     drafted, known = config.get("truncated_vocab_size"), config.get("vocab_size")
     if drafted and known and drafted != known:
         raise ValueError(

@@ -249,6 +249,9 @@ DFLASH = LLAMA.joined(
     nested={"dflash_config": DFLASH_CONFIG},
 )
 MEDUSA = PLAIN.joined(
+    # Heads that were saved out of a whole model have its fields; they are no part of the heads.
+    unused=LLAMA.used | LLAMA.unused,
+).joined(
     used=(
         *("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"),
         *("num_heads", "num_hidden_layers", "medusa_fc_bias", "truncated_vocab_size"),

@@ -31,9 +31,9 @@ def of_speculators(config: Config, **defaults: Any) -> Config:
             f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
             "'qwen3' are known"
         )
-    nested = ("transformer_layer_config", "speculators_config", KIND)
+    wrapper = ("transformer_layer_config", "speculators_config", "speculators_version", KIND)
     outside = {
-        name: value for name, value in config.items() if name not in nested and value is not None
+        name: value for name, value in config.items() if name not in wrapper and value is not None
     }
     architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
     return defaults | layer | outside | {"architectures": [architecture], "model_type": family}

@@ -31,9 +31,9 @@ class Architecture:
     reason: str = ""
 
 
-LANGUAGE_MODEL = "it is a language model of its own, no head"
+IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
 # The first row whose marks fit a name counts, so the special names come before the general ones.
-ARCHITECTURES = (
+KNOWN_ARCHITECTURES = (
     Architecture(
         "DFlash 2",
         "z-lab, NeMo AutoModel, speculators, llama.cpp",
@@ -58,9 +58,7 @@ ARCHITECTURES = (
         r"domino.*",
         reason="it has a recurrent head (GRU) over the tokens drafted so far",
     ),
-    Architecture(
-        "DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"
-    ),
+    Architecture("DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"),
     Architecture(
         "DeLS-Spec",
         "speculators",
@@ -85,9 +83,7 @@ ARCHITECTURES = (
         r"(qwen3|gemma4)eagle3model",
         reason="it has a layout that treespec was not compared with",
     ),
-    Architecture(
-        "UBTree", "", r"ubtree.*", reason="treespec was not compared with it"
-    ),
+    Architecture("UBTree", "", r"ubtree.*", reason="treespec was not compared with it"),
     Architecture(
         "EAGLE-4",
         "",
@@ -104,13 +100,13 @@ ARCHITECTURES = (
         "PARD, PARD-2",
         "AMD, vLLM, speculators",
         r"pard.*",
-        reason=f"{LANGUAGE_MODEL}: it drafts several tokens from mask tokens in one forward",
+        reason=f"{IS_LANGUAGE_MODEL}: it drafts several tokens from mask tokens in one forward",
     ),
     Architecture(
         "Independent draft models of speculators",
         "speculators",
         r"independent",
-        reason=f"{LANGUAGE_MODEL}: name its directory with --drafter model:DIR",
+        reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter model:DIR",
     ),
     Architecture(
         "MLP and LSTM speculators",
@@ -186,7 +182,7 @@ ARCHITECTURES = (
 )
 
 
-def names_in(config: Config) -> Iterator[str]:
+def find_names(config: Config) -> Iterator[str]:
     """The names that a config.json has for its architecture."""
     architectures = config.get("architectures")
     if isinstance(architectures, list):
@@ -200,13 +196,13 @@ def names_in(config: Config) -> Iterator[str]:
 
 def find_architecture(name: str) -> Architecture | None:
     """The row of a name; None for one that is not in the table, such as a target's."""
-    matches = (row for row in ARCHITECTURES if re.fullmatch(row.marks, name, re.IGNORECASE))
+    matches = (row for row in KNOWN_ARCHITECTURES if re.fullmatch(row.marks, name, re.IGNORECASE))
     return next(matches, None)
 
 
 def check_architecture(config: Config) -> None:
     """Raises ValueError for an architecture that is known and not read, by its name."""
-    for name in names_in(config):
+    for name in find_names(config):
         row = find_architecture(name)
         if row is not None and not row.kind:
             raise ValueError(f"{name!r} is {row.name}, known, not read yet: {row.reason}")

@@ -15,7 +15,7 @@ from torch import nn
 
 from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
-from treespec.heads.architectures import names_in
+from treespec.heads.architectures import find_names
 from treespec.heads.folder import (
     AGAIN,
     GGUF,
@@ -23,13 +23,13 @@ from treespec.heads.folder import (
     config_of,
     head_folder,
     inside,
-    plain_name,
+    strip_wrappers,
     tensor_file,
 )
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEADS, kind_of
 
-ADVICE = (
+UNREADABLE_ADVICE = (
     "if it is one, some of its files are missing or its project has changed the format; if not, "
     "treespec does not read it yet"
 )
@@ -50,11 +50,11 @@ def load_head(
     folder = head_folder(path)
     config, tensors = config_of(folder), tensors_in(folder)
     try:
-        tensors = with_plain_names(tensors)
+        tensors = strip_all_wrappers(tensors)
         kind = HEADS[kind_of(config, tensors)]
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
-    build, named = kind.build(), ", ".join(names_in(config))
+    build, named = kind.build(), ", ".join(find_names(config))
     try:
         config, tensors = resolve_name(kind.read)(config, tensors)
         with torch.device("meta"):
@@ -73,13 +73,13 @@ def load_head(
         head.fill(tensors)
     except ValueError as error:
         known = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
-        raise InputError(f"{folder}: {error}; {known}: {ADVICE}") from error
+        raise InputError(f"{folder}: {error}; {known}: {UNREADABLE_ADVICE}") from error
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
     return head.to(device=device, dtype=dtype)
 
 
-def with_plain_names(tensors: Tensors) -> Tensors:
+def strip_all_wrappers(tensors: Tensors) -> Tensors:
     """The tensors without the names of wrappers before theirs. Raises ValueError where two get one name.
 
     Of a whole model around Medusa's heads the names stay, since they tell the heads from the model.
@@ -88,7 +88,7 @@ def with_plain_names(tensors: Tensors) -> Tensors:
         return tensors
     plain: Tensors = {}
     for name, value in tensors.items():
-        known = plain_name(name)
+        known = strip_wrappers(name)
         if known in plain:
             raise ValueError(f"two tensors stand for {known}")
         plain[known] = value
@@ -157,12 +157,7 @@ def tensors_in(folder: Path) -> Tensors:
     index, tensors = tensor_file(folder), Tensors()
     files = [index]
     if index.name == GGUF:
-        try:
-            return resolve_name("treespec.heads.formats.gguf:read_gguf")(index)
-        except InputError:
-            raise
-        except Exception as error:  # a file may say anything
-            raise InputError(f"{index} is damaged: {first_line(error)}; {AGAIN}") from error
+        return tensors_of_gguf(index)
     if index.suffix == ".json":
         try:
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -175,11 +170,22 @@ def tensors_in(folder: Path) -> Tensors:
             ) from error
         if outside:
             raise InputError(
-                f"{index} names {outside[0]!r}, a file outside the head's folder; {AGAIN}"
+                f"{index} names {outside[0]!r}, a file outside the head's folder: treespec reads none there"
             )
         files = [folder / name for name in names]
     for file in files:
         tensors |= read_tensors(file, AGAIN)[0] if file.suffix == ".safetensors" else pickled(file)
+    return tensors
+
+
+def tensors_of_gguf(file: Path) -> Tensors:
+    """The tensors of llama.cpp's file. Raises InputError for a damaged one, and one of other fields."""
+    try:
+        tensors: Tensors = resolve_name("treespec.heads.formats.gguf:read_gguf")(file)
+    except InputError:
+        raise
+    except Exception as error:  # a file may say anything
+        raise InputError(f"{file} is damaged: {first_line(error)}; {AGAIN}") from error
     return tensors
 
 

@@ -60,7 +60,7 @@ class Eagle3Head(FeatureHead):
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         ids = config.get("eagle_aux_hidden_state_layer_ids") or ()
-        self.aux_layers = distinct_layers(ids)
+        self.aux_layers = check_distinct_layers(ids)
         if config.get("norm_before_fc") and config.get("fc_norm"):
             raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
         self.norm_output = bool(config.get("norm_output"))
@@ -129,7 +129,7 @@ class Eagle3Head(FeatureHead):
         self.aux_layers = self.aux_layers or default_aux_layers(layers)
 
 
-def distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
+def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
     """The aux layers of a config. Raises ValueError for one that stands twice.
 
     Layer 0 may: the published layers of a target of one or two layers repeat it.

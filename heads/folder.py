@@ -116,12 +116,12 @@ def written(folder: Path) -> tuple[Config, set[str] | None]:
             return {}, None
         with safe_open(file, framework="numpy") as stored:
             names = set(stored.keys())
-            return config, {plain_name(name) for name in names}
+            return config, {strip_wrappers(name) for name in names}
     except Exception:  # missing or damaged: loading says how
         return {}, None
 
 
-def plain_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """A tensor's name without what training's wrappers put before it: `model.`, `module.`, `_orig_mod.`"""
     return re.sub(r"^((model|module)\.)+", "", name.replace("_orig_mod.", ""))
 

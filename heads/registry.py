@@ -267,7 +267,7 @@ def kind_of(config: Config, names: Collection[str]) -> str:
     for name in reversed(HEADS):
         if HEADS[name].fits(config, names):
             return name
-    named = ", ".join(map(repr, architectures.names_in(config)))
+    named = ", ".join(map(repr, architectures.find_names(config)))
     raise ValueError(
         f"it holds no head that treespec knows: its architecture is {named or 'not named'}, and its tensors are "
         "of none; docs/formats.md lists what loads"

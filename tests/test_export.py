@@ -181,7 +181,7 @@ def reading(*aux_layers):
         ("sglang", biased, {}, "its queries, keys and values have biases"),
         ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),
         ("eagle", reading(1, 4, 5), {}, r"reads layers 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
-        ("vllm", reading(2, 4, 8), {}, "reads layer 8, the target has 8"),
+        ("vllm", reading(2, 4, 9), {}, "reads layer 9, the target has 8"),
         ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators, gguf and mlx"),
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("speculators", partial(dflash, own_output=False), {}, "no output layer of its own"),

@@ -234,7 +234,7 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(third, changes, complai
 @pytest.mark.parametrize(
     "config, complaint",
     [
-        ({"vocab_size": "many"}, r"config\.json does not describe an EAGLE-3 head"),
+        ({"hidden_size": "wide"}, r"config\.json does not describe an EAGLE-3 head"),
         ({"eagle_aux_hidden_state_layer_ids": ["low"]}, r"config\.json does not describe an EAGLE-3 head"),
         ({"target_hidden_size": 48}, r"fc\.weight is \[32, 96\], config\.json says \[32, 144\]"),
     ],

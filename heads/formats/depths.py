@@ -39,17 +39,15 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     A file may hold more heads than its config says: published configs say 2 where there are 5.
     Of vLLM's it renames the tensors; blocks without biases get zeros.
     """
-    # 1. The heads alone, by their published names. A whole model's config is the model's.
+    # 1. The heads alone, by their published names.
     layers = config.get("medusa_num_layers", 1)
-    heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
-    tensors = heads or tensors
-    if heads:
-        config = {name: config[name] for name in config if name.startswith("medusa")}
-    fields.MEDUSA.check(config)
-    drafted, known = config.get("truncated_vocab_size"), config.get("vocab_size")
-    if drafted and known and drafted != known:
+    config, tensors = take_out_heads(config, tensors)
+    fields.MEDUSA_TABLE.check(config)
+    drafted = config.get("truncated_vocab_size")
+    if drafted not in (None, config.get("vocab_size")):
         raise ValueError(
-            f"truncated_vocab_size is {drafted} of {known}: treespec's Medusa heads draft all tokens"
+            f"truncated_vocab_size is {drafted} of {config.get('vocab_size')}: treespec's Medusa heads draft "
+            "all tokens"
         )
     if any(map(BLOCK.match, tensors)):
         layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
@@ -64,6 +62,14 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     vocab_size, hidden_size = tensors[f"0.{layers}.weight"].shape
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "medusa_num_layers": layers}
     return config | sizes | config | {"medusa_num_heads": medusa_levels(config, tensors)}, tensors
+
+
+def take_out_heads(config: Config, tensors: Tensors) -> Stored:
+    """The heads of a whole model, whose config is the model's; other files as they are."""
+    heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
+    if not heads:
+        return config, tensors
+    return {name: config[name] for name in config if name.startswith("medusa")}, heads
 
 
 def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
@@ -90,7 +96,7 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     """
     # 1. What the config and the first head tell.
     prefixed = LAYER + "mlp.gate_proj.weight" in tensors
-    (fields.HYDRA_PLUS if prefixed else fields.HYDRA).check(config)
+    (fields.HYDRA_PLUS_TABLE if prefixed else fields.HYDRA_TABLE).check(config)
     config = read_rotary(config)
     vocab_size, width = tensors[PLUS if PLUS in tensors else OUTPUT].shape
     heads = hydra_levels(config, tensors)

@@ -3,21 +3,21 @@
 from treespec.heads.formats import fields
 from treespec.heads.formats.engines import from_sglang
 from treespec.heads.formats.layers import (
-    VERIFIERS,
+    VERIFIER_TENSORS,
     as_qwen3,
     check_window,
     count_layers,
-    of_speculators,
-    settle_sizes,
+    derive_sizes,
+    flatten_speculators,
 )
 from treespec.heads.formats.rotary import read_rotary
-from treespec.heads.formats.vocabulary import OUTPUT, settle_vocabulary
+from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.layers import SLIDING
 from treespec.heads.registry import DFLASH, KIND
 
-IDS = fields.DFLASH_IDS  # in speculators and treespec
-NESTED = ("block_size", "mask_token_id", "sample_from_anchor", "target_hidden_size")
+LAYER_IDS = fields.DFLASH_LAYER_IDS  # in speculators and treespec
+NESTED_FIELDS = ("block_size", "mask_token_id", "sample_from_anchor", "target_hidden_size")
 
 
 def read_dflash(config: Config, tensors: Tensors) -> Stored:
@@ -27,33 +27,33 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     name the target's layers: which ones a head was trained on cannot be computed.
     """
     # 1. One object of fields.
-    (fields.SPECULATORS_DFLASH if KIND in config else fields.DFLASH).check(config)
+    (fields.SPECULATORS_DFLASH_TABLE if KIND in config else fields.DFLASH_TABLE).check(config)
     nested = config.get("dflash_config") or {}
-    settled = read_rotary(as_qwen3(of_speculators(config)))
+    settled = read_rotary(as_qwen3(flatten_speculators(config)))
     settled.pop("dflash_config", None)
-    settled |= {name: nested[name] for name in NESTED if name in nested}
+    settled |= {name: nested[name] for name in NESTED_FIELDS if name in nested}
     if settled.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
     # 2. Aux layers: those that the features leave.
     if ids := nested.get("target_layer_ids"):
-        settled[IDS] = from_sglang(ids)
-    if not settled.get(IDS):
-        name = IDS if KIND in config else "dflash_config.target_layer_ids"
+        settled[LAYER_IDS] = from_sglang(ids)
+    if not settled.get(LAYER_IDS):
+        name = LAYER_IDS if KIND in config else "dflash_config.target_layer_ids"
         raise ValueError(
             f"{name} is missing: it names the target's layers that the head was trained on, and nothing else "
             "tells them; take it from the head's repository"
         )
 
     # 3. What the tensors tell.
-    tensors = {name: value for name, value in tensors.items() if name not in VERIFIERS}
-    settled = count_layers(settle_sizes(settled, tensors, "layers.0"), tensors)
-    settled, tensors = settle_vocabulary(settled, tensors)
-    settled = settle_windows(settled, config, nested)
-    return settled | {"model_type": DFLASH, "own_output": OUTPUT in tensors}, tensors
+    tensors = {name: value for name, value in tensors.items() if name not in VERIFIER_TENSORS}
+    settled = count_layers(derive_sizes(settled, tensors, "layers.0"), tensors)
+    settled, tensors = derive_vocabulary(settled, tensors)
+    settled = derive_windows(settled, config, nested)
+    return settled | {"model_type": DFLASH, "own_output": OUTPUT_TENSOR in tensors}, tensors
 
 
-def settle_windows(settled: Config, config: Config, nested: Config) -> Config:
+def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
     """The fields with the window and the causality of each layer, as vLLM reads them.
 
     `causal_head` is JetSpec's: within a block no row sees a later one, in any layer.

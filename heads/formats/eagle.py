@@ -11,27 +11,28 @@ z-lab and SpecForge's DFlash name the layer that it leaves. In a target of five 
 
 import torch
 
+from treespec.heads.eagle3 import AUX_LAYERS
 from treespec.heads.folder import p_eagle_levels
 from treespec.heads.formats import fields
 from treespec.heads.formats.engines import IDS, QWEN3, from_sglang, renamed
 from treespec.heads.formats.layers import (
-    VERIFIERS,
+    VERIFIER_TENSORS,
     as_qwen3,
     check_window,
     count_layers,
-    of_speculators,
-    settle_biases,
-    settle_sizes,
+    derive_biases,
+    derive_sizes,
+    flatten_speculators,
 )
 from treespec.heads.formats.rotary import read_rotary
-from treespec.heads.formats.vocabulary import OUTPUT, settle_vocabulary
+from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import KIND, P_EAGLE
 
 MASK_HIDDEN = "mask_hidden"
-FIRST = "midlayer"  # EAGLE-3's first layer, in treespec
-NAMES = (  # of published tensors: treespec's
-    (r"^layers\.0\.", f"{FIRST}."),
+FIRST_LAYER = "midlayer"  # EAGLE-3's first layer, in treespec
+TENSOR_NAMES = (  # of published tensors: treespec's
+    (r"^layers\.0\.", f"{FIRST_LAYER}."),
     (r"^aux_norm_low\.", "fc_norm.0."),  # three older ones, which SGLang renames too
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
@@ -41,7 +42,7 @@ SPECULATORS_NAMES = (  # of speculators' EAGLE-1
     (r"^fusion_fc\.", "fc."),
     (r"^transformer\.", "layers.0."),
 )
-FLAGS = {  # at the top, or in eagle_config, as vLLM and TensorRT-LLM read it: treespec's
+NORM_FLAGS = {  # at the top, or in eagle_config, as vLLM and TensorRT-LLM read it: treespec's
     "norm_before_fc": "norm_before_fc",
     "return_hidden_post_norm": "norm_output",
     "use_aux_norm": "fc_norm",
@@ -57,17 +58,17 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     """
     # 1. The layer's fields at the top, and SafeAILab's names of tensors.
     if KIND in config:
-        fields.SPECULATORS_EAGLE.check(config)
+        fields.SPECULATORS_EAGLE_TABLE.check(config)
         config = dict(config["transformer_layer_config"])
         tensors = renamed(tensors, *SPECULATORS_NAMES)
     elif isinstance(config.get("model"), dict):
-        fields.EAGLE_NESTED.check(config)
+        fields.EAGLE_NESTED_TABLE.check(config)
         outside = {
             name: value for name, value in config.items() if name not in ("model", "model_type")
         }
         config = config["model"] | outside
     else:
-        fields.EAGLE.check(config)
+        fields.EAGLE_TABLE.check(config)
     config = read_rotary(config)
 
     # 2. What the tensors tell.
@@ -78,13 +79,13 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
         raise ValueError("bias is true, and the file has no fc.bias: fetch the whole repository")
     else:
         config = config | {"bias": False}
-    config = settle_biases(config, tensors, "layers.0")
-    config = settle_sizes(config, tensors, "layers.0")
-    config, tensors = settle_vocabulary(*of_token_map(config, tensors))
-    return (config | {"own_output": True} if OUTPUT in tensors else config), tensors
+    config = derive_biases(config, tensors, "layers.0")
+    config = derive_sizes(config, tensors, "layers.0")
+    config, tensors = derive_vocabulary(*read_token_map(config, tensors))
+    return (config | {"own_output": True} if OUTPUT_TENSOR in tensors else config), tensors
 
 
-def of_token_map(config: Config, tensors: Tensors) -> Stored:
+def read_token_map(config: Config, tensors: Tensors) -> Stored:
     """vLLM's `token_map` of the tokens that a head drafts, as d2t. Without `truncated_vocab_size` it means nothing."""
     kept = {name: value for name, value in tensors.items() if name != "token_map"}
     drafted = config.get("truncated_vocab_size") or 0
@@ -94,8 +95,8 @@ def of_token_map(config: Config, tensors: Tensors) -> Stored:
     if "token_map" in tensors:
         named = tensors["token_map"].long()
         kept["d2t"] = named - torch.arange(len(named))
-        if OUTPUT in kept and len(kept[OUTPUT]) > len(named):
-            kept[OUTPUT] = kept[OUTPUT][named]
+        if OUTPUT_TENSOR in kept and len(kept[OUTPUT_TENSOR]) > len(named):
+            kept[OUTPUT_TENSOR] = kept[OUTPUT_TENSOR][named]
     return config, kept
 
 
@@ -104,16 +105,18 @@ def read_eagle3(config: Config, tensors: Tensors) -> Stored:
 
     A layer is Qwen3's by its architecture or its tensors.
     """
-    return read_features(config, tensors, fields.EAGLE3, fields.SPECULATORS_EAGLE3)
+    return read_features(config, tensors, fields.EAGLE3_TABLE, fields.SPECULATORS_EAGLE3_TABLE)
 
 
 def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
     """As EAGLE-3's, with the mask token and its learnt feature."""
     own: Config = {"model_type": P_EAGLE, "levels": p_eagle_levels(config)}
-    masks = [config[name] for name in fields.MASKS if config.get(name) is not None]
+    masks = [config[name] for name in fields.MASK_TOKEN_FIELDS if config.get(name) is not None]
     if masks:
         own["mask_token_id"] = masks[0]
-    config, tensors = read_features(config, tensors, fields.P_EAGLE, fields.SPECULATORS_P_EAGLE)
+    config, tensors = read_features(
+        config, tensors, fields.P_EAGLE_TABLE, fields.SPECULATORS_P_EAGLE_TABLE
+    )
     if MASK_HIDDEN in tensors:
         tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
     return config | own, tensors
@@ -123,31 +126,50 @@ def read_features(
     config: Config, tensors: Tensors, table: fields.FieldTable, nested: fields.FieldTable
 ) -> Stored:
     """A head over aux hidden states. table: its fields. nested: those of speculators' wrapper."""
-    # 1. One object of fields.
     (nested if KIND in config else table).check(config)
-    config = read_rotary(of_speculators(config, norm_before_residual=True))
-    inner = config.pop("eagle_config", None) or {}
-    config |= {own: True for name, own in FLAGS.items() if (config | inner).get(name)}
-    if ids := inner.get(IDS):
-        config[IDS] = from_sglang(ids)
-    count = config.get("num_aux_hidden_states")
-    if count is not None and count != len(config.get(IDS) or range(3)):
-        raise ValueError(
-            f"num_aux_hidden_states is {count}, and {IDS} is {config.get(IDS)}: it must name as many layers"
-        )
-
-    # 2. What the tensors tell.
-    tensors = renamed({n: v for n, v in tensors.items() if n not in VERIFIERS}, *NAMES)
+    config = flatten_eagle_config(flatten_speculators(config, norm_before_residual=True))
+    config = read_rotary(config)
+    tensors = {name: value for name, value in tensors.items() if name not in VERIFIER_TENSORS}
+    tensors = renamed(tensors, *TENSOR_NAMES)
     if QWEN3 in (config.get("architectures") or ()):
         config = as_qwen3(config)
-    elif f"{FIRST}.self_attn.q_norm.weight" in tensors:
-        config["qk_norm"] = True
-    for field, name in NORM_TENSORS.items():
-        if name in tensors and config.get(field) is None:
-            config[field] = True
-    config = settle_biases(config, tensors, FIRST)
-    config = settle_sizes(config, tensors, FIRST)
+    config = derive_norms(config, tensors)
+    config = derive_biases(config, tensors, FIRST_LAYER)
+    config = derive_sizes(config, tensors, FIRST_LAYER)
     config = count_layers(config, tensors, before=1)
     check_window(config)
-    config, tensors = settle_vocabulary(config, tensors, bool(config.get("tie_word_embeddings")))
-    return (config if OUTPUT in tensors else config | {"own_output": False}), tensors
+    tied = bool(config.get("tie_word_embeddings"))
+    config, tensors = derive_vocabulary(config, tensors, tied)
+    return (config if OUTPUT_TENSOR in tensors else config | {"own_output": False}), tensors
+
+
+def flatten_eagle_config(config: Config) -> Config:
+    """The config with the fields of `eagle_config` at the top, and SGLang's layer ids as aux layers.
+
+    Raises ValueError for another number of aux layers than `num_aux_hidden_states`.
+    """
+    flat = {name: value for name, value in config.items() if name != "eagle_config"}
+    inner = config.get("eagle_config") or {}
+    for name, own in NORM_FLAGS.items():
+        if inner.get(name) or flat.get(name):
+            flat[own] = True
+    if inner.get(IDS):
+        flat[IDS] = from_sglang(inner[IDS])
+    count = flat.get("num_aux_hidden_states")
+    ids = flat.get(IDS)
+    if count is not None and count != len(ids or range(AUX_LAYERS)):
+        raise ValueError(
+            f"num_aux_hidden_states is {count}, and {IDS} is {ids}: it must name as many layers"
+        )
+    return flat
+
+
+def derive_norms(config: Config, tensors: Tensors) -> Config:
+    """The config with the norms that the tensors have, where it says nothing of them."""
+    found: Config = {}
+    if f"{FIRST_LAYER}.self_attn.q_norm.weight" in tensors:
+        found["qk_norm"] = True
+    for field, name in NORM_TENSORS.items():
+        if name in tensors and config.get(field) is None:
+            found[field] = True
+    return config | found

@@ -13,11 +13,14 @@ from treespec.heads.formats.engines import QWEN3, SIZES
 from treespec.heads.head import Config, Tensors
 from treespec.heads.registry import KIND
 
-VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's, not used
-QKV = ("q_proj", "k_proj", "v_proj")
+VERIFIER_TENSORS = (
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)  # copies of the target's, not used
+QKV_NAMES = ("q_proj", "k_proj", "v_proj")
 
 
-def of_speculators(config: Config, **defaults: Any) -> Config:
+def flatten_speculators(config: Config, **defaults: Any) -> Config:
     """A config of speculators, flat; any other as a copy. defaults: of fields that it leaves out.
 
     Raises ValueError for a layer of another family.
@@ -49,12 +52,12 @@ def as_qwen3(config: Config) -> Config:
     return known | config | {"model_type": "llama", "qk_norm": True}
 
 
-def settle_biases(config: Config, tensors: Tensors, layer: str) -> Config:
+def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
     """The config with `qkv_bias` as the tensors have it. layer: the name of the first one.
 
     Raises ValueError for a config that says that there are biases, where the file has none.
     """
-    stored = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV)
+    stored = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV_NAMES)
     if stored:
         rest = {name: value for name, value in config.items() if name != "attention_bias"}
         return rest | {"qkv_bias": True}
@@ -66,23 +69,31 @@ def settle_biases(config: Config, tensors: Tensors, layer: str) -> Config:
     return config
 
 
-def settle_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
-    """The config with the widths that a layer's tensors have, where they say others. layer: its name."""
-    changed: Config = {}
+def derive_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
+    """The config with the widths that a layer's tensors have, where it says others. layer: its name."""
     gate = tensors.get(f"{layer}.mlp.gate_proj.weight")
     if gate is not None and config.get("intermediate_size") not in (None, len(gate)):
-        changed["intermediate_size"] = len(gate)
-    queries, keys = (tensors.get(f"{layer}.self_attn.{name}.weight") for name in QKV[:2])
+        config = config | {"intermediate_size": len(gate)}
+    queries, keys = (tensors.get(f"{layer}.self_attn.{name}.weight") for name in QKV_NAMES[:2])
+    if queries is None or keys is None:
+        return config
+    return derive_heads(config, len(queries), len(keys))
+
+
+def derive_heads(config: Config, query_rows: int, key_rows: int) -> Config:
+    """The config with the width of a head and the number of key heads that the rows of queries and keys have."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if queries is None or keys is None or not heads or not width:
-        return config | changed
-    size = config.get("head_dim") or width // heads
-    if not config.get("head_dim") and size * heads != len(queries) and len(queries) % heads == 0:
-        size = changed["head_dim"] = len(queries) // heads
+    if not heads or not width:
+        return config
+    size = config.get("head_dim")
+    if not size:
+        size = query_rows // heads
+        if size * heads == query_rows and size != width // heads:
+            config = config | {"head_dim": size}
     groups = config.get("num_key_value_heads") or heads
-    if groups * size != len(keys) and len(keys) % size == 0:
-        changed["num_key_value_heads"] = len(keys) // size
-    return config | changed
+    if groups * size != key_rows and key_rows % size == 0:
+        config = config | {"num_key_value_heads": key_rows // size}
+    return config
 
 
 def count_layers(config: Config, tensors: Tensors, before: int = 0) -> Config:

@@ -5,25 +5,26 @@ Projects write them as `rope_scaling`, as `rope_parameters`, and with `rope_thet
 
 from typing import Any
 
-from treespec.heads.formats.fields import FieldTable
+from treespec.heads.formats.fields import FieldTable, as_object
 from treespec.heads.head import Config
 
-COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-MULTIMODAL = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
-SCALED = ("factor", "original_max_position_embeddings")
-TYPES = {  # the fields that each type uses, as in transformers
+COMMON_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+MULTIMODAL_FIELDS = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
+SCALED_FIELDS = ("factor", "original_max_position_embeddings")
+ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "default": (),
-    "linear": SCALED,
-    "dynamic": SCALED,
+    "linear": SCALED_FIELDS,
+    "dynamic": SCALED_FIELDS,
     "yarn": (
-        *(*SCALED, "attention_factor", "beta_fast", "beta_slow"),
+        *(*SCALED_FIELDS, "attention_factor", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "truncate"),
     ),
-    "longrope": (*SCALED, "attention_factor", "short_factor", "long_factor"),
+    "longrope": (*SCALED_FIELDS, "attention_factor", "short_factor", "long_factor"),
     "proportional": ("factor",),
-    "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
+    "llama3": (*SCALED_FIELDS, "low_freq_factor", "high_freq_factor"),
 }
-FORMS = ("rope_parameters", "rope_scaling")
+OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
+ROPE_FORMS = ("rope_parameters", "rope_scaling")
 # A head that treespec trained copies its target's parameters, all of them, and was trained with what
 # `heads.layers.Rotary` makes of them.
 TRAINED_HERE = "target_tokens"
@@ -35,24 +36,27 @@ def read_rotary(config: Config) -> Config:
     `mrope` turns text as plain rotary positions do. Raises ValueError for a type or a field that is
     not known, and where two forms contradict each other.
     """
-    # 1. Each form by itself.
-    forms: dict[str, Config] = {}
-    for name in FORMS:
-        if (value := config.get(name)) and isinstance(value, dict):
-            forms[name] = read_form(value, name, copied=TRAINED_HERE in config)
-        elif value:
-            raise ValueError(f"{name} is {value!r}, must be an object")
-
-    # 2. What they say together.
-    outside = ("rope_theta", "partial_rotary_factor")
-    top = {name: config[name] for name in outside if config.get(name) is not None}
+    forms = read_forms(config)
+    top = {name: config[name] for name in OUTSIDE_FIELDS if config.get(name) is not None}
     check_agreement([*forms.items(), ("", top)])
     multimodal = any(is_multimodal(config[name]) for name in forms)
-    if len(forms) < len(FORMS) and not multimodal:
+    if len(forms) < len(ROPE_FORMS) and not multimodal:
         return config
-    rest = {name: value for name, value in config.items() if name not in FORMS}
-    merged = {name: value for form in forms.values() for name, value in form.items()}
+    rest = {name: value for name, value in config.items() if name not in ROPE_FORMS}
+    merged: Config = {}
+    for form in forms.values():
+        merged |= form
     return rest | {"rope_parameters": merged}
+
+
+def read_forms(config: Config) -> dict[str, Config]:
+    """Each form that a config has, by its name. Raises as `read_rotary`."""
+    forms: dict[str, Config] = {}
+    for name in ROPE_FORMS:
+        if config.get(name):
+            value = as_object(config[name], name)
+            forms[name] = read_form(value, name, copied=TRAINED_HERE in config)
+    return forms
 
 
 def check_agreement(forms: list[tuple[str, Config]]) -> None:
@@ -71,7 +75,7 @@ def check_agreement(forms: list[tuple[str, Config]]) -> None:
 def is_multimodal(value: Config) -> bool:
     """Whether rotary parameters are those of a model with images, whose positions are three."""
     types = (value.get("rope_type"), value.get("type"))
-    return "mrope" in types or any(value.get(name) for name in MULTIMODAL)
+    return "mrope" in types or any(value.get(name) for name in MULTIMODAL_FIELDS)
 
 
 def read_form(value: Config, path: str, copied: bool) -> Config:
@@ -82,12 +86,12 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
     kind = value.get("rope_type") or value.get("type") or "default"
     if kind == "mrope":
         kind = "default"
-    if kind not in TYPES:
-        known = ", ".join(TYPES)
+    if kind not in ROPE_TYPE_FIELDS:
+        known = ", ".join(ROPE_TYPE_FIELDS)
         raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {known}, and mrope in text")
     neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
-    used = frozenset((*COMMON, *TYPES[kind]))
+    used = frozenset((*COMMON_FIELDS, *ROPE_TYPE_FIELDS[kind]))
     if not copied:
-        FieldTable(used, frozenset(MULTIMODAL), neutral).check(value, f"{path}.")
-    kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL)}
+        FieldTable(used, frozenset(MULTIMODAL_FIELDS), neutral).check(value, f"{path}.")
+    kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL_FIELDS)}
     return kept | {"rope_type": kind}

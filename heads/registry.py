@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -85,7 +84,8 @@ class HeadKind:
     these formats store the target's embedding. training: None where treespec does not train it.
 
     marks: a pattern. A directory is of this kind if it matches the beginning of a line
-    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case.
+    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. other: the same of what
+    a directory of this kind does not have; by default nothing.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
     """
@@ -101,6 +101,7 @@ class HeadKind:
     embedded: bool = False
     training: Training | None = None
     marks: str
+    other: str = "(?!)"
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
 
     def build(self) -> Any:
@@ -110,12 +111,13 @@ class HeadKind:
     def fits(self, config: Config, names: Collection[str]) -> bool:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
         fields = ["", *(f"{name}={value}" for name, value in config.items())]
-        lines = chain(fields, (f"tensor {name}" for name in names))
+        lines = [*fields, *(f"tensor {name}" for name in names)]
+        if any(re.match(self.other, line, re.IGNORECASE) for line in lines):
+            return False
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
-# EAGLE-1 has neither these norms nor a vocabulary of its own.
-EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\.|d2t$"
+EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
@@ -179,7 +181,7 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        marks=rf"tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
+        marks=rf"model_type=eagle$|tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
@@ -194,7 +196,8 @@ HEADS: dict[str, HeadKind] = {
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
-        marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor ({EAGLE3_NAMES})",
+        marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
+        other="model_type=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.

@@ -5,7 +5,7 @@ The references read the tensors by their published names and share no code with 
 
 import pytest
 import torch
-from equality import close
+from equality import close, same_weights
 from models import target
 from test_block_formats import Z_LAB, levels
 from test_block_heads import TEXT, dflash, plain_dflash
@@ -14,7 +14,7 @@ from torch.nn.functional import pad, rms_norm, silu, softmax
 
 from treespec.draft.trained.kinds import fit
 from treespec.draft.vocabulary import whole
-from treespec.heads.checkpoint import load_head
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.export import outputs
 from treespec.model.output import captured
 
@@ -325,6 +325,17 @@ def test_an_eagle_file_drafts_what_its_tensors_say(name, tmp_path):
     embedding = EMBEDDING if config.get("fusion_bias") is not None else plain["embed_tokens.weight"]
     logits = eagle_states(plain, embedding, FEATURES) @ output.T
     close(found, logits if tokens is None else spread(logits, tokens), 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("name", [*EAGLE3_FILES, *EAGLE_FILES])
+def test_a_file_that_was_read_and_saved_gives_the_same_head(name, tmp_path):
+    config, tensors = (EAGLE3_FILES | EAGLE_FILES)[name][:2]
+    head = load_head(write(tmp_path / "head", config, tensors))
+    save_head(head, tmp_path / "again")
+    again = load_head(tmp_path / "again")
+    assert again.kind == head.kind
+    assert same_weights(again.state_dict(), head.state_dict())
+    assert torch.equal(outputs(head), outputs(again))
 
 
 def test_jetspecs_causal_head_drafts_causally_in_all_layers(tmp_path):

@@ -29,6 +29,7 @@ from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import KIND, P_EAGLE
 
+EAGLE = "eagle"  # model_type of a head whose own output layer would make it look like EAGLE-3
 MASK_HIDDEN = "mask_hidden"
 FIRST_LAYER = "midlayer"  # EAGLE-3's first layer, in treespec
 TENSOR_NAMES = (  # of published tensors: treespec's
@@ -82,7 +83,9 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     config = derive_biases(config, tensors, "layers.0")
     config = derive_sizes(config, tensors, "layers.0")
     config, tensors = derive_vocabulary(*read_token_map(config, tensors))
-    return (config | {"own_output": True} if OUTPUT_TENSOR in tensors else config), tensors
+    if OUTPUT_TENSOR not in tensors:
+        return config, tensors
+    return config | {"own_output": True, "model_type": EAGLE}, tensors
 
 
 def read_token_map(config: Config, tensors: Tensors) -> Stored:

@@ -208,5 +208,5 @@ def check_architecture(config: Config) -> None:
             raise ValueError(f"{name!r} is {row.name}, known, not read yet: {row.reason}")
     kind = config.get(SPECULATORS_TYPE)
     if kind is not None and kind not in SPECULATORS_KINDS:
-        known = ", ".join(map(repr, SPECULATORS_KINDS))
-        raise ValueError(f"{SPECULATORS_TYPE} is {kind!r}: treespec reads {known}")
+        kinds = ", ".join(map(repr, SPECULATORS_KINDS))
+        raise ValueError(f"{SPECULATORS_TYPE} is {kind!r}: treespec reads {kinds}")

@@ -72,8 +72,8 @@ def load_head(
         head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
-        known = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
-        raise InputError(f"{folder}: {error}; {known}: {UNREADABLE_ADVICE}") from error
+        reading = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
+        raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
     return head.to(device=device, dtype=dtype)
@@ -88,10 +88,10 @@ def strip_all_wrappers(tensors: Tensors) -> Tensors:
         return tensors
     plain: Tensors = {}
     for name, value in tensors.items():
-        known = strip_wrappers(name)
-        if known in plain:
-            raise ValueError(f"two tensors stand for {known}")
-        plain[known] = value
+        stripped = strip_wrappers(name)
+        if stripped in plain:
+            raise ValueError(f"two tensors stand for {stripped}")
+        plain[stripped] = value
     return plain
 
 

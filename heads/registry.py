@@ -84,7 +84,7 @@ class HeadKind:
     these formats store the target's embedding. training: None where treespec does not train it.
 
     marks: a pattern. A directory is of this kind if it matches the beginning of a line
-    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. other: the same of what
+    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. excludes: the same of what
     a directory of this kind does not have; by default nothing.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
@@ -101,7 +101,7 @@ class HeadKind:
     embedded: bool = False
     training: Training | None = None
     marks: str
-    other: str = "(?!)"
+    excludes: str = "(?!)"
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
 
     def build(self) -> Any:
@@ -112,7 +112,7 @@ class HeadKind:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
         fields = ["", *(f"{name}={value}" for name, value in config.items())]
         lines = [*fields, *(f"tensor {name}" for name in names)]
-        if any(re.match(self.other, line, re.IGNORECASE) for line in lines):
+        if any(re.match(self.excludes, line, re.IGNORECASE) for line in lines):
             return False
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
@@ -197,7 +197,7 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
         marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
-        other="model_type=eagle$",
+        excludes="model_type=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.

@@ -318,7 +318,7 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     "another fc": (
         LLAMA | {"architectures": ["LlamaForCausalLM"]},
         PLAIN | {"fc.weight": torch.zeros(32, 96)},
-        r"fc\.weight is \[32, 96\], config\.json says \[32, 64\]; it was read as an EAGLE-1",
+        r"fc\.weight is \[32, 96\], and EAGLE-1's is \[H, 2 H\]: it is of an architecture that",
     ),
     "a language model": (
         LLAMA | {"architectures": ["LlamaForCausalLM"]},

@@ -59,13 +59,7 @@ def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
     `causal_head` is JetSpec's: within a block no row sees a later one, in any layer.
     """
     layers = int(settled.get("num_hidden_layers", 1))
-    said = {"is_causal": config.get("is_causal")}
-    said |= {f"dflash_config.{name}": nested.get(name) for name in ("causal", "causal_head")}
-    said = {name: bool(value) for name, value in said.items() if value is not None}
-    if len({*said.values()}) > 1:
-        words = " and ".join(f"{name} is {value}" for name, value in said.items())
-        raise ValueError(f"{words}: one head cannot be both")
-    causal = next(iter(said.values()), None)
+    causal = read_causality(config, nested)
     if nested.get("use_swa") and SLIDING not in (settled.get("layer_types") or ()):
         settled = settled | {"layer_types": [SLIDING] * layers}
         causal = bool(causal)
@@ -77,3 +71,18 @@ def derive_windows(settled: Config, config: Config, nested: Config) -> Config:
     if causal is not None:
         settled = settled | {"causal": [bool(causal)] * layers}
     return settled
+
+
+def read_causality(config: Config, nested: Config) -> bool | None:
+    """Whether the blocks are causal, by the field that says so; None: no field does.
+
+    Raises ValueError for fields that contradict each other.
+    """
+    values = {"is_causal": config.get("is_causal")}
+    for name in ("causal", "causal_head"):
+        values[f"dflash_config.{name}"] = nested.get(name)
+    flags = {name: bool(value) for name, value in values.items() if value is not None}
+    if len(set(flags.values())) > 1:
+        words = " and ".join(f"{name} is {value}" for name, value in flags.items())
+        raise ValueError(f"{words}: one head cannot be both")
+    return next(iter(flags.values()), None)

@@ -5,7 +5,7 @@ transformers' hidden_states[k]. vLLM, speculators and treespec name the layer th
 z-lab and SpecForge's DFlash name the layer that it leaves. In a target of five layers:
 
     hidden_states                       0   1   2   3   4   5
-    eagle_aux_hidden_state_layer_ids    0   1   2   3   4   5   entered: vLLM, … (5: what the last layer gives)
+    eagle_aux_hidden_state_layer_ids    0   1   2   3   4   5   entered: vLLM, … (L: what the last layer gives)
     eagle_config. …_layer_ids               0   1   2   3   4   left: SGLang
 """
 
@@ -71,6 +71,7 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     else:
         fields.EAGLE_TABLE.check(config)
     config = read_rotary(config)
+    check_fusion(tensors)
 
     # 2. What the tensors tell.
     biased = config.get("bias") or config.get("eagle_fc_bias")
@@ -86,6 +87,15 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
     if OUTPUT_TENSOR not in tensors:
         return config, tensors
     return config | {"own_output": True, "model_type": EAGLE}, tensors
+
+
+def check_fusion(tensors: Tensors) -> None:
+    """Raises ValueError unless `fc` takes an embedding and a feature, as only EAGLE-1's does."""
+    shape = [*tensors["fc.weight"].shape]
+    if len(shape) != 2 or shape[1] != 2 * shape[0]:
+        raise ValueError(
+            f"fc.weight is {shape}, and EAGLE-1's is [H, 2 H]: it is of an architecture that treespec does not know"
+        )
 
 
 def read_token_map(config: Config, tensors: Tensors) -> Stored:
@@ -113,16 +123,16 @@ def read_eagle3(config: Config, tensors: Tensors) -> Stored:
 
 def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
     """As EAGLE-3's, with the mask token and its learnt feature."""
-    own: Config = {"model_type": P_EAGLE, "levels": p_eagle_levels(config)}
+    changes: Config = {"model_type": P_EAGLE, "levels": p_eagle_levels(config)}
     masks = [config[name] for name in fields.MASK_TOKEN_FIELDS if config.get(name) is not None]
     if masks:
-        own["mask_token_id"] = masks[0]
+        changes["mask_token_id"] = masks[0]
     config, tensors = read_features(
         config, tensors, fields.P_EAGLE_TABLE, fields.SPECULATORS_P_EAGLE_TABLE
     )
     if MASK_HIDDEN in tensors:
         tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
-    return config | own, tensors
+    return config | changes, tensors
 
 
 def read_features(
@@ -153,9 +163,9 @@ def flatten_eagle_config(config: Config) -> Config:
     """
     flat = {name: value for name, value in config.items() if name != "eagle_config"}
     inner = config.get("eagle_config") or {}
-    for name, own in NORM_FLAGS.items():
+    for name, flag in NORM_FLAGS.items():
         if inner.get(name) or flat.get(name):
-            flat[own] = True
+            flat[flag] = True
     if inner.get(IDS):
         flat[IDS] = from_sglang(inner[IDS])
     count = flat.get("num_aux_hidden_states")
@@ -169,10 +179,10 @@ def flatten_eagle_config(config: Config) -> Config:
 
 def derive_norms(config: Config, tensors: Tensors) -> Config:
     """The config with the norms that the tensors have, where it says nothing of them."""
-    found: Config = {}
+    norms: Config = {}
     if f"{FIRST_LAYER}.self_attn.q_norm.weight" in tensors:
-        found["qk_norm"] = True
+        norms["qk_norm"] = True
     for field, name in NORM_TENSORS.items():
         if name in tensors and config.get(field) is None:
-            found[field] = True
-    return config | found
+            norms[field] = True
+    return config | norms

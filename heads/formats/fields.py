@@ -117,12 +117,12 @@ OUTPUT_FIELDS = split_names("""
     chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params
     tokenizer_class prefix has_no_defaults_at_init is_decoder
     """)
-# How it was trained, and by which kernels.
+# How it was trained, by which kernels it runs, and how many tokens an engine drafts.
 TRAINING_FIELDS = split_names("""
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
     pretraining_tp gradient_checkpointing _attn_implementation attn_implementation
     _attn_implementation_autoset _flash_attn_2_enabled embed_requires_grad num_anchors
-    loss_decay_gamma
+    loss_decay_gamma num_lookahead_tokens num_speculative_tokens
     """)
 # A config copied from a target of experts. A head with experts has other tensors, and is refused by those.
 EXPERT_FIELDS = split_names("""

@@ -59,8 +59,8 @@ def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
     """
     stored = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV_NAMES)
     if stored:
-        rest = {name: value for name, value in config.items() if name != "attention_bias"}
-        return rest | {"qkv_bias": True}
+        config = {name: value for name, value in config.items() if name != "attention_bias"}
+        return config | {"qkv_bias": True}
     for name in ("attention_bias", "qkv_bias"):
         if config.get(name):
             raise ValueError(

@@ -42,11 +42,11 @@ def read_rotary(config: Config) -> Config:
     multimodal = any(is_multimodal(config[name]) for name in forms)
     if len(forms) < len(ROPE_FORMS) and not multimodal:
         return config
-    rest = {name: value for name, value in config.items() if name not in ROPE_FORMS}
+    config = {name: value for name, value in config.items() if name not in ROPE_FORMS}
     merged: Config = {}
     for form in forms.values():
         merged |= form
-    return rest | {"rope_parameters": merged}
+    return config | {"rope_parameters": merged}
 
 
 def read_forms(config: Config) -> dict[str, Config]:
@@ -61,14 +61,14 @@ def read_forms(config: Config) -> dict[str, Config]:
 
 def check_agreement(forms: list[tuple[str, Config]]) -> None:
     """Raises ValueError for a field that two forms have with different values. forms: (path, fields)."""
-    said: dict[str, tuple[Any, str]] = {}
+    first: dict[str, tuple[Any, str]] = {}  # of each field: a value and its path
     for form, values in forms:
         for name, value in values.items():
             path = f"{form}.{name}" if form else name
-            known, where = said.setdefault(name, (value, path))
-            if known != value:
+            expected, where = first.setdefault(name, (value, path))
+            if expected != value:
                 raise ValueError(
-                    f"{path} is {value!r}, and {where} is {known!r}: delete the wrong one"
+                    f"{path} is {value!r}, and {where} is {expected!r}: delete the wrong one"
                 )
 
 
@@ -87,8 +87,8 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
     if kind == "mrope":
         kind = "default"
     if kind not in ROPE_TYPE_FIELDS:
-        known = ", ".join(ROPE_TYPE_FIELDS)
-        raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {known}, and mrope in text")
+        types = ", ".join(ROPE_TYPE_FIELDS)
+        raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {types}, and mrope in text")
     neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
     used = frozenset((*COMMON_FIELDS, *ROPE_TYPE_FIELDS[kind]))
     if not copied:

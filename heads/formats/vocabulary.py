@@ -101,26 +101,26 @@ def find_vocabulary_size(config: Config, tensors: Tensors) -> int:
     if "d2t" in rows or "t2d" in rows:
         size = size or rows.get("t2d") or config.get("vocab_size")
     else:
-        known = size or config.get("vocab_size")
+        size = size or config.get("vocab_size")
         output = rows.get(OUTPUT_TENSOR)
-        size = known
-        if output is not None and not (known and is_reduced(config, known)):
-            size = join_sizes(rows.get(EMBEDDING), known, output)
+        if output is not None and not (size and is_reduced(config, size)):
+            size = join_sizes(size, output, by_embedding=EMBEDDING in rows)
     if not isinstance(size, int):
         raise ValueError("vocab_size is missing, and no tensor tells it: add the target's")
     return size
 
 
-def join_sizes(embedding: int | None, known: int | None, output: int) -> int:
-    """V of an output layer of all tokens. embedding: its rows. known: V by it, or by the config.
+def join_sizes(size: int | None, output: int, by_embedding: bool) -> int:
+    """V of an output layer of all tokens, of `output` rows. size: V by the embedding, or by the config.
 
-    The smaller of two that differ by padding, else what is known; an output layer counts more than the config.
+    by_embedding: whether the embedding tells it. Then the smaller one counts, where they differ by padding;
+    more rows than the config says count in any case.
     """
-    if known is None:
+    if size is None:
         return output
-    if embedding is None:
-        return max(known, output)
-    return min(known, output) if is_padding(known, output) else known
+    if not by_embedding:
+        return max(size, output)
+    return min(size, output) if is_padding(size, output) else size
 
 
 def read_mapping(tensors: Tensors, size: int) -> Mapping:

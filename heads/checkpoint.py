@@ -15,9 +15,24 @@ from torch import nn
 
 from treespec.errors import InputError, first_line
 from treespec.files.atomic import read_tensors, sealed, write_tensors, write_text
-from treespec.heads.folder import AGAIN, GGUF, WHOLE, config_of, head_folder, inside, tensor_file
+from treespec.heads.architectures import find_names
+from treespec.heads.folder import (
+    AGAIN,
+    GGUF,
+    WHOLE,
+    config_of,
+    head_folder,
+    inside,
+    strip_wrappers,
+    tensor_file,
+)
 from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.registry import HEADS, kind_of
+
+UNREADABLE_ADVICE = (
+    "if it is one, some of its files are missing or its project has changed the format; if not, "
+    "treespec does not read it yet"
+)
 
 
 def load_head(
@@ -34,8 +49,12 @@ def load_head(
     # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
     config, tensors = config_of(folder), tensors_in(folder)
-    kind = HEADS[kind_of(config, tensors)]
-    build, named = kind.build(), config.get("architectures")
+    try:
+        tensors = strip_all_wrappers(tensors)
+        kind = HEADS[kind_of(config, tensors)]
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+    build, named = kind.build(), ", ".join(find_names(config))
     try:
         config, tensors = resolve_name(kind.read)(config, tensors)
         with torch.device("meta"):
@@ -50,14 +69,30 @@ def load_head(
     #    its buffers follow from the config.
     try:
         check_shapes(described, tensors, described.optional)
-        if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
-            raise ValueError(f"{listed(broken)} hold values that are not finite")
         head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
-        known = f"if {named or 'it'} is {build.known_as}"
-        raise InputError(f"{folder}: {error}; {known}, {AGAIN}") from error
+        reading = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
+        raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
+    if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
     return head.to(device=device, dtype=dtype)
+
+
+def strip_all_wrappers(tensors: Tensors) -> Tensors:
+    """The tensors without the names of wrappers before theirs. Raises ValueError where two get one name.
+
+    Of a whole model around Medusa's heads the names stay, since they tell the heads from the model.
+    """
+    if any(name.startswith(WHOLE) for name in tensors):
+        return tensors
+    plain: Tensors = {}
+    for name, value in tensors.items():
+        stripped = strip_wrappers(name)
+        if stripped in plain:
+            raise ValueError(f"two tensors stand for {stripped}")
+        plain[stripped] = value
+    return plain
 
 
 def save_head(
@@ -122,10 +157,7 @@ def tensors_in(folder: Path) -> Tensors:
     index, tensors = tensor_file(folder), Tensors()
     files = [index]
     if index.name == GGUF:
-        try:
-            return resolve_name("treespec.heads.formats.gguf:read_gguf")(index)
-        except Exception as error:  # a file may say anything
-            raise InputError(f"{index} is damaged: {first_line(error)}; {AGAIN}") from error
+        return tensors_of_gguf(index)
     if index.suffix == ".json":
         try:
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -138,11 +170,22 @@ def tensors_in(folder: Path) -> Tensors:
             ) from error
         if outside:
             raise InputError(
-                f"{index} names {outside[0]!r}, a file outside the head's folder; {AGAIN}"
+                f"{index} names {outside[0]!r}, a file outside the head's folder: treespec reads none there"
             )
         files = [folder / name for name in names]
     for file in files:
         tensors |= read_tensors(file, AGAIN)[0] if file.suffix == ".safetensors" else pickled(file)
+    return tensors
+
+
+def tensors_of_gguf(file: Path) -> Tensors:
+    """The tensors of llama.cpp's file. Raises InputError for a damaged one, and one of other fields."""
+    try:
+        tensors: Tensors = resolve_name("treespec.heads.formats.gguf:read_gguf")(file)
+    except InputError:
+        raise
+    except Exception as error:  # a file may say anything
+        raise InputError(f"{file} is damaged: {first_line(error)}; {AGAIN}") from error
     return tensors
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.eagle3 import default_aux_layers
+from treespec.heads.eagle3 import check_distinct_layers, default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
 from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, windows_of
 from treespec.heads.llama import BlockHead, Pairs
@@ -50,7 +50,7 @@ class DFlashHead(BlockHead):
         # 1. What the config says.
         super().__init__(config)
         width, eps = self.hidden_size, self.llama.rms_norm_eps
-        self.aux_layers = tuple(int(k) for k in config["aux_hidden_state_layer_ids"])
+        self.aux_layers = check_distinct_layers(config["aux_hidden_state_layer_ids"])
         self.block, self.from_anchor = (
             config.get("block_size") or 0,
             config.get("sample_from_anchor"),
@@ -176,4 +176,4 @@ def blocks(
         seen = columns[:slot] if causal else columns
         wide = window and window + len(seen) - slot  # later slots take none of an earlier one's
         out.append(attend(rows, [context, *seen], wide))
-    return attention.joined(torch.cat(out))
+    return attention.extend(torch.cat(out))

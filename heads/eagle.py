@@ -156,8 +156,8 @@ class FeatureHead(LlamaHead):
 class EagleHead(FeatureHead):
     """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
-    config: as for `FeatureHead`, with `bias` (of fc, true if absent) and `qkv_bias` (false if
-    absent).
+    config: as for `FeatureHead`, with `bias` (of fc, true if absent), `qkv_bias` (false if absent),
+    and `own_output`: whether it has an output layer of its own, of `draft_vocab_size` tokens.
     """
 
     kind: str = "eagle"
@@ -170,6 +170,8 @@ class EagleHead(FeatureHead):
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
         layer = Layer(self.llama, qkv_bias=config.get("qkv_bias", False), normed=False)
         self.layers = nn.ModuleList([layer])
+        if config.get("own_output"):
+            self.draft_first(config.get("draft_vocab_size"))
 
     @property
     def decoder(self) -> list[Layer]:

@@ -15,7 +15,7 @@ Five tokens:
     and gives     b2   b3   b4                 for d, e and the token after e
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -36,6 +36,7 @@ class Eagle3Head(FeatureHead):
       is the target's i + d2t[i], and t2d [V] bool marks these.
     - `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the aux layers; if
       absent they follow from the target's depth), and `embed_scale` (1 if absent).
+    - `own_output` (true if absent): whether it has an output layer of its own, or the target's.
     - `num_hidden_layers` (1 if absent). The first layer is `midlayer`, the next ones are Llama's.
     - `layer_types`, one for each layer: "full_attention", which all are if it is absent, or
       "sliding_attention", which sees `sliding_window` positions, its own included.
@@ -50,7 +51,6 @@ class Eagle3Head(FeatureHead):
 
     kind: str = "eagle3"
     known_as: ClassVar[str] = "an EAGLE-3 head"
-    lm_head: nn.Linear
 
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
@@ -60,7 +60,7 @@ class Eagle3Head(FeatureHead):
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         ids = config.get("eagle_aux_hidden_state_layer_ids") or ()
-        self.aux_layers = tuple(int(k) for k in ids)
+        self.aux_layers = check_distinct_layers(ids)
         if config.get("norm_before_fc") and config.get("fc_norm"):
             raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
         self.norm_output = bool(config.get("norm_output"))
@@ -89,7 +89,8 @@ class Eagle3Head(FeatureHead):
         for number, window in enumerate(windows, start=1):
             self.layers[str(number)] = Layer(self.llama, qk_norm=qk_norm, window=window)
         self.norm, self.cached_layers = RMSNorm(width, eps=eps), 1 + len(windows)
-        self.draft_first(drafted)
+        if config.get("own_output", True):
+            self.draft_first(drafted)
 
     @classmethod
     def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
@@ -126,6 +127,20 @@ class Eagle3Head(FeatureHead):
     def settle_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
         self.aux_layers = self.aux_layers or default_aux_layers(layers)
+
+
+def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
+    """The aux layers of a config. Raises ValueError for one that stands twice.
+
+    Layer 0 may: the published layers of a target of one or two layers repeat it.
+    """
+    layers = tuple(int(k) for k in ids)
+    if repeated := [k for k in layers if k and layers.count(k) > 1]:
+        raise ValueError(
+            f"the head's layer ids name a layer twice (layer {repeated[0]} is entered by two of them): each has "
+            "features of its own; take the ids from the head's repository"
+        )
+    return layers
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:

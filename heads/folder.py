@@ -115,9 +115,15 @@ def written(folder: Path) -> tuple[Config, set[str] | None]:
         if file.suffix != ".safetensors" or not isinstance(config, dict):
             return {}, None
         with safe_open(file, framework="numpy") as stored:
-            return config, set(stored.keys())
+            names = set(stored.keys())
+            return config, {strip_wrappers(name) for name in names}
     except Exception:  # missing or damaged: loading says how
         return {}, None
+
+
+def strip_wrappers(name: str) -> str:
+    """A tensor's name without what training's wrappers put before it: `model.`, `module.`, `_orig_mod.`"""
+    return re.sub(r"^((model|module)\.)+", "", name.replace("_orig_mod.", ""))
 
 
 def check_new(out: Path) -> None:

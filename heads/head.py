@@ -15,6 +15,7 @@ Stored = tuple[Config, Tensors]  # what a head's directory holds
 Embed = Callable[[Tensor], Tensor]  # [...] tokens -> [..., H] embeddings
 
 EMBEDDING = "embed_tokens.weight"
+PADDING_TOKENS = 1024  # more rows than that are another vocabulary
 
 
 class OutputPath(Protocol):
@@ -113,22 +114,30 @@ class Head(nn.Module, ABC):
         """The config.json of a new head for a target. fields: that it has otherwise."""
 
     def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
-        """Raises ValueError for the head of another target. It settles the aux layers.
+        """Raises ValueError for the head of another target. It settles the aux layers and the padding.
 
         layers, vocab_size, hidden_size: the target's. last: width of its last hidden state, after
-        the final norm.
+        the final norm. Aux layer L of L layers is what the last one gives.
         """
         self.settle_aux_layers(layers)
-        if beyond := [k for k in self.aux_layers if not 0 <= k < layers]:
+        if beyond := [k for k in self.aux_layers if not 0 <= k <= layers]:
             raise ValueError(
                 f"it reads layer {beyond[0]}, the target has {layers}: it is for another target"
             )
+        if self.vocab_size != vocab_size and is_padding(self.vocab_size, vocab_size):
+            self.fit_vocabulary(vocab_size)
         for what, own, theirs in (
             ("features of width", self.feature_size, len(self.aux_layers) * hidden_size or last),
             ("a vocabulary of", self.vocab_size, vocab_size),
         ):
             if own != theirs:
                 raise ValueError(f"it is for {what} {own}, the target's are {theirs}")
+
+    def fit_vocabulary(self, size: int) -> None:
+        """Count `size` tokens, as the target does, where one of both vocabularies is padded.
+
+        A head that cannot stays as it is, and `check_target` refuses it.
+        """
 
     def settle_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
@@ -179,6 +188,15 @@ class Head(nn.Module, ABC):
         self.load_state_dict(tensors, assign=True)
         if self.d2t is not None and self.t2d is not None:
             check_mapping(self.d2t, self.t2d)
+
+
+def is_padding(size: int, other: int) -> bool:
+    """Whether two sizes of a vocabulary differ by padding: by 1024 tokens or a 32nd at most.
+
+    Projects pad the embedding to a multiple of 64 to 512; of Qwen 3's 151,936 rows 267 are padding.
+    """
+    larger = max(size, other)
+    return larger - min(size, other) <= min(PADDING_TOKENS, larger // 32)
 
 
 def check_mapping(d2t: Tensor, t2d: Tensor) -> None:

@@ -117,7 +117,7 @@ class Attention(nn.Module):
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
             mask = self.windowed(mask)
         causal = mask is None
-        return self.joined(
+        return self.extend(
             F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
         )
 
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         own = [part[:, :, context.shape[1] :] for part in angles]
         return [rotate(q.transpose(1, 2), *own), rotate(k.transpose(1, 2), *angles), v]
 
-    def joined(self, out: Tensor) -> Tensor:
+    def extend(self, out: Tensor) -> Tensor:
         """[B, heads, T, D] -> [B, T, H] the layer's output."""
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 

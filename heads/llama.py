@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -74,6 +75,23 @@ class LlamaHead(Head):
             config |= {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", 10000.0)}
         return config | fields
 
+    def fit_vocabulary(self, size: int) -> None:
+        """As `Head.fit_vocabulary`: tokens that the target does not have are not drafted.
+
+        Rows of an embedding of the head's own that are missing become zeros: no text holds these tokens.
+        """
+        tokens = self.vocabulary
+        if tokens is None and self.lm_head is not None:
+            tokens = torch.arange(self.vocab_size, device=self.lm_head.weight.device)
+        self.vocab_size = self.llama.vocab_size = size
+        self.config = self.config | {"vocab_size": size}
+        if isinstance(self.embed_tokens, nn.Embedding):
+            rows = self.embed_tokens.weight.detach()[:size]
+            weight = F.pad(rows, (0, 0, 0, size - len(rows)))
+            self.embed_tokens = nn.Embedding.from_pretrained(weight)
+        if self.lm_head is not None and tokens is not None:
+            self.restrict(tokens[tokens < size])
+
     def draft_first(self, drafted: int | None) -> None:
         """Give it an output layer of its own, for the first `drafted` tokens; None: for all."""
         drafted = drafted or self.vocab_size
@@ -131,6 +149,11 @@ class BlockHead(LlamaHead):
                 "the head was trained with"
             )
         self.mask_token = token
+
+    def fit_vocabulary(self, size: int) -> None:
+        """As `Head.fit_vocabulary`, but for a mask token that the target does not have."""
+        if self.mask_token < size:
+            super().fit_vocabulary(size)
 
     @abstractmethod
     def run(

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from treespec.errors import InputError
 from treespec.files.atomic import Fields as Config
+from treespec.heads import architectures
 from treespec.heads import folder as folders
 from treespec.heads.folder import written
 
@@ -22,7 +22,7 @@ FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
 PROPOSERS = "treespec.draft.trained.proposers"
 DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
-KIND = "speculators_model_type"
+KIND = architectures.SPECULATORS_TYPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,8 @@ class HeadKind:
     these formats store the target's embedding. training: None where treespec does not train it.
 
     marks: a pattern. A directory is of this kind if it matches the beginning of a line
-    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case.
+    `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. excludes: the same of what
+    a directory of this kind does not have; by default nothing.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
     """
@@ -100,6 +101,7 @@ class HeadKind:
     embedded: bool = False
     training: Training | None = None
     marks: str
+    excludes: str = "(?!)"
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
 
     def build(self) -> Any:
@@ -109,10 +111,13 @@ class HeadKind:
     def fits(self, config: Config, names: Collection[str]) -> bool:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
         fields = ["", *(f"{name}={value}" for name, value in config.items())]
-        lines = chain(fields, (f"tensor {name}" for name in names))
+        lines = [*fields, *(f"tensor {name}" for name in names)]
+        if any(re.match(self.excludes, line, re.IGNORECASE) for line in lines):
+            return False
         return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
 
 
+EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
 EAGLE3_PARTS = (
     *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     *("layer_family", "head_layers", "sliding_window"),
@@ -165,7 +170,7 @@ HYDRA = HeadKind(
     levels=folders.hydra_levels,
     training=DEPTH,
 )
-# `kind_of` tries the last ones first: EAGLE-1's directories have no mark of their own.
+# `kind_of` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
 HEADS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
@@ -176,7 +181,7 @@ HEADS: dict[str, HeadKind] = {
         write=f"{FORMATS}.engines:write_eagle",
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
-        marks="",  # all others have some
+        marks=rf"model_type=eagle$|tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle_objective",
             recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
@@ -191,7 +196,8 @@ HEADS: dict[str, HeadKind] = {
         source="EAGLE-3, Li et al. 2025",
         write=f"{FORMATS}.engines:write_eagle3",
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
-        marks=rf"draft_vocab_size=|{KIND}=|architectures=.*eagle3",
+        marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
+        excludes="model_type=eagle$",
         training=Training(
             objective=f"{LOSSES}.objectives:eagle3_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
@@ -226,7 +232,7 @@ HEADS: dict[str, HeadKind] = {
     "dflash": HeadKind(
         head="treespec.heads.dflash:DFlashHead",
         proposer=f"{PROPOSERS}:BlockProposer",
-        read=f"{FORMATS}.eagle:read_dflash",
+        read=f"{FORMATS}.dflash:read_dflash",
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
         at_once=True,
@@ -255,14 +261,34 @@ TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training
 
 
 def kind_of(config: Config, names: Collection[str]) -> str:
-    """The kind of head that a directory holds."""
-    return next(name for name in reversed(HEADS) if HEADS[name].fits(config, names))
+    """The kind of head that a directory holds, by its config.json and the names of its tensors.
+
+    Raises ValueError for an architecture that treespec knows and does not read, and for a directory
+    that holds no head.
+    """
+    architectures.check_architecture(config)
+    for name in reversed(HEADS):
+        if HEADS[name].fits(config, names):
+            return name
+    named = ", ".join(map(repr, architectures.find_names(config)))
+    raise ValueError(
+        f"it holds no head that treespec knows: its architecture is {named or 'not named'}, and its tensors are "
+        "of none; docs/formats.md lists what loads"
+    )
 
 
 def kind_in(folder: Path) -> str | None:
-    """The kind of the head in a directory; None where its files do not tell."""
+    """The kind of the head in a directory; None where its files do not tell.
+
+    Raises InputError for one that treespec does not read.
+    """
     config, names = written(folder)
-    return kind_of(config, names) if names is not None else None
+    if names is None:
+        return None
+    try:
+        return kind_of(config, names)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
 
 
 def levels_in(folder: Path) -> int | None:

@@ -51,7 +51,7 @@ class UnrolledAttention:
         """x: [B, R, in] -> [B, R, H]. angles: of `Rotary`, at the rows' positions of this step."""
         q, k, v = self.attention.project(x, angles)
         self.steps.append((k, v))
-        return self.attention.joined(attend(q, self.steps, self.attention.window))
+        return self.attention.extend(attend(q, self.steps, self.attention.window))
 
 
 def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = None) -> Tensor:

@@ -179,7 +179,7 @@ def test_levels_by_names_are_those_of_the_loaded_head(wrong, tmp_path):
     """Published configurations of Medusa say fewer heads than their files hold."""
     for name in ("eagle", "eagle3", "medusa", "hydra"):
         assert levels_in(wrong / name) == load_head(wrong / name).max_depth
-    for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": 1}'):
+    for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": null}'):
         tensors = load_file(wrong / "medusa" / "model.safetensors")
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
         (tmp_path / "config.json").write_text(config)

@@ -223,7 +223,12 @@ def test_an_aux_layer_is_the_one_that_is_entered_and_sglangs_id_the_one_it_leave
         ("eagle3-sglang", {"eagle_config": {IDS: [1, 3]}}, r"fc\.weight is \[32, 96\], config\.json says \[32, 64\]"),
         ("eagle3-vllm", {"norm_before_fc": True}, r"lacks input_norm\.weight"),
         ("speculators", {"fc_norm": True, "norm_before_fc": True}, "both true, and exclude each other"),
-        ("speculators", {"speculators_model_type": "eagle"}, "'eagle': treespec reads 'dflash', 'eagle3' and 'peagle'"),
+        ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type is 'eagle': .*'eagle3'"),
+        (
+            "speculators",
+            {"speculators_model_type": "other"},
+            "'other': treespec reads 'dflash', 'eagle', 'eagle3', 'peagle'",
+        ),
         ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3', of which only 'llama' and"),
         ("speculators", {"transformer_layer_config": LLAMA}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
         ("medusa", {"medusa_num_layers": 2}, r"'0\.2\.weight' is missing"),

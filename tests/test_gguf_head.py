@@ -64,7 +64,9 @@ def as_llama_cpp(file, ids, aux):
 @pytest.mark.parametrize("before", [False, True])
 def test_llama_cpps_arithmetic_gives_the_heads_logits(rope, before, tmp_path):
     head = three()
-    folder = saved(head, tmp_path / "head", rope_parameters=rope, norm_before_residual=before)
+    folder = saved(
+        head, tmp_path / "head", rope_parameters=rope, rope_theta=rope["rope_theta"], norm_before_residual=before
+    )
     export(folder, "gguf", tmp_path / "out", SERVED)
     head, ids = load_head(folder), torch.randint(64, (9,))
     aux = torch.randn(9, head.feature_size)

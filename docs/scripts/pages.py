@@ -24,6 +24,7 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.options import DRAFTERS
 from treespec.draft.pairing import check_named
 from treespec.errors import InputError
+from treespec.heads.architectures import KNOWN_ARCHITECTURES
 from treespec.trees.policy import POLICIES, policy
 from treespec.verify.facts import NAMES as VERIFIERS
 from treespec.verify.rates import optimal_iid, optimal_without_replacement
@@ -174,7 +175,17 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
 
 
+def list_architectures() -> str:
+    """Architectures of draft heads, and whether they are read."""
+    rows = []
+    for known in KNOWN_ARCHITECTURES:
+        read_as = f"`{known.kind}`" if known.kind else "known, not read yet"
+        rows.append([known.name, known.projects or "–", read_as])
+    return table(["architecture", "written or served by", "read as"], rows)
+
+
 TABLES = {
+    "architectures": list_architectures,
     "verifiers": verifiers,
     "trees": trees,
     "drafters": drafters,

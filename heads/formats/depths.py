@@ -6,7 +6,9 @@ import torch
 from transformers import PretrainedConfig
 
 from treespec.heads.folder import BLOCK, WHOLE, hydra_levels, medusa_levels
+from treespec.heads.formats import fields
 from treespec.heads.formats.engines import dtype_of, renamed
+from treespec.heads.formats.rotary import read_rotary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
 
@@ -39,8 +41,14 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     """
     # 1. The heads alone, by their published names.
     layers = config.get("medusa_num_layers", 1)
-    heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
-    tensors = heads or tensors
+    config, tensors = take_out_heads(config, tensors)
+    fields.MEDUSA_TABLE.check(config)
+    drafted = config.get("truncated_vocab_size")
+    if drafted not in (None, config.get("vocab_size")):
+        raise ValueError(
+            f"truncated_vocab_size is {drafted} of {config.get('vocab_size')}: treespec's Medusa heads draft "
+            "all tokens"
+        )
     if any(map(BLOCK.match, tensors)):
         layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
         patterns = [(pattern, new.format(layers=layers)) for pattern, new in FROM_VLLM]
@@ -54,6 +62,14 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     vocab_size, hidden_size = tensors[f"0.{layers}.weight"].shape
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "medusa_num_layers": layers}
     return config | sizes | config | {"medusa_num_heads": medusa_levels(config, tensors)}, tensors
+
+
+def take_out_heads(config: Config, tensors: Tensors) -> Stored:
+    """The heads of a whole model, whose config is the model's; other files as they are."""
+    heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
+    if not heads:
+        return config, tensors
+    return {name: config[name] for name in config if name.startswith("medusa")}, heads
 
 
 def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
@@ -79,15 +95,16 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     tensors tell the number of attention heads of the prefix layer.
     """
     # 1. What the config and the first head tell.
-    if offset := config.get("hidden_state_offset"):
-        raise ValueError(f"hidden_state_offset is {offset}, of which only 0 is known")
+    prefixed = LAYER + "mlp.gate_proj.weight" in tensors
+    (fields.HYDRA_PLUS_TABLE if prefixed else fields.HYDRA_TABLE).check(config)
+    config = read_rotary(config)
     vocab_size, width = tensors[PLUS if PLUS in tensors else OUTPUT].shape
     heads = hydra_levels(config, tensors)
     sizes = {"hydra_num_heads": heads, "hidden_size": width, "vocab_size": vocab_size}
     known: Config = config | sizes | config
 
     # 2. Of a prefix layer: the number of rotary angles, D / 2, tells the head count.
-    if LAYER + "mlp.gate_proj.weight" in tensors:
+    if prefixed:
         if "num_attention_heads" not in known:
             if ANGLES not in tensors:
                 base = config.get("base_model_name_or_path", "the target")

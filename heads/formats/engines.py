@@ -51,6 +51,8 @@ def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
     The `fc` of vLLM has no bias, that of SGLang always one; in both the field `bias` would give the
     attention one.
     """
+    if head.lm_head is not None:
+        raise ValueError("it has an output layer of its own, for which the format has no place")
     check_layer(head, to, biases=to != "sglang")
     config, tensors = llama_fields(head, served), head.state_dict()
     if to == "sglang":
@@ -75,6 +77,7 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     a directory of speculators together with the target that it names. mlx-vlm reads such a one.
     """
     # 1. What all have.
+    check_own_output(head)
     config, tensors, text = head.config, head.state_dict(), served.get_text_config()
     check_layer(head, to)
     parts = parts_of(head)
@@ -91,7 +94,7 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
         layers |= {name: config[name] for name in ("layer_types", "sliding_window")}
         layers["use_sliding_window"] = True
     own: Config = {
-        "draft_vocab_size": head.lm_head.out_features,
+        "draft_vocab_size": head.output_layers[0].out_features,
         "target_hidden_size": text.hidden_size,
         **{name: name in parts for name in NORMS},
     }
@@ -121,6 +124,12 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
         return {"architectures": [QWEN3 if qwen else LLAMA]} | layers | own, tensors
     nested = nesting("eagle3", "Eagle3Speculator", layers, served, DRAFTED)
     return own | nested, renamed(tensors, TO_FIRST)
+
+
+def check_own_output(head: Head) -> None:
+    """Raises ValueError for an EAGLE-3 head that has the target's output layer: the formats store one."""
+    if head.lm_head is None:
+        raise ValueError("it has the target's output layer, and the formats store one of its own")
 
 
 def write_p_eagle(head: PEagleHead, served: PretrainedConfig, to: str) -> Stored:

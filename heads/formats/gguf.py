@@ -21,6 +21,7 @@ from gguf import GGUFReader, GGUFWriter, quants
 from torch import Tensor
 from transformers import LlamaConfig
 
+from treespec.errors import InputError
 from treespec.files.atomic import write_json
 from treespec.heads.folder import GGUF
 from treespec.heads.head import Config, Tensors
@@ -51,6 +52,19 @@ LAYER = {  # of modules of a layer: llama.cpp's below `blk.N`
 TURNED = {  # in EAGLE-3: ends of the keys of their heads' number
     "blk.0.attn_q.weight": "",
     "blk.0.attn_k.weight": "_kv",
+}
+FILE_KEYS = (  # of the file's fields that treespec writes, below the head's kind
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count"),
+    *("rope.freq_base", "target_hidden_size", "target_layers"),
+)
+KIND_KEYS = {
+    "eagle3": ("norm_before_residual", "norm_before_fc"),
+    "dflash": (
+        *("block_size", "attention.causal", "attention.sliding_window"),
+        "attention.sliding_window_pattern",
+    ),
 }
 FACTORS = "rope_freqs.weight"
 ROTARY = ("default", "linear", "llama3")  # that factors of the frequencies describe
@@ -151,12 +165,13 @@ def ours(known: str, kind: str) -> str:
 def read_gguf(file: Path) -> Tensors:
     """The tensors of such a file by treespec's names, in the precision of its `fc`.
 
-    Raises ValueError for a file of another architecture.
+    Raises ValueError for a file of another architecture, InputError for a field that is not known.
     """
     reader = GGUFReader(file)
     kind = next((kind for kind in LAYERS if f"{kind}.target_layers" in reader.fields), "")
     if not kind:
         raise ValueError(f"{file} holds no EAGLE-3 or DFlash head")
+    check_keys(reader, kind, file)
 
     def number(key: str) -> Any:
         field = reader.fields[f"{kind}.{key}"]
@@ -169,11 +184,7 @@ def read_gguf(file: Path) -> Tensors:
     for known, one in stored.items():
         if known == "d2t":
             ids = torch.from_numpy(one.data.astype(np.int64))
-            marked = torch.zeros(int(number("vocab_size")), dtype=torch.bool)
-            tensors |= {
-                "d2t": ids - torch.arange(len(ids)),
-                "t2d": marked.index_fill_(0, ids, True),
-            }
+            tensors[known] = ids - torch.arange(len(ids))
         elif known != FACTORS:
             value = torch.from_numpy(quants.dequantize(one.data, one.tensor_type).copy())
             if kind == "eagle3" and known in TURNED:
@@ -181,6 +192,14 @@ def read_gguf(file: Path) -> Tensors:
                 value = turned(value, heads, back=True)
             tensors[ours(known, kind)] = value.to(dtype)
     return tensors
+
+
+def check_keys(reader: GGUFReader, kind: str, file: Path) -> None:
+    """Raises InputError for a field of the head's kind that treespec does not know, by its name."""
+    keys = {f"{kind}.{key}" for key in (*FILE_KEYS, *KIND_KEYS[kind])}
+    for key in reader.fields:
+        if key.startswith(f"{kind}.") and key not in keys:
+            raise InputError(f"{file} has a field {key}, which treespec does not know")
 
 
 def turned(weight: Tensor, heads: int, back: bool = False) -> Tensor:

@@ -35,6 +35,7 @@ def captured(layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> Iterator[dic
     """Inside, the dict receives the input of each aux layer of a forward.
 
     aux_layers: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
+    The number of layers L stands for what the last layer gives, before the final norm.
     """
     inputs: dict[int, Tensor] = {}
 
@@ -44,7 +45,16 @@ def captured(layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> Iterator[dic
 
         return hook
 
-    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in aux_layers]
+    def keep_last(module: nn.Module, args: tuple, out: Any) -> None:
+        inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+
+    handles = [
+        layers[k].register_forward_pre_hook(keep(k), with_kwargs=True)
+        for k in aux_layers
+        if k < len(layers)
+    ]
+    if len(layers) in aux_layers:
+        handles.append(layers[-1].register_forward_hook(keep_last))
     try:
         yield inputs
     finally:

@@ -1,0 +1,212 @@
+"""The architectures of draft heads that other projects write, and whether treespec reads them. No torch.
+
+Projects name an architecture in `architectures`, in `speculators_model_type`, or in the
+`projector_type` of `dflash_config`. Tensors decide which kind of head a directory holds
+(`heads.registry`); this table says by name which ones would be read wrongly.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from treespec.files.atomic import Fields as Config
+
+SPECULATORS_TYPE = "speculators_model_type"
+SPECULATORS_KINDS = ("dflash", "eagle", "eagle3", "peagle")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A row of the table.
+
+    name: as people call it. projects: that write or serve it. marks: a pattern of the names that a
+    config.json has for it, compared whole and without case. kind: of the head that treespec reads,
+    "" where it is known and not read yet. reason: why it is not read, and what to use instead.
+    """
+
+    name: str
+    projects: str
+    marks: str
+    kind: str = ""
+    reason: str = ""
+
+
+IS_LANGUAGE_MODEL = "it is a language model of its own, no head"
+# The first row whose marks fit a name counts, so the special names come before the general ones.
+KNOWN_ARCHITECTURES = (
+    Architecture(
+        "DFlash 2",
+        "z-lab, NeMo AutoModel, speculators, llama.cpp",
+        r"(qwen3)?dflash2(draftmodel|speculator)?|dflash-2",
+        reason="it has convolutions around each layer, and a selector of candidates",
+    ),
+    Architecture(
+        "DSpark",
+        "DeepSpec, SpecForge, speculators, vLLM, SGLang, NeMo AutoModel, llama.cpp",
+        r".*dspark.*",
+        reason="it has a Markov head over the tokens drafted so far, and a confidence head",
+    ),
+    Architecture(
+        "DSpine",
+        "SpecForge",
+        r"dspine.*",
+        reason="each row of a block writes into the next one",
+    ),
+    Architecture(
+        "Domino",
+        "SpecForge, NeMo AutoModel, ModelOpt, TorchSpec",
+        r"domino.*",
+        reason="it has a recurrent head (GRU) over the tokens drafted so far",
+    ),
+    Architecture("DFlare", "speculators", r"dflare.*", reason="treespec was not compared with it"),
+    Architecture(
+        "DeLS-Spec",
+        "speculators",
+        r"dels_?spec.*",
+        reason="it has a local head over the tokens drafted so far",
+    ),
+    Architecture(
+        "JetSpec of speculators",
+        "speculators",
+        r"jetspec.*",
+        reason="it has rows of drafted tokens where DFlash has mask tokens",
+    ),
+    Architecture(
+        "DFlash of other layers",
+        "vLLM",
+        r"dflashlaguna.*|museglimmer.*",
+        reason="it has decoder layers that are not Qwen3's",
+    ),
+    Architecture(
+        "EAGLE-3 of DeepSpec",
+        "DeepSpec",
+        r"(qwen3|gemma4)eagle3model",
+        reason="it has a layout that treespec was not compared with",
+    ),
+    Architecture("UBTree", "", r"ubtree.*", reason="treespec was not compared with it"),
+    Architecture(
+        "EAGLE-4",
+        "",
+        r".*eagle-?4(?!\d).*",
+        reason="treespec was not compared with it",
+    ),
+    Architecture(
+        "Falcon",
+        "",
+        r"falcon(spec)?draft.*|semiarfalcon.*",
+        reason="it has a semi-autoregressive drafting step",
+    ),
+    Architecture(
+        "PARD, PARD-2",
+        "AMD, vLLM, speculators",
+        r"pard.*",
+        reason=f"{IS_LANGUAGE_MODEL}: it drafts several tokens from mask tokens in one forward",
+    ),
+    Architecture(
+        "Independent draft models of speculators",
+        "speculators",
+        r"independent",
+        reason=f"{IS_LANGUAGE_MODEL}: name its directory with --drafter model:DIR",
+    ),
+    Architecture(
+        "MLP and LSTM speculators",
+        "IBM, Arctic, vLLM",
+        r"(arctic)?(mlp|lstm)_?speculator.*",
+        reason="it has embeddings and states of its own for each token ahead",
+    ),
+    Architecture(
+        "MTP",
+        "speculators, vLLM, SGLang",
+        r"mtp|fast_?mtp|.*mtp(draftmodel|model|speculator)?",
+        reason="it is a layer of the target's own checkpoint: --drafter mtp reads it there",
+    ),
+    Architecture(
+        "Gumiho", "vLLM", r"gumiho.*", reason="it has serial layers before parallel heads"
+    ),
+    Architecture(
+        "ViSpec",
+        "NeMo AutoModel",
+        r"vispec.*",
+        reason="it has an adaptor for the features of images",
+    ),
+    Architecture(
+        "EAGLE-1 of NeMo AutoModel",
+        "NeMo AutoModel",
+        r"llamaeagledraftmodel",
+        reason="it has a norm before its layer and one behind it",
+    ),
+    Architecture(
+        "EAGLE-1 and 3 with latent attention (MLA)",
+        "ModelOpt, NeMo AutoModel, vLLM, SGLang",
+        r"(eagle3?.*|.*eagle3?)(deepseek|kimi|mistrallarge3).*|(deepseek|kimi).*eagle3?.*",
+        reason="it has attention over compressed keys and values",
+    ),
+    Architecture(
+        "EAGLE-1 and 3 with layers of Llama 4 or MiniCPM",
+        "vLLM",
+        r"eagle3?(llama4|minicpm).*",
+        reason="it has rotary positions of neighbours, or scaled embeddings and states",
+    ),
+    Architecture(
+        "EAGLE-3 of several layers in Megatron",
+        "ModelOpt",
+        r"llamaforcausallmeagle3deep",
+        reason="its later layers have a layout that treespec was not compared with",
+    ),
+    Architecture(
+        "P-EAGLE",
+        "SpecForge, speculators",
+        r"peagle(draftmodel|speculator)?|p-eagle",
+        "p-eagle",
+    ),
+    Architecture(
+        "EAGLE-3 and EAGLE-3.1",
+        "SafeAILab, SpecForge, SGLang, vLLM, speculators, ModelOpt, NeMo AutoModel, TensorRT-LLM",
+        r"eagle3(speculator|draftmodel)?|eagle3(llama|qwen\d(_\dvl)?)forcausallm|llamaforcausallmeagle3|llamaeagle3draftmodel",
+        "eagle3",
+    ),
+    Architecture(
+        "EAGLE-1, EAGLE-2, HASS",
+        "SafeAILab, SGLang, vLLM, speculators",
+        r"eagle(speculator|model)?|eagle.*forcausallm|.*forcausallmeagle",
+        "eagle",
+    ),
+    Architecture(
+        "DFlash, JetSpec",
+        "z-lab, SpecForge, NeMo AutoModel, ModelOpt, speculators; hao-ai-lab",
+        r"(qwen3)?dflash(draftmodel|speculator)?",
+        "dflash",
+    ),
+    Architecture("Medusa", "FasterDecoding, vLLM", r"medusa(model|lmhead.*)?", "medusa"),
+    Architecture("Hydra, Hydra++", "zankner", r"hydra(model)?", "hydra"),
+)
+
+
+def find_names(config: Config) -> Iterator[str]:
+    """The names that a config.json has for its architecture."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list):
+        yield from (name for name in architectures if isinstance(name, str))
+    nested = config.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    for name in (config.get(SPECULATORS_TYPE), projector, config.get("projector_type")):
+        if isinstance(name, str):
+            yield name
+
+
+def find_architecture(name: str) -> Architecture | None:
+    """The row of a name; None for one that is not in the table, such as a target's."""
+    matches = (row for row in KNOWN_ARCHITECTURES if re.fullmatch(row.marks, name, re.IGNORECASE))
+    return next(matches, None)
+
+
+def check_architecture(config: Config) -> None:
+    """Raises ValueError for an architecture that is known and not read, by its name."""
+    for name in find_names(config):
+        row = find_architecture(name)
+        if row is not None and not row.kind:
+            raise ValueError(f"{name!r} is {row.name}, known, not read yet: {row.reason}")
+    kind = config.get(SPECULATORS_TYPE)
+    if kind is not None and kind not in SPECULATORS_KINDS:
+        kinds = ", ".join(map(repr, SPECULATORS_KINDS))
+        raise ValueError(f"{SPECULATORS_TYPE} is {kind!r}: treespec reads {kinds}")

@@ -1,0 +1,293 @@
+"""The fields of config.json that readers know: each reader declares those that it uses and those that change nothing.
+
+Any other field that is set is refused by its name: it may ask for a part that treespec does not
+compute, and the head would load and draft nonsense. transformers writes many fields of its own;
+those at their neutral value, and those that change nothing in a draft head, pass.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from treespec.heads.head import Config
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+UNKNOWN_FIELD = (
+    "treespec does not know this field, and it may change what the head computes; "
+    "if its project says that it changes nothing, delete it from config.json"
+)
+FIELD_REASONS = {  # of fields whose parts treespec's heads do not have
+    "quantization_config": "treespec reads heads in floats, not quantised ones",
+    "shift_label": "treespec's DFlash head has no shifted labels",
+    "pure_draft_prefix_len": "treespec's DFlash head has no prefix of drafts",
+    "attention_sink_bias": "treespec's attention has no sinks",
+    "add_swa_attention_sink_bias": "treespec's attention has no sinks",
+    "layernorms": "the projects that read these heads put the norms at different places",
+    "original_lm_head": "treespec's Medusa heads have output layers of their own",
+    "token_map": "treespec's Medusa heads draft all tokens",
+    "logit_scale": "treespec does not scale a head's logits",
+}
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """What a reader makes of the fields of a JSON object.
+
+    used: fields that it reads. unused: fields that change nothing, whatever they say. only: fields
+    that may have one of these values, or none. nested: objects within it, or lists of objects, with
+    tables of their own.
+    """
+
+    used: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    nested: Mapping[str, "FieldTable"] = field(default_factory=dict)
+
+    def extend(
+        self,
+        used: Iterable[str] = (),
+        unused: Iterable[str] = (),
+        only: Mapping[str, tuple[Any, ...]] = NO_FIELDS,
+        nested: Mapping[str, "FieldTable"] = NO_FIELDS,
+    ) -> "FieldTable":
+        """This table with further fields."""
+        return FieldTable(
+            self.used | set(used),
+            self.unused | set(unused),
+            {**self.only, **only},
+            {**self.nested, **nested},
+        )
+
+    def check(self, config: Config, path: str = "") -> None:
+        """Raises ValueError for a field that is set and not in the table, by its path."""
+        for name, value in config.items():
+            where = f"{path}{name}"
+            if name in self.only:
+                check_value(where, name, value, self.only[name])
+            elif name in self.nested:
+                for part in value if isinstance(value, list) else [value or {}]:
+                    self.nested[name].check(as_object(part, where), f"{where}.")
+            elif name not in self.used | self.unused and is_set(value):
+                raise ValueError(f"{where} is {value!r}: {FIELD_REASONS.get(name, UNKNOWN_FIELD)}")
+
+
+def check_value(path: str, name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    """Raises ValueError for a value that a field may not have. path, name: the field's."""
+    if value is not None and value not in allowed:
+        expected = " or ".join(map(repr, allowed))
+        reason = FIELD_REASONS.get(name, f"treespec reads {expected} there")
+        raise ValueError(f"{path} is {value!r}: {reason}")
+
+
+def as_object(value: object, path: str) -> Config:
+    """A JSON object. Raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is {value!r}, must be an object")
+    return value
+
+
+def is_set(value: object) -> bool:
+    """Whether a field says anything: it is neither null nor false, 0 or empty."""
+    return bool(value)
+
+
+def split_names(text: str) -> frozenset[str]:
+    """The names in a text."""
+    return frozenset(text.split())
+
+
+# Fields of transformers' configs that change nothing in a draft head.
+NAME_FIELDS = split_names("""
+    architectures auto_map model_type _name_or_path name_or_path transformers_version
+    torch_dtype dtype base_model_name_or_path version target_model_type target_tokens checksum
+    """)
+TOKEN_FIELDS = split_names("""
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
+    bad_words_ids forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    """)
+GENERATION_FIELDS = split_names("""
+    do_sample early_stopping max_length min_length temperature top_k top_p typical_p
+    repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty num_beams num_beam_groups
+    num_return_sequences remove_invalid_values output_scores return_dict_in_generate use_cache
+    """)
+OUTPUT_FIELDS = split_names("""
+    output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward id2label label2id problem_type finetuning_task task_specific_params
+    tokenizer_class prefix has_no_defaults_at_init is_decoder
+    """)
+# How it was trained, by which kernels it runs, and how many tokens an engine drafts.
+TRAINING_FIELDS = split_names("""
+    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
+    pretraining_tp gradient_checkpointing _attn_implementation attn_implementation
+    _attn_implementation_autoset _flash_attn_2_enabled embed_requires_grad num_anchors
+    loss_decay_gamma num_lookahead_tokens num_speculative_tokens
+    """)
+# A config copied from a target of experts. A head with experts has other tensors, and is refused by those.
+EXPERT_FIELDS = split_names("""
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+    num_experts_per_tok num_local_experts experts_per_token output_router_logits
+    router_aux_loss_coef router_jitter_noise shared_expert_intermediate_size
+    """)
+PLAIN_TABLE = FieldTable(
+    unused=NAME_FIELDS
+    | TOKEN_FIELDS
+    | GENERATION_FIELDS
+    | OUTPUT_FIELDS
+    | TRAINING_FIELDS
+    | EXPERT_FIELDS,
+    only={"logit_scale": (1,), "is_encoder_decoder": (False,)},
+)
+
+LLAMA_TABLE = PLAIN_TABLE.extend(
+    used=(
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
+        *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+        *("partial_rotary_factor", "attention_bias", "qkv_bias", "embed_scale"),
+    ),
+    unused=(
+        *("max_sequence_length", "max_window_layers"),
+        # EAGLE-1 and DFlash have the target's output in any case; EAGLE-3's reader uses it.
+        "tie_word_embeddings",
+        "sliding_window",  # without layer_types it means nothing, in vLLM and here
+    ),
+    only={"mlp_bias": (False,)},
+)
+ONE_LAYER_TABLE = LLAMA_TABLE.extend(  # of a head whose layer sees all positions
+    only={"use_sliding_window": (False,), "layer_types": (["full_attention"], [])},
+)
+WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
+NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_TOKEN_FIELDS = (
+    "mask_token_id",
+    "ptd_token_id",
+    "pard_token",
+)  # names of the mask token, in vLLM's order
+
+EAGLE_TABLE = ONE_LAYER_TABLE.extend(
+    used=("bias", "own_output", "draft_vocab_size", "truncated_vocab_size", "eagle_fc_bias"),
+    only={"is_causal": (True,)},
+)
+EAGLE_NESTED_TABLE = FieldTable(  # vLLM's config with the layer in `model`; a field outside counts
+    EAGLE_TABLE.used, EAGLE_TABLE.unused, EAGLE_TABLE.only, {"model": EAGLE_TABLE}
+)
+EAGLE_CONFIG_TABLE = (
+    FieldTable(  # SGLang's, TensorRT-LLM's and ModelOpt's, within an EAGLE-3 head's
+        used=frozenset((LAYER_IDS, "norm_before_fc", "return_hidden_post_norm", "use_aux_norm")),
+        unused=frozenset(("parallel_draft_heads_num_layers",)),
+        only={
+            **dict.fromkeys(("use_aux_hidden_state", "use_last_layernorm"), (True,)),
+            **dict.fromkeys(("use_input_layernorm_in_first_layer", "next_layer_regular"), (True,)),
+            "use_mtp_layernorm": (False,),
+            "parallel_draft_step": (0, 1),
+        },
+    )
+)
+EAGLE3_BASE_TABLE = LLAMA_TABLE.extend(
+    used=(
+        *("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", LAYER_IDS),
+        *(*NORM_FIELDS, *WINDOW_FIELDS, "qk_norm", "own_output", "tie_word_embeddings"),
+        *("return_hidden_post_norm", "use_aux_norm"),
+    ),
+    only={"is_causal": (True,), "bias": (False,)},
+    nested={"eagle_config": EAGLE_CONFIG_TABLE},
+)
+EAGLE3_TABLE = EAGLE3_BASE_TABLE.extend(only={"parallel_drafting": (False,)})
+PROPOSAL_TABLE = FieldTable(
+    used=frozenset(("speculative_tokens",)),
+    unused=split_names(
+        "proposal_type verifier_accept_k accept_tolerance temperature speculative_tokens_per_step"
+    ),
+)
+VERIFIER_TABLE = (
+    FieldTable(  # the target that a head was made for: its sizes are checked against the real one
+        unused=split_names("""
+    name_or_path architectures model_type hidden_size intermediate_size vocab_size
+    max_position_embeddings bos_token_id eos_token_id
+    """)
+    )
+)
+SPECULATORS_CONFIG_TABLE = FieldTable(
+    unused=frozenset(("algorithm", "default_proposal_method")),
+    nested={"proposal_methods": PROPOSAL_TABLE, "verifier": VERIFIER_TABLE},
+)
+P_EAGLE_TABLE = EAGLE3_BASE_TABLE.extend(
+    used=("levels", "parallel_drafting", *MASK_TOKEN_FIELDS),
+    nested={"speculators_config": SPECULATORS_CONFIG_TABLE},
+)
+SPECULATORS_TABLE = PLAIN_TABLE.extend(  # the top level; the layer is nested
+    used=("draft_vocab_size", "target_hidden_size"),
+    unused=("speculators_version", "tie_word_embeddings"),
+    nested={"speculators_config": SPECULATORS_CONFIG_TABLE},
+)
+SPECULATORS_LAYER_TABLE = LLAMA_TABLE.extend(used=WINDOW_FIELDS)
+SPECULATORS_EAGLE_TABLE = SPECULATORS_TABLE.extend(
+    used=("fusion_bias",),
+    only={
+        "speculators_model_type": ("eagle",),
+        "layernorms": (False,),
+        "transformer_layer_architecture": ("LlamaDecoderLayer",),
+    },
+    nested={"transformer_layer_config": ONE_LAYER_TABLE},
+)
+SPECULATORS_EAGLE3_TABLE = SPECULATORS_TABLE.extend(
+    used=(*NORM_FIELDS, LAYER_IDS),
+    only={"speculators_model_type": ("eagle3",)},
+    nested={"transformer_layer_config": SPECULATORS_LAYER_TABLE},
+)
+SPECULATORS_P_EAGLE_TABLE = SPECULATORS_EAGLE3_TABLE.extend(
+    used=("mask_token_id",), only={"speculators_model_type": ("peagle",)}
+)
+DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
+CAUSAL_FIELDS = ("is_causal", "sliding_window_non_causal")
+SPECULATORS_DFLASH_TABLE = SPECULATORS_TABLE.extend(
+    used=("mask_token_id", "sample_from_anchor", "block_size", DFLASH_LAYER_IDS, *CAUSAL_FIELDS),
+    only={"projector_type": ("dflash",), "speculators_model_type": ("dflash",)},
+    nested={"transformer_layer_config": SPECULATORS_LAYER_TABLE},
+)
+DFLASH_CONFIG_TABLE = FieldTable(  # z-lab's, SpecForge's, ModelOpt's and JetSpec's
+    used=split_names("""
+    block_size mask_token_id target_layer_ids target_hidden_size use_swa swa_window_size causal
+    causal_head sample_from_anchor
+    """),
+    only={
+        "projector_type": ("dflash",),
+        "attention_mode": ("gqa",),
+        "is_neox_style": (True,),
+    },
+)
+DFLASH_TABLE = LLAMA_TABLE.extend(
+    used=(
+        *(
+            "block_size",
+            "mask_token_id",
+            "sample_from_anchor",
+            "target_hidden_size",
+            DFLASH_LAYER_IDS,
+        ),
+        *("draft_vocab_size", "own_output", "causal", "qk_norm", *WINDOW_FIELDS, *CAUSAL_FIELDS),
+    ),
+    unused=("num_target_layers",),
+    only={"projector_type": ("dflash",), "is_neox_style": (True,)},
+    nested={"dflash_config": DFLASH_CONFIG_TABLE},
+)
+MEDUSA_TABLE = PLAIN_TABLE.extend(
+    # Heads that were saved out of a whole model have its fields; they are no part of the heads.
+    unused=LLAMA_TABLE.used | LLAMA_TABLE.unused,
+).extend(
+    used=(
+        *("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"),
+        *("num_heads", "num_hidden_layers", "medusa_fc_bias", "truncated_vocab_size"),
+    ),
+    unused=("max_paths", "topk", "medusa_choices"),
+)
+HYDRA_TABLE = PLAIN_TABLE.extend(
+    used=(
+        *("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "hidden_size", "vocab_size"),
+    ),
+    only={"grounded_heads": (True,), "hidden_state_offset": (0,)},
+)
+HYDRA_PLUS_TABLE = ONE_LAYER_TABLE.extend(HYDRA_TABLE.used, HYDRA_TABLE.unused, HYDRA_TABLE.only)

@@ -1,0 +1,97 @@
+"""The rotary positions of a head's config.json: one set of parameters, whose fields are known.
+
+Projects write them as `rope_scaling`, as `rope_parameters`, and with `rope_theta` beside or within.
+"""
+
+from typing import Any
+
+from treespec.heads.formats.fields import FieldTable, as_object
+from treespec.heads.head import Config
+
+COMMON_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+MULTIMODAL_FIELDS = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
+SCALED_FIELDS = ("factor", "original_max_position_embeddings")
+ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
+    "default": (),
+    "linear": SCALED_FIELDS,
+    "dynamic": SCALED_FIELDS,
+    "yarn": (
+        *(*SCALED_FIELDS, "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (*SCALED_FIELDS, "attention_factor", "short_factor", "long_factor"),
+    "proportional": ("factor",),
+    "llama3": (*SCALED_FIELDS, "low_freq_factor", "high_freq_factor"),
+}
+OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
+ROPE_FORMS = ("rope_parameters", "rope_scaling")
+# A head that treespec trained copies its target's parameters, all of them, and was trained with what
+# `heads.layers.Rotary` makes of them.
+TRAINED_HERE = "target_tokens"
+
+
+def read_rotary(config: Config) -> Config:
+    """The config with its rotary positions said once, where it says them twice or as `mrope`.
+
+    `mrope` turns text as plain rotary positions do. Raises ValueError for a type or a field that is
+    not known, and where two forms contradict each other.
+    """
+    forms = read_forms(config)
+    top = {name: config[name] for name in OUTSIDE_FIELDS if config.get(name) is not None}
+    check_agreement([*forms.items(), ("", top)])
+    multimodal = any(is_multimodal(config[name]) for name in forms)
+    if len(forms) < len(ROPE_FORMS) and not multimodal:
+        return config
+    config = {name: value for name, value in config.items() if name not in ROPE_FORMS}
+    merged: Config = {}
+    for form in forms.values():
+        merged |= form
+    return config | {"rope_parameters": merged}
+
+
+def read_forms(config: Config) -> dict[str, Config]:
+    """Each form that a config has, by its name. Raises as `read_rotary`."""
+    forms: dict[str, Config] = {}
+    for name in ROPE_FORMS:
+        if config.get(name):
+            value = as_object(config[name], name)
+            forms[name] = read_form(value, name, copied=TRAINED_HERE in config)
+    return forms
+
+
+def check_agreement(forms: list[tuple[str, Config]]) -> None:
+    """Raises ValueError for a field that two forms have with different values. forms: (path, fields)."""
+    first: dict[str, tuple[Any, str]] = {}  # of each field: a value and its path
+    for form, values in forms:
+        for name, value in values.items():
+            path = f"{form}.{name}" if form else name
+            expected, where = first.setdefault(name, (value, path))
+            if expected != value:
+                raise ValueError(
+                    f"{path} is {value!r}, and {where} is {expected!r}: delete the wrong one"
+                )
+
+
+def is_multimodal(value: Config) -> bool:
+    """Whether rotary parameters are those of a model with images, whose positions are three."""
+    types = (value.get("rope_type"), value.get("type"))
+    return "mrope" in types or any(value.get(name) for name in MULTIMODAL_FIELDS)
+
+
+def read_form(value: Config, path: str, copied: bool) -> Config:
+    """One of the forms with its type as `rope_type`, `mrope` as plain. Raises as `read_rotary`.
+
+    copied: whether it may have more fields, which are not used.
+    """
+    kind = value.get("rope_type") or value.get("type") or "default"
+    if kind == "mrope":
+        kind = "default"
+    if kind not in ROPE_TYPE_FIELDS:
+        types = ", ".join(ROPE_TYPE_FIELDS)
+        raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {types}, and mrope in text")
+    neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
+    used = frozenset((*COMMON_FIELDS, *ROPE_TYPE_FIELDS[kind]))
+    if not copied:
+        FieldTable(used, frozenset(MULTIMODAL_FIELDS), neutral).check(value, f"{path}.")
+    kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL_FIELDS)}
+    return kept | {"rope_type": kind}

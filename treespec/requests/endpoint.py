@@ -21,17 +21,45 @@ FAILURES = (OSError, http.client.HTTPException, ValueError)  # what `completed` 
 class Reply:
     """A chat completion as its client sees it.
 
-    token_ids: where the server tells all of them.
+    thought: what the server tells apart as `reasoning_content` or `reasoning`.
+    token_ids, prompt_ids: of the answer with its thoughts and end, and of the prompt, where the server tells
+    all of them.
     times: seconds to each piece of text. cut: whether `max_tokens` ended it. usage: the tokens that
     the server counts, `prompt_tokens` and `completion_tokens`; empty where it reports none.
     """
 
     text: str = ""
+    thought: str = ""
     token_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     cut: bool = False
-    usage: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def take(self, chunk: Mapping[str, Any], seconds: float) -> bool:
+        """Add what a chunk of the stream brings. Returns whether it has text without its token ids.
+
+        Raises LookupError, TypeError or AttributeError for what is no chunk.
+        """
+        untold = False
+        self.usage = chunk.get("usage") or self.usage
+        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            piece = delta.get("content") or ""
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            if piece:
+                self.times.append(seconds)
+            self.text += piece
+            self.thought += thought
+            logprobs = (choice.get("logprobs") or {}).get("content") or []
+            ids = choice.get("token_ids") or [one["id"] for one in logprobs if "id" in one]
+            self.token_ids += ids
+            self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+            untold |= bool((piece or thought) and not ids)
+            self.cut |= choice.get("finish_reason") == "length"
+        return untold
 
 
 def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
@@ -69,17 +97,8 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                 continue
             try:
                 chunk = json.loads(event)
-                reply.usage = chunk.get("usage") or reply.usage
-                for choice in chunk["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        reply.times.append(time.perf_counter() - started)
-                        reply.text += piece
-                    told = (choice.get("logprobs") or {}).get("content") or []
-                    known = choice.get("token_ids") or [one["id"] for one in told if "id" in one]
-                    reply.token_ids += known
-                    untold |= bool(piece and not known)
-                    ended |= bool(choice.get("finish_reason"))
-                    reply.cut |= choice.get("finish_reason") == "length"
+                untold |= reply.take(chunk, time.perf_counter() - started)
+                ended |= any(choice.get("finish_reason") for choice in chunk["choices"])
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(one_line(event.decode(errors="replace"))[:200]) from error
     if not ended:
@@ -87,8 +106,14 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
     reply.seconds = time.perf_counter() - started
     if untold:
         reply.token_ids.clear()  # llama.cpp tells none of accepted drafts
-    reply.text = reply.text.encode(errors="replace").decode()  # half of a surrogate pair
+    reply.text = _whole_characters(reply.text)
+    reply.thought = _whole_characters(reply.thought)
     return reply
+
+
+def _whole_characters(text: str) -> str:
+    """The text without halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
 
 
 def said_by(error: Exception) -> str:

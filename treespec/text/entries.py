@@ -7,6 +7,9 @@ Four forms, here the same conversation:
     {"data": ["Hi", "Hello"]}                                              UltraChat's list
     {"text": "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n"}
     {"input_ids": [1, 4093, …], "loss_mask": [0, 0, …, 1, 1]}               tokens
+
+`treespec regenerate` writes messages, and beside them `input_ids` and `loss_mask` as lists with a list an answer:
+the prompt that the target answered, and its answer.
 """
 
 import json
@@ -14,7 +17,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.errors import InputError
 from treespec.text.strings import text_of, well_formed
@@ -38,6 +41,7 @@ class UnusableConversation(InputError):
 
 ROLES = {
     "system": "system",
+    "developer": "developer",
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -54,22 +58,31 @@ MAY_FOLLOW = {  # roles after a role; None is the beginning
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+OPENING = ("system", "developer")  # roles that may stand before the first question alone
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
 FURTHER = {"assistant": THOUGHTS, "tool": ("tool_call_id", "name")}  # fields for the template
 IGNORED = -100  # the label of a token that does not count
 
-Message = dict[str, Any]  # role and content, thoughts, tool_calls, and what `FURTHER` names
+Message = dict[str, Any]  # role and content, thoughts, tool_calls, weight, and what `FURTHER` names
+
+
+class TokenRow(NamedTuple):
+    """Token ids, and which of them count."""
+
+    ids: list[int]
+    counts: list[bool]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
+    """User and assistant alternate; the last turn is an assistant's. A system or developer turn may come first.
 
     where: file and line. source: its id in the file, else its number there.
     cut: for each answer whether a limit ended it, so that its end token is not the target's.
     tools: JSON schemas of the functions that the assistant may call.
-    text, tokens: instead of messages, a text that is formatted already, or token ids with a mask
-    of those that count.
+    text: instead of messages, a text that is formatted already.
+    tokens: rows of token ids, with a mask of those that count, in place of messages; beside messages a row an
+    answer, as its target generated it.
     """
 
     messages: list[Message]
@@ -78,7 +91,7 @@ class Conversation:
     cut: tuple[bool, ...] = ()
     tools: list[Any] = field(default_factory=list)
     text: str | None = None
-    tokens: tuple[list[int], list[bool]] | None = None
+    tokens: tuple[TokenRow, ...] = ()
 
 
 def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
@@ -99,8 +112,9 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     lists = (_listed(row.get(name)) for name in TURNS)
     turns = next((turns for turns in lists if isinstance(turns, list)), None)
     mask = next((name for name in MASKS if isinstance(row.get(name), list)), None)
-    if answered and TOKENS in row and (mask or turns is None):
-        return Conversation([], where, source, tokens=_tokens_of(row, mask))
+    tokens = _tokens_of(row, mask) if answered and TOKENS in row and (mask or turns is None) else ()
+    if tokens and not (turns and _is_nested(row)):
+        return Conversation([], where, source, tokens=tokens)
     if answered and turns is None and isinstance(row.get(TEXT), str):
         return Conversation([], where, source, text=row[TEXT])
 
@@ -113,24 +127,42 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
         raise UnusableConversation("its `tools` are no list")
     ended = row.get("ended")
     cut = [how == "max_new_tokens" for how in ended] if isinstance(ended, list) else []
-    return Conversation(messages, where, source, tuple(cut), tools)
+    return Conversation(messages, where, source, tuple(cut), tools, tokens=tokens)
 
 
-def _tokens_of(row: dict[str, Any], mask: str | None) -> tuple[list[int], list[bool]]:
-    """(token ids, which of them count) of a row of tokens, without padding. mask: the field that tells it.
+def _is_nested(row: dict[str, Any]) -> bool:
+    """Whether a row of tokens holds a list an answer."""
+    ids = row[TOKENS]
+    return isinstance(ids, list) and bool(ids) and all(isinstance(one, list) for one in ids)
+
+
+def _tokens_of(row: dict[str, Any], mask: str | None) -> tuple[TokenRow, ...]:
+    """The token rows of a row. mask: the field that tells which tokens count.
 
     Raises UnusableConversation for a row that does not tell which tokens count.
     """
     if mask is None:
         raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
-    ids, marks, seen = row[TOKENS], row[mask], row.get("attention_mask")
+    if not _is_nested(row):
+        return (_token_row(row[TOKENS], row[mask], row.get("attention_mask"), mask),)
+    ids, marks = row[TOKENS], row[mask]
+    if len(ids) != len(marks) or not all(isinstance(one, list) for one in marks):
+        raise UnusableConversation(f"`{TOKENS}` and `{mask}` differ in length")
+    return tuple(_token_row(*pair, None, mask) for pair in zip(ids, marks, strict=True))
+
+
+def _token_row(ids: Any, marks: list[Any], seen: Any, mask: str) -> TokenRow:
+    """Token ids without padding, and which of them count. Raises UnusableConversation.
+
+    seen: an attention mask, or anything else for none. mask: the name of the field of `marks`.
+    """
     seen = seen if isinstance(seen, list) else [1] * len(marks)
     if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
         raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
     if not len(ids) == len(marks) == len(seen):
         raise UnusableConversation(f"`{TOKENS}`, `{mask}` and the attention mask differ in length")
     counts = [mark != IGNORED if mask == "labels" else bool(mark) for mark in marks]
-    return list(compress(ids, seen)), list(compress(counts, seen))
+    return TokenRow(list(compress(ids, seen)), list(compress(counts, seen)))
 
 
 def messages_of(turns: object, answered: bool) -> list[Message]:
@@ -152,7 +184,7 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     for i, turn in enumerate(turns, 1):
         message = _message(turn, f"turn {i}")
         role, said = message["role"], message["content"].strip()
-        if role == "system" and i == 1:
+        if role in OPENING and i == 1:
             system = [message] if said else []
         elif messages or role != "assistant":
             if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
@@ -207,6 +239,10 @@ def _message(turn: Any, where: str) -> Message:
     message |= {name: turn[name] for name in FURTHER.get(role, ()) if turn.get(name)}
     if isinstance(calls, list) and calls and role == "assistant":
         message["tool_calls"] = [_call(call) for call in calls]
+    if role == "assistant" and turn.get("weight") is not None:
+        if turn["weight"] not in (0, 1):
+            raise UnusableConversation("a turn's weight is neither 0 nor 1", where)
+        message |= {} if turn["weight"] else {"weight": 0}
     return message
 
 

@@ -1,0 +1,115 @@
+"""What training learns: the very tokens that a model generated, in the context that it generated them in."""
+
+import json
+from functools import cache
+from itertools import groupby
+
+import pytest
+import transformers as hf
+from family_templates import FAMILIES, Said, family_tokenizer
+from models import GROUPED, random_model
+
+from treespec.api.spec import Spec
+from treespec.model.target import Target
+from treespec.text import templates
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
+
+QUESTIONS = ("Why?", "And then?")
+KINDS = {  # of a conversation: whether the model thinks, and whether it calls a tool before it answers
+    "plain": (False, False),
+    "thoughts": (True, False),
+    "calls": (False, True),
+    "thoughts and calls": (True, True),
+    "raw thoughts": (True, False),
+}
+CASES = [(name, kind) for name, family in FAMILIES.items() for kind in ("plain", *family.kinds)]
+CASES.remove(("DeepSeek-R1", "plain"))  # its prompt opens a thought in any case
+
+
+@cache
+def tiny_spec():
+    """A model of one layer, one token a byte."""
+    tokenizer = family_tokenizer()
+    config = hf.LlamaConfig(
+        **GROUPED | {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    )
+    return Spec(Target(random_model(config), tokenizer), None)
+
+
+def generated_words(prompt, count, seed):
+    """Words of three letters that the tiny model generates after a prompt."""
+    output = tiny_spec().generate(prompt, regex="[a-z]{9}", max_new_tokens=9, temperature=1.0, seed=seed)
+    return [output.text[3 * i : 3 * i + 3] for i in range(count)]
+
+
+def as_message(said, raw):
+    """What a server would make of an answer."""
+    message = {"role": "assistant", "content": said.content}
+    if raw:
+        message["content"] = f"{said.thought}\n</think>\n\n{said.content}"
+    elif said.thought:
+        message["reasoning_content"] = said.thought
+    if said.call:
+        function = {"name": "look", "arguments": json.dumps({"at": said.call})}
+        message["tool_calls"] = [{"id": "call00001", "type": "function", "function": function}]
+    return message
+
+
+def as_template_takes_it(message):
+    """With arguments as an object and thoughts under each name."""
+    shown = dict(message)
+    if thought := message.get("reasoning_content"):
+        shown |= {"thinking": thought, "reasoning": thought}
+    if calls := message.get("tool_calls"):
+        function = {"name": "look", "arguments": json.loads(calls[0]["function"]["arguments"])}
+        shown["tool_calls"] = [calls[0] | {"function": function}]
+    return shown
+
+
+def generated_conversation(family, tokenizer, kind):
+    """(messages, [(prompt, answer) in token ids of each answer]) of two questions."""
+    thinks, calls = KINDS[kind]
+    messages, answers = [], []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        for calling in (True, False) if calls else (False,):
+            shown = [as_template_takes_it(message) for message in messages]
+            variables = {"enable_thinking": thinks, "thinking": thinks}
+            prompt = templates.encode(tokenizer, shown, chat_template_kwargs=variables)
+            thought, content, argument = generated_words(prompt, 3, seed=len(answers))
+            said = Said(thought * thinks, "" if calling else content, argument * calling)
+            answer = tokenizer(family.written(said, tokenizer.decode(prompt)), add_special_tokens=False)["input_ids"]
+            answers.append((prompt, answer))
+            messages.append(as_message(said, kind == "raw thoughts"))
+            if calling:
+                messages.append({"role": "tool", "content": "sun", "name": "look", "tool_call_id": "call00001"})
+    return messages, answers
+
+
+def learnt_answers(examples):
+    """[(tokens before an answer, its tokens)] of each unbroken run under the masks."""
+    learnt = []
+    for example in examples:
+        ids, place = example.input_ids.tolist(), 0
+        for counts, run in groupby(example.loss_mask.tolist()):
+            end = place + len([*run])
+            if counts:
+                learnt.append((ids[:place], ids[place:end]))
+            place = end
+    return learnt
+
+
+def examples_of(tmp_path, tokenizer, *rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return encode_conversations(tokenizer, read_conversations(file)[0], None, 10_000)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
+    family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name].template)
+    messages, answers = generated_conversation(family, tokenizer, kind)
+    examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
+    assert sorted(learnt_answers(examples)) == sorted(answers)
+    assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)

@@ -113,3 +113,18 @@ def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
     assert sorted(learnt_answers(examples)) == sorted(answers)
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "raw" not in case[1]])
+def test_formatted_text_learns_answers_and_no_words_of_others(name, kind, tmp_path):
+    tokenizer = family_tokenizer(FAMILIES[name].template)
+    messages, _ = generated_conversation(FAMILIES[name], tokenizer, kind)
+    shown = [as_template_takes_it(message) for message in messages]
+    text = templates.render(tokenizer, shown, add_generation_prompt=False)
+    examples, _ = examples_of(tmp_path, tokenizer, {"text": text})
+    learnt = [tokenizer.decode(answer) for _, answer in learnt_answers(examples)]
+    plain = [message["content"] for message in messages if message["role"] == "assistant" and message["content"]]
+    if "calls" not in kind:  # an answer behind a tool's result has no header under Gemma 4 and Mistral
+        assert [words in part for words, part in zip(plain, learnt, strict=True)] == [True, True]
+    assert learnt
+    assert not [word for word in ("Why", "then", "sun") if word in "".join(learnt)]

@@ -44,8 +44,8 @@ class Marks:
 @lru_cache(maxsize=4)
 def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
     """The marks of a template, "" for none. Raises InputError where it shows no answer, and as `render`."""
-    # 1. One conversation, with and without its answer.
-    chat = Chat(tokenizer, template)
+    # 1. One conversation of a target that may think, with and without its answer.
+    chat = Chat(tokenizer, template, thinks=True)
     asked = [{"role": "user", "content": QUESTION}]
     answered = [*asked, {"role": "assistant", "content": ANSWER}]
     whole = chat.render(answered)

@@ -63,15 +63,6 @@ def test_a_turn_of_weight_0_is_context_and_not_learnt(tmp_path):
         learnt_of(tmp_path, "ChatML", {"messages": [QUESTION, others | {"weight": 0.5}]})
 
 
-@pytest.mark.parametrize(("name", "shown"), [("Qwen 2.5", "system"), ("gpt-oss", "system")])
-def test_a_developers_message_is_a_systems_where_the_template_knows_no_developer(name, shown, tmp_path):
-    for role in ("developer", "system"):
-        tokenizer = family_tokenizer(FAMILIES[name].template)
-        row = {"messages": [{"role": role, "content": "Be brief."}, QUESTION, ANSWER]}
-        (example,), _ = examples_of(tmp_path, tokenizer, row)
-        assert f"{shown}" in tokenizer.decode(example.input_ids).partition("Be brief.")[0][-20:]
-
-
 def test_training_and_server_take_a_developers_message_alike(tmp_path):
     template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "why"}]

@@ -14,6 +14,7 @@ from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn, passes
@@ -52,6 +53,36 @@ def test_every_question_is_answered_by_generate_with_its_own_seed(whole, model, 
             options = {"temperature": line["temperature"], "max_new_tokens": whole.max_new_tokens}
             alone = spec.generate(messages[: 2 * turn + 1], seed=drawn(whole.seed, key, turn), **options)
             assert (answer["content"], tokens) == (alone.text, alone.stats.new_tokens)
+
+
+def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
+    spec = load(model, dtype="float32")
+    conversations, _ = read_conversations(f"{whole.out}/{OUT}")
+    examples, report = encode_conversations(spec.target.tokenizer, conversations, None, 1000)
+    expected = []
+    for line in lines_of(whole):
+        for turn in range(len(line["tokens"])):
+            prompt, options = line["messages"][: 2 * turn + 1], {"temperature": line["temperature"]}
+            seed = drawn(whole.seed, line["row"], turn)
+            answer = spec.generate(prompt, seed=seed, max_new_tokens=whole.max_new_tokens, **options)
+            expected.append((spec.encode(prompt), answer.token_ids))
+    read = [(one.input_ids[~one.loss_mask].tolist(), one.input_ids[one.loss_mask].tolist()) for one in examples]
+    assert read == expected
+    assert report.used == len(by_row(whole)) < len(examples)
+
+
+def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_messages(whole, tmp_path):
+    lines = lines_of(whole)
+    earlier = [{name: value for name, value in line.items() if name not in ("input_ids", "loss_mask")} for line in lines]
+    others = [line | {"input_ids": [[0] * len(ids) for ids in line["input_ids"]]} for line in lines]
+    rows = []
+    for number, kept in enumerate((earlier, others)):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("\n".join(map(json.dumps, kept)))
+        examples, report = encode_conversations(words_tokenizer(), read_conversations(file)[0], None, 1000)
+        rows.append([(one.input_ids.tolist(), one.loss_mask.tolist(), one.key, one.part) for one in examples])
+        assert report.used == 12
+    assert rows[0] == rows[1]
 
 
 def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_path):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
+from threading import Event
 from typing import Any
 
 from treespec.api.engine import Engine
@@ -85,7 +86,8 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
 def of_server(config: RegenerateConfig) -> Ask:
     """Asks a server. One that takes seeds draws each answer from one of its own."""
     url = str(config.endpoint).rstrip("/")
-    more: dict[str, object] = {WITH_IDS: True}  # until the server refuses it
+    more: dict[str, object] = {WITH_IDS: True}  # until the server turns out not to know it
+    is_known = Event()
 
     def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
         lengths = [len(message["content"]) // CHARACTERS for message in messages]
@@ -98,11 +100,12 @@ def of_server(config: RegenerateConfig) -> Ask:
             del body["top_k"]
         try:
             reply = replied(url, body | more)
-        except LeftOut as problem:
-            if WITH_IDS not in str(problem):
+            is_known.set()
+        except LeftOut:
+            if is_known.is_set() or not more:
                 raise
-            more.clear()
             reply = replied(url, body)
+            more.clear()
         return answer_of(reply)
 
     return ask

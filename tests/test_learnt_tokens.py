@@ -6,7 +6,8 @@ from itertools import groupby
 
 import pytest
 import transformers as hf
-from family_templates import FAMILIES, Said, family_tokenizer
+from family_parts import Said, family_tokenizer
+from family_templates import FAMILIES
 from models import GROUPED, random_model
 
 from treespec.api.spec import Spec
@@ -106,7 +107,7 @@ def examples_of(tmp_path, tokenizer, *rows):
     return encode_conversations(tokenizer, read_conversations(file)[0], None, 10_000)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize("name, kind", CASES)
 def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name].template)
     messages, answers = generated_conversation(family, tokenizer, kind)
@@ -115,7 +116,7 @@ def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
 
 
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if "raw" not in case[1]])
+@pytest.mark.parametrize("name, kind", [case for case in CASES if "raw" not in case[1]])
 def test_formatted_text_learns_answers_and_no_words_of_others(name, kind, tmp_path):
     tokenizer = family_tokenizer(FAMILIES[name].template)
     messages, _ = generated_conversation(FAMILIES[name], tokenizer, kind)

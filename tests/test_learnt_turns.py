@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from family_templates import FAMILIES, family_tokenizer
+from family_parts import family_tokenizer
+from family_templates import FAMILIES
 from http_serving import tiny_spec
 from refusals import says
 from test_learnt_tokens import examples_of, learnt_answers

@@ -73,7 +73,9 @@ def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
 
 def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_messages(whole, tmp_path):
     lines = lines_of(whole)
-    earlier = [{name: value for name, value in line.items() if name not in ("input_ids", "loss_mask")} for line in lines]
+    earlier = [
+        {name: value for name, value in line.items() if name not in ("input_ids", "loss_mask")} for line in lines
+    ]
     others = [line | {"input_ids": [[0] * len(ids) for ids in line["input_ids"]]} for line in lines]
     rows = []
     for number, kept in enumerate((earlier, others)):

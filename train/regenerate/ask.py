@@ -106,12 +106,12 @@ def of_server(config: RegenerateConfig) -> Ask:
                 raise
             reply = replied(url, body)
             more.clear()
-        return answer_of(reply)
+        return read_reply(reply)
 
     return ask
 
 
-def answer_of(reply: Reply) -> Answer:
+def read_reply(reply: Reply) -> Answer:
     """A server's reply as an answer.
 
     Raises LeftOut where the server counts thoughts that it does not tell: a head would learn answers without them.

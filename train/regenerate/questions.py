@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from treespec.text.entries import OPENING, Conversation
+from treespec.text.entries import OPENING_ROLES, Conversation
 
 FILTERS = ("all", "ascii", "english")
 LEAST_ASCII = 0.97  # share of the letters
@@ -64,7 +64,7 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
     for conversation in conversations:
         messages = conversation.messages
         system, role = None, "system"
-        if messages[0]["role"] in OPENING:
+        if messages[0]["role"] in OPENING_ROLES:
             system, role = messages[0]["content"], messages[0]["role"]
         asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
         kept = tuple(takewhile(lambda question: passes(question, filter), asked))

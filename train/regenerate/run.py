@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -153,11 +153,19 @@ def answered(
     if answers:
         line["messages"] = messages
         line["temperature"] = 0.0 if greedy else config.temperature
-        line["tokens"] = [answer.tokens for answer in answers]
-        line["ended"] = [answer.ended for answer in answers]
-    if answers and all(answer.token_ids for answer in answers):
-        line["input_ids"] = [[*answer.prompt_ids, *answer.token_ids] for answer in answers]
-        line["loss_mask"] = [
+        line |= describe_answers(answers)
+    return line
+
+
+def describe_answers(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The fields of a line with a value an answer. Token ids are there where all are known."""
+    fields: dict[str, Any] = {
+        "tokens": [answer.tokens for answer in answers],
+        "ended": [answer.ended for answer in answers],
+    }
+    if all(answer.token_ids for answer in answers):
+        fields["input_ids"] = [[*answer.prompt_ids, *answer.token_ids] for answer in answers]
+        fields["loss_mask"] = [
             [0] * len(answer.prompt_ids) + [1] * len(answer.token_ids) for answer in answers
         ]
-    return line
+    return fields

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.text.strings import one_line
 
@@ -42,24 +42,43 @@ class Reply:
 
         Raises LookupError, TypeError or AttributeError for what is no chunk.
         """
-        untold = False
+        has_untold_text = False
         self.usage = chunk.get("usage") or self.usage
         self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
         for choice in chunk["choices"]:
-            delta = choice["delta"]
-            piece = delta.get("content") or ""
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            if piece:
+            text, thought, ids = read_delta(choice)
+            if text:
                 self.times.append(seconds)
-            self.text += piece
+            self.text += text
             self.thought += thought
-            logprobs = (choice.get("logprobs") or {}).get("content") or []
-            ids = choice.get("token_ids") or [one["id"] for one in logprobs if "id" in one]
             self.token_ids += ids
             self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
-            untold |= bool((piece or thought) and not ids)
             self.cut |= choice.get("finish_reason") == "length"
-        return untold
+            has_untold_text |= bool((text or thought) and not ids)
+        return has_untold_text
+
+
+class Delta(NamedTuple):
+    """What is new in a choice of a stream. ids: of its tokens, [] where the server does not tell them."""
+
+    text: str
+    thought: str
+    ids: list[int]
+
+
+def read_delta(choice: Mapping[str, Any]) -> Delta:
+    """What a choice of a chunk brings. Raises LookupError, TypeError or AttributeError for what is no choice.
+
+    Thoughts stand in `reasoning_content`, in newer vLLM in `reasoning`. Token ids stand in vLLM's field, in
+    llama.cpp's log-probabilities.
+    """
+    delta = choice["delta"]
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    ids = choice.get("token_ids")
+    if not ids:
+        told = (choice.get("logprobs") or {}).get("content") or []
+        ids = [one["id"] for one in told if "id" in one]
+    return Delta(delta.get("content") or "", thought, ids)
 
 
 def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
@@ -106,12 +125,12 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
     reply.seconds = time.perf_counter() - started
     if untold:
         reply.token_ids.clear()  # llama.cpp tells none of accepted drafts
-    reply.text = _whole_characters(reply.text)
-    reply.thought = _whole_characters(reply.thought)
+    reply.text = _replace_half_characters(reply.text)
+    reply.thought = _replace_half_characters(reply.thought)
     return reply
 
 
-def _whole_characters(text: str) -> str:
+def _replace_half_characters(text: str) -> str:
     """The text without halves of surrogate pairs."""
     return text.encode(errors="replace").decode()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.answers import Row, Span, holds, place_answers, words_of
+from treespec.text.answers import Span, TextRow, get_words, has_words, place_answers
 from treespec.text.conversations import Report
 from treespec.text.entries import Conversation, UnusableConversation, thought_of
 from treespec.text.marks import marks_of, spans_in
@@ -119,13 +119,15 @@ class Encoder:
 
         Raises UnusableConversation, and InputError for a missing template.
         """
-        if talk.tokens and (not talk.messages or self._wrote(talk)):
+        if talk.tokens and (not talk.messages or self._has_own_tokens(talk)):
             return self._encode_tokens(talk), 0
         check(self.tokenizer, self.template)
         key, thoughtless = key_of(talk), 0
         try:
             if talk.text is not None:
-                rows = [Row(talk.text, spans_in(talk.text, marks_of(self.tokenizer, self.template)))]
+                rows = [
+                    TextRow(talk.text, spans_in(talk.text, marks_of(self.tokenizer, self.template)))
+                ]
             else:
                 placed = place_answers(
                     self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
@@ -141,7 +143,7 @@ class Encoder:
             raise UnusableConversation("no answer counts: each has the weight 0")
         return [self._encode_row(row, key, part) for part, row in enumerate(rows)], thoughtless
 
-    def _encode_row(self, row: Row, key: str, part: int) -> Example:
+    def _encode_row(self, row: TextRow, key: str, part: int) -> Example:
         """A text and the answers in it as tokens."""
         encoded = self.tokenizer(
             row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -163,7 +165,7 @@ class Encoder:
             for part, row in enumerate(talk.tokens)
         ]
 
-    def _wrote(self, talk: Conversation) -> bool:
+    def _has_own_tokens(self, talk: Conversation) -> bool:
         """Whether the tokens of a conversation are this tokenizer's: they hold the words of its answers.
 
         Answers of another target are read from their messages.
@@ -177,7 +179,7 @@ class Encoder:
                 return False
             options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
             text = str(self.tokenizer.decode(counted, **options))
-            if not (holds(text, words_of(message)) and holds(text, thought_of(message))):
+            if not (has_words(text, get_words(message)) and has_words(text, thought_of(message))):
                 return False
         return True
 

@@ -6,24 +6,23 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
-from treespec.text.answers import (
-    ANSWER,
-    CALL_ID,
-    OPENED_THOUGHT,
-    QUESTION,
-    TOOL_RESULT,
-    Chat,
-    Span,
-    place_answer,
-)
+from treespec.text.answers import Span, place_answer
 from treespec.text.entries import UnusableConversation
 from treespec.text.templates import Messages, Template
+from treespec.text.turns import (
+    ANSWER,
+    OPENED_THOUGHT,
+    PROBE_CALL_ID,
+    PROBE_RESULT,
+    QUESTION,
+    Chat,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FUNCTION = {"name": "look", "arguments": {"at": "1"}}
-CALL = {"type": "function", "id": CALL_ID, "function": FUNCTION}
+PROBE_FUNCTION = {"name": "look", "arguments": {"at": "1"}}
+PROBE_CALL = {"type": "function", "id": PROBE_CALL_ID, "function": PROBE_FUNCTION}
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,20 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
 
     # 3. The ends: special tokens, else all that follows.
     following = chat.render([*answered, *asked]).partition(ANSWER)[2]
-    ends = [re.search(chat.turns.special, text) for text in (after, following)]
+    ends = [re.search(chat.turn_format.special, text) for text in (after, following)]
     found = [end[0] for end in ends if end] + _call_end(chat, asked)
     return Marks(header, tuple(dict.fromkeys(found or [after.strip(" ")])))
 
 
 def _call_end(chat: Chat, asked: Messages) -> list[str]:
     """The special token that ends an answer which calls a tool, in a list; [] for none."""
-    call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
     try:
         answer = place_answer(chat, [*asked, call])
-        chat.render([*asked, call, TOOL_RESULT])
+        chat.render([*asked, call, PROBE_RESULT])
     except InputError:
         return []
-    return re.findall(chat.turns.special, answer.said)[-1:]
+    return re.findall(chat.turn_format.special, answer.said)[-1:]
 
 
 def spans_in(text: str, marks: Marks) -> list[Span]:

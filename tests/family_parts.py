@@ -66,7 +66,8 @@ class Family:
         return text.removeprefix(opened)
 
 
-THINKS, CALLS, BOTH = ("thoughts",), ("calls",), ("thoughts", "calls", "thoughts and calls")
+CALLS = ("calls",)
+BOTH = ("thoughts", "calls", "thoughts and calls")
 IS = "m['role'] == '{}'".format
 LAST_QUESTION = (
     "{% set ns = namespace(last=-1) %}"

@@ -77,8 +77,13 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
         ended = "max_new_tokens" if output.stats.truncated else "model"
-        ids = {"prompt_ids": prompt, "token_ids": output.token_ids}
-        return Answer(output.text, output.stats.new_tokens, ended, **ids)
+        return Answer(
+            output.text,
+            output.stats.new_tokens,
+            ended,
+            prompt_ids=prompt,
+            token_ids=output.token_ids,
+        )
 
     return ask
 

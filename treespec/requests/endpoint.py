@@ -29,13 +29,13 @@ class Reply:
     """
 
     text: str = ""
-    thought: str = ""
     token_ids: list[int] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     cut: bool = False
     usage: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    thought: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
 
     def take(self, chunk: Mapping[str, Any], seconds: float) -> bool:
         """Add what a chunk of the stream brings. Returns whether it has text without its token ids.

@@ -14,6 +14,7 @@ the prompt that the target answered, and its answer.
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, cycle
@@ -221,7 +222,7 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     return system + messages
 
 
-def thought_of(message: Message) -> str:
+def thought_of(message: Mapping[str, Any]) -> str:
     """The thoughts before an answer: in a field of their own, or inside <think>; "" for none."""
     for name in THOUGHTS:
         if isinstance(thought := message.get(name), str) and thought.strip():

@@ -15,6 +15,7 @@ from treespec.model.target import Target
 from treespec.text import templates
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
+from treespec.text.turns import split_thought
 
 QUESTIONS = ("Why?", "And then?")
 KINDS = {  # of a conversation: whether the model thinks, and whether it calls a tool before it answers
@@ -114,6 +115,19 @@ def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
     assert sorted(learnt_answers(examples)) == sorted(answers)
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "thoughts" in family.kinds])
+def test_what_a_model_wrote_is_split_into_thoughts_and_words(name):
+    family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name].template)
+    before = [{"role": "user", "content": QUESTIONS[0]}]
+    if name == "Gemma 4, empty thought":  # its prompt ends the thought, unless it is asked to think
+        assert split_thought(tokenizer, None, before, "abc<turn|>") is None
+        return
+    prompt = templates.render(tokenizer, before)
+    for thought, parts in (("abc", ("abc", "def")), ("", None)):
+        written = family.written(Said(thought, "def", thinks=True), prompt)
+        assert split_thought(tokenizer, None, before, written) == parts
 
 
 @pytest.mark.parametrize("name, kind", [case for case in CASES if "raw" not in case[1]])

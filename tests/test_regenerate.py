@@ -4,17 +4,22 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from commands import treespec
+from models import TableConfig, TableModel
 from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer, write_questions
 
 from treespec import load
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 from treespec.demo.known import default_drafter
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
+from treespec.train.regenerate.ask import of_target
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn, passes
@@ -69,6 +74,33 @@ def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
     read = [(one.input_ids[~one.loss_mask].tolist(), one.input_ids[one.loss_mask].tolist()) for one in examples]
     assert read == expected
     assert report.used == len(by_row(whole)) < len(examples)
+
+
+def test_thoughts_of_the_target_stand_apart_from_its_words():
+    """A target that always writes the same: its special tokens mark a thought, as gpt-oss' do."""
+    tokenizer = words_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<s>' + m['role'] + ': ' }}"
+        "{% if m['thinking'] and loop.last %}{{ '<think>' + m['thinking'] + '</think>' }}{% endif %}"
+        "{{ m['content'] + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant: ' }}{% endif %}"
+    )
+    said = tokenizer.convert_tokens_to_ids(
+        ["assistant", ":", "<think>", "why", "is", "</think>", "sky", "blue", "</s>"]
+    )
+    model = TableModel(TableConfig(len(tokenizer), eos_token_id=2))
+    with torch.no_grad():
+        for before, last, following in zip(said, said[1:], said[2:], strict=False):
+            model.model.table[before, last, following] = 99.0
+    spec = Spec(Target(model, tokenizer), None)
+    config = config_for("m", "d", "o")
+    with Engine(spec) as engine:
+        messages = [{"role": "user", "content": "why"}]
+        answer = of_target(engine, config)(messages, 0, True)
+    assert (answer.thought, answer.text.strip()) == ("why is", "sky blue")
+    assert answer.message["reasoning_content"] == "why is"
+    assert [*answer.token_ids] == said[2:]
+    assert [*answer.prompt_ids] == spec.encode(messages)
 
 
 def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_messages(whole, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 from treespec.api.engine import Engine
 from treespec.errors import InputError
 from treespec.requests.endpoint import Reply, completed, said_by
+from treespec.text.turns import split_thought
 from treespec.train.regenerate.config import RegenerateConfig
 
 Messages = list[dict[str, str]]
@@ -76,13 +77,16 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
         except InputError as error:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
-        ended = "max_new_tokens" if output.stats.truncated else "model"
+        written = tokenizer.decode(output.token_ids, clean_up_tokenization_spaces=False)
+        parts = split_thought(tokenizer, engine.spec.template, messages, written)
+        thought, text = parts or ("", output.text)
         return Answer(
-            output.text,
+            text,
             output.stats.new_tokens,
-            ended,
-            prompt_ids=prompt,
-            token_ids=output.token_ids,
+            "max_new_tokens" if output.stats.truncated else "model",
+            thought,
+            prompt,
+            output.token_ids,
         )
 
     return ask

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
+from treespec.text.entries import THOUGHTS
 from treespec.text.strings import common_prefix
 from treespec.text.templates import Messages, Template, Tools, render, special_tokens
 
@@ -110,3 +111,37 @@ def leading_token(special: str, text: str) -> str:
     """The special token that the text begins with; "" for none. special: a pattern of special tokens."""
     begun = re.match(special, text)
     return begun[0] if begun else ""
+
+
+def split_thought(
+    tokenizer: "PreTrainedTokenizerBase", template: Template, before: Messages, written: str
+) -> tuple[str, str] | None:
+    """The thoughts and the words of a text that a target wrote after a prompt; None where it wrote no thoughts.
+
+    Args:
+        tokenizer: whose chat template asked for the text.
+        template: the name of one of fschat's templates instead.
+        before: the messages that the text answers. Raises InputError where the template refuses them.
+        written: the text with its special tokens.
+
+    The template shows what stands around thoughts and words. None too for a template that shows no thoughts, and
+    where a limit cut the text among them.
+    """
+    # 1. What the template writes around the thoughts and the words of an answer.
+    shown = {"role": "assistant", "content": ANSWER} | dict.fromkeys(THOUGHTS, QUESTION)
+    prompt = render(tokenizer, before, template)
+    try:
+        whole = render(tokenizer, [*before, shown], template, add_generation_prompt=False)
+    except InputError:
+        return None
+    opening, shows_thought, rest = whole.removeprefix(prompt).partition(QUESTION)
+    between = rest.partition(ANSWER)[0]
+    if not (shows_thought and between and whole.startswith(prompt)):
+        return None
+
+    # 2. The same around those of this text.
+    special = Chat(tokenizer, template).turn_format.special
+    thought, is_closed, words = written.removeprefix(opening).partition(between)
+    if not is_closed or not written.startswith(opening):
+        return None
+    return thought.strip(), re.sub(rf"({special})\Z", "", words)

@@ -2,19 +2,17 @@
 
 import json
 from functools import cache
-from itertools import groupby
 
 import pytest
 import transformers as hf
 from family_parts import Said, family_tokenizer
 from family_templates import FAMILIES
+from learning import examples_of, learnt_answers
 from models import GROUPED, random_model
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
 from treespec.text import templates
-from treespec.text.conversations import read_conversations
-from treespec.text.encoding import encode_conversations
 from treespec.text.turns import split_thought
 
 QUESTIONS = ("Why?", "And then?")
@@ -87,25 +85,6 @@ def generated_conversation(family, tokenizer, kind):
             if calling:
                 messages.append({"role": "tool", "content": "sun", "name": "look", "tool_call_id": "call00001"})
     return messages, answers
-
-
-def learnt_answers(examples):
-    """[(tokens before an answer, its tokens)] of each unbroken run under the masks."""
-    learnt = []
-    for example in examples:
-        ids, place = example.input_ids.tolist(), 0
-        for counts, run in groupby(example.loss_mask.tolist()):
-            end = place + len([*run])
-            if counts:
-                learnt.append((ids[:place], ids[place:end]))
-            place = end
-    return learnt
-
-
-def examples_of(tmp_path, tokenizer, *rows):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return encode_conversations(tokenizer, read_conversations(file)[0], None, 10_000)
 
 
 @pytest.mark.parametrize("name, kind", CASES)

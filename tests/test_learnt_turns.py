@@ -6,8 +6,8 @@ import pytest
 from family_parts import family_tokenizer
 from family_templates import FAMILIES
 from http_serving import tiny_spec
+from learning import examples_of, learnt_answers
 from refusals import says
-from test_learnt_tokens import examples_of, learnt_answers
 
 from treespec.serve.messages import encoded
 from treespec.text import templates

@@ -60,6 +60,11 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     unique = {(example.key, example.part): example for example in examples}
     if repeats := len(examples) - len(unique):
         accelerator.print(f"{repeats} of them stand there already, and count once")
+    talks = len({example.key for example in examples})
+    if talks < len(unique):
+        accelerator.print(
+            f"{len(unique)} rows of {talks} conversations: each answer in the text that it was generated in"
+        )
     return [unique[key] for key in sorted(unique)]
 
 

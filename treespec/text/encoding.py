@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.text.answers import Span, TextRow, get_words, has_words, place_answers
 from treespec.text.conversations import Report
-from treespec.text.entries import Conversation, UnusableConversation, thought_of
+from treespec.text.entries import Conversation, TokenRow, UnusableConversation, thought_of
 from treespec.text.marks import marks_of, spans_in
 from treespec.text.templates import Template, check, opening, special_tokens
 
@@ -155,14 +156,17 @@ class Encoder:
         return Example(torch.tensor(ids), torch.from_numpy(mask), key, part)
 
     def _encode_tokens(self, talk: Conversation) -> list[Example]:
-        """Rows of tokens as they stand. Raises UnusableConversation for ids beyond the vocabulary."""
+        """Rows of tokens as they stand; one that begins another one shares it.
+
+        Raises UnusableConversation for ids beyond the vocabulary.
+        """
         largest = max((max(row.ids, default=0) for row in talk.tokens), default=0)
         if largest >= len(self.tokenizer):
             raise UnusableConversation("a token id is beyond the vocabulary", f"{largest}")
         key = key_of(talk)
         return [
             Example(torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.counts), key, part)
-            for part, row in enumerate(talk.tokens)
+            for part, row in enumerate(_share_token_rows(talk.tokens))
         ]
 
     def _has_own_tokens(self, talk: Conversation) -> bool:
@@ -182,6 +186,20 @@ class Encoder:
             if not (has_words(text, get_words(message)) and has_words(text, thought_of(message))):
                 return False
         return True
+
+
+def _share_token_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The rows without those that a later one begins with, whose tokens count there."""
+    shared = list[TokenRow]()
+    for row in reversed(rows):
+        size = len(row.ids)
+        longer = next((other for other in shared if other.ids[:size] == row.ids), None)
+        if longer is None:
+            shared.insert(0, TokenRow(row.ids, [*row.counts]))
+        else:
+            for place in compress(range(size), row.counts):
+                longer.counts[place] = True
+    return shared
 
 
 def key_of(talk: Conversation) -> str:

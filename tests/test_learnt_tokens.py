@@ -2,6 +2,8 @@
 
 import json
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import transformers as hf
@@ -15,6 +17,21 @@ from treespec.model.target import Target
 from treespec.text import templates
 from treespec.text.turns import split_thought
 
+PUBLISHED = {  # templates that trl ships, by family
+    "Llama 3": ("llama3",),
+    "Llama 3.1": ("llama3_1", "llama3_2"),
+    "Qwen 2.5": ("qwen2_5", "qwen3_instruct_2507"),
+    "Qwen 3": ("qwen3",),
+    "Qwen 3.5": ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"),
+    "gpt-oss": ("gptoss",),
+    "Gemma 2": ("gemma",),
+    "Gemma 3": ("gemma3",),
+    "Gemma 4": ("gemma4_v5",),
+    "Phi 3": ("phi3", "phi3_5"),
+    "DeepSeek-R1": ("deepseek_r1_distill",),
+    "GLM 4.5": ("glm4moe",),
+    "LFM2": ("lfm2_2_5",),
+}
 QUESTIONS = ("Why?", "And then?")
 KINDS = {  # of a conversation: whether the model thinks, and whether it calls a tool before it answers
     "plain": (False, False),
@@ -94,6 +111,22 @@ def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
     assert sorted(learnt_answers(examples)) == sorted(answers)
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
+
+
+@pytest.mark.parametrize("name, kind", [case for case in CASES if case[0] in PUBLISHED])
+def test_published_templates_are_learnt_as_exactly_where_they_are_installed(name, kind, tmp_path):
+    """trl ships the families' own templates: `pip install --no-deps trl`."""
+    package = find_spec("trl")
+    if package is None:
+        pytest.skip("trl is not installed")
+    for file in PUBLISHED[name]:
+        own = Path(package.submodule_search_locations[0], "chat_templates", f"{file}.jinja").read_text()
+        tokenizer = family_tokenizer(own)
+        if name == "Phi 3":
+            tokenizer.eos_token = "<|endoftext|>"
+        messages, answers = generated_conversation(FAMILIES[name], tokenizer, kind)
+        examples, _ = examples_of(tmp_path, tokenizer, {"messages": messages})
+        assert sorted(learnt_answers(examples)) == sorted(answers), file
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "thoughts" in family.kinds])

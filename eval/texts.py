@@ -121,7 +121,8 @@ def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Pas
     if path.suffix in CONVERSATIONS:
         conversations = read_conversations(path)[0][:limit]
         examples, _ = encode_conversations(tokenizer, conversations, spec.template, length)
-        return [Passage(e.input_ids, e.loss_mask, i) for i, e in enumerate(examples)]
+        groups = {key: i for i, key in enumerate(dict.fromkeys(e.key for e in examples))}
+        return [Passage(e.input_ids, e.loss_mask, groups[e.key]) for e in examples]
 
     # 2. Plain text.
     ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]

@@ -77,7 +77,7 @@ GENERATION = each(
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ m['content'] + '<|im_end|>\\n' }}{% endif %}"
 ) + prompt("<|im_start|>assistant\\n")  # fmt: skip
-# Qwen3's: the last answer gets an empty thought, earlier ones lose theirs.
+# An old form of Qwen3's: the last answer gets an empty thought, earlier ones lose theirs.
 THINKING = each(
     "{% set said = m['content'].split('</think>')[-1].lstrip() %}"
     "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -172,7 +172,31 @@ def segments(by_hand, conversation):
     return out
 
 
+def rows_by_hand(name, conversation):
+    """[[(text, whether it counts)]]: one row, or one an answer where the template shows earlier ones otherwise."""
+    if name not in ("thinking", "channels", "opened thought"):
+        return [segments(BY_HAND[name], conversation)]
+    ends = [i for i, turn in enumerate(conversation) if turn[0] == "a"]
+    if name == "opened thought" and "</think>" not in conversation[-1]:
+        return [segments(BY_HAND[name], conversation)]
+    rows = [segments(BY_HAND[name], conversation[: end + 1]) for end in ends]
+    for row, end in zip(rows, ends, strict=True):
+        answer, after = row[-2:]
+        row[:-2] = [(text, False) for text, _ in row[:-2]]
+        if name == "opened thought":  # the text as the target wrote it, behind the prompt that opens the thought
+            written = conversation[end][2:].removeprefix("<think>") + "<|eot|>"
+            row[-2:] = [("<think>\n", False), (written, True), after]
+        else:
+            row[-2:] = [answer, after]
+    return rows
+
+
+def encode_rows(tokenizer, messages, template=None, max_length=10_000):
+    """The rows of one conversation as training has it."""
+    return encode_conversations(tokenizer, [Conversation(messages)], template, max_length)[0]
+
+
 def encode_conversation(tokenizer, messages, template=None, max_length=10_000):
-    """One conversation as training has it."""
-    (example,), _ = encode_conversations(tokenizer, [Conversation(messages)], template, max_length)
+    """One conversation that is one row."""
+    (example,) = encode_rows(tokenizer, messages, template, max_length)
     return example

@@ -75,17 +75,26 @@ def killed_after(config, rows):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the last question in capitals. troubles: what goes wrong with a request, by its number."""
+    """Answers with the last question in capitals. troubles: what goes wrong with a request, by its number.
+
+    answer: (body of a request) -> the chunks of another answer.
+    """
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests, self.troubles, self.lock = [], {}, threading.Lock()
+        self.answer = capitals
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+def capitals(body):
+    text = body["messages"][-1]["content"].upper()
+    return [{"choices": [{"delta": {"content": text}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -103,11 +112,11 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(trouble, int):
             self.send_error(trouble, "not now")
             return
-        answer = trouble or {
-            "choices": [{"delta": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
-            "usage": {"completion_tokens": 3},
-        }
-        self.reply(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        chunks = [trouble] if trouble else self.server.answer(body)
+        if isinstance(chunks, tuple):
+            self.send_error(*chunks)
+            return
+        self.reply("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n")
 
     def reply(self, content):
         self.send_response(200)

@@ -12,8 +12,9 @@ from chat_templates import (
     byte_tokenizer,
     each,
     encode_conversation,
+    encode_rows,
     prompt,
-    segments,
+    rows_by_hand,
     turns,
 )
 from refusals import complains
@@ -38,31 +39,32 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
     name, conversation, trim_offsets
 ):
     tokenizer = byte_tokenizer(BY_HAND[name][0], trim_offsets=trim_offsets)
-    messages, parts = turns(CONVERSATIONS[conversation]), segments(BY_HAND[name], CONVERSATIONS[conversation])
-    if conversation == "thoughts" and name in ("thinking", "opened thought"):
+    messages = turns(CONVERSATIONS[conversation])
+    if conversation == "thoughts" and name == "thinking":
         with complains("drops the thoughts"):
-            encode_conversation(tokenizer, messages)
+            encode_rows(tokenizer, messages)
         return
-    example = encode_conversation(tokenizer, messages)
-
-    ids = example.input_ids.tolist()
-    assert ids == templates.encode(tokenizer, messages, add_generation_prompt=False)
-    assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert tokenizer.decode(ids) == "".join(text for text, _ in parts)
-    if name in ("headers without a generation prompt", "alpaca, no special token"):
-        # here spaces at the edge of an answer may share a token with the header
-        trained = [text.strip() for text in decoded_answers(tokenizer, example)]
-        assert trained == [text.strip() for text, answer in parts if answer]
-    else:
-        assert decoded_answers(tokenizer, example) == [text for text, answer in parts if answer]
+    examples, rows = encode_rows(tokenizer, messages), rows_by_hand(name, CONVERSATIONS[conversation])
+    for example, parts in zip(examples, rows, strict=True):
+        ids = example.input_ids.tolist()
+        assert tokenizer.decode(ids) == "".join(text for text, _ in parts)
+        if name in ("headers without a generation prompt", "alpaca, no special token"):
+            # here spaces at the edge of an answer may share a token with the header
+            trained = [text.strip() for text in decoded_answers(tokenizer, example)]
+            assert trained == [text.strip() for text, answer in parts if answer]
+        else:
+            assert decoded_answers(tokenizer, example) == [text for text, answer in parts if answer]
+    if not (conversation == "thoughts" and name == "opened thought"):
+        assert ids == templates.encode(tokenizer, messages, add_generation_prompt=False)
+        assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
 @pytest.mark.parametrize("name", ["llama3", "chatml", "vicuna", "mistral", "generation blocks", "channels"])
 def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
     tokenizer = byte_tokenizer(BY_HAND[name][0])
     messages = turns(CONVERSATIONS["system"])
-    example = encode_conversation(tokenizer, messages)
-    for i in (2, 4):
+    examples = encode_rows(tokenizer, messages)
+    for i, example in ((2, examples[0]), (4, examples[-1])):
         served = templates.encode(tokenizer, messages[:i])
         assert example.input_ids[: len(served)].tolist() == served
         assert example.loss_mask[len(served)]

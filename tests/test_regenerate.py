@@ -4,16 +4,23 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from commands import treespec
+from learning import learnt_answers
+from models import TableConfig, TableModel
 from refusals import complains
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer, write_questions
 
 from treespec import load
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 from treespec.demo.known import default_drafter
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
+from treespec.train.regenerate.ask import of_target
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn, passes
@@ -52,6 +59,64 @@ def test_every_question_is_answered_by_generate_with_its_own_seed(whole, model, 
             options = {"temperature": line["temperature"], "max_new_tokens": whole.max_new_tokens}
             alone = spec.generate(messages[: 2 * turn + 1], seed=drawn(whole.seed, key, turn), **options)
             assert (answer["content"], tokens) == (alone.text, alone.stats.new_tokens)
+
+
+def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
+    spec = load(model, dtype="float32")
+    conversations, _ = read_conversations(f"{whole.out}/{OUT}")
+    examples, report = encode_conversations(spec.target.tokenizer, conversations, None, 1000)
+    expected = []
+    for line in lines_of(whole):
+        for turn in range(len(line["tokens"])):
+            prompt, options = line["messages"][: 2 * turn + 1], {"temperature": line["temperature"]}
+            seed = drawn(whole.seed, line["row"], turn)
+            answer = spec.generate(prompt, seed=seed, max_new_tokens=whole.max_new_tokens, **options)
+            expected.append((spec.encode(prompt), answer.token_ids))
+    assert sorted(learnt_answers(examples)) == sorted(expected)
+    assert len(by_row(whole)) == report.used <= len(examples) < len(expected)
+
+
+def test_thoughts_of_the_target_stand_apart_from_its_words():
+    """A target that always writes the same: its special tokens mark a thought, as gpt-oss' do."""
+    tokenizer = words_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<s>' + m['role'] + ': ' }}"
+        "{% if m['thinking'] and loop.last %}{{ '<think>' + m['thinking'] + '</think>' }}{% endif %}"
+        "{{ m['content'] + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant: ' }}{% endif %}"
+    )
+    said = tokenizer.convert_tokens_to_ids(
+        ["assistant", ":", "<think>", "why", "is", "</think>", "sky", "blue", "</s>"]
+    )
+    model = TableModel(TableConfig(len(tokenizer), eos_token_id=2))
+    with torch.no_grad():
+        for before, last, following in zip(said, said[1:], said[2:], strict=False):
+            model.model.table[before, last, following] = 99.0
+    spec = Spec(Target(model, tokenizer), None)
+    config = config_for("m", "d", "o")
+    with Engine(spec) as engine:
+        messages = [{"role": "user", "content": "why"}]
+        answer = of_target(engine, config)(messages, 0, True)
+    assert (answer.thought, answer.text.strip()) == ("why is", "sky blue")
+    assert answer.message["reasoning_content"] == "why is"
+    assert [*answer.token_ids] == said[2:]
+    assert [*answer.prompt_ids] == spec.encode(messages)
+
+
+def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_messages(whole, tmp_path):
+    lines = lines_of(whole)
+    earlier = [
+        {name: value for name, value in line.items() if name not in ("input_ids", "loss_mask")} for line in lines
+    ]
+    others = [line | {"input_ids": [[0] * len(ids) for ids in line["input_ids"]]} for line in lines]
+    rows = []
+    for number, kept in enumerate((earlier, others)):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("\n".join(map(json.dumps, kept)))
+        examples, report = encode_conversations(words_tokenizer(), read_conversations(file)[0], None, 1000)
+        rows.append([(one.input_ids.tolist(), one.loss_mask.tolist(), one.key, one.part) for one in examples])
+        assert report.used == 12
+    assert rows[0] == rows[1]
 
 
 def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_path):

@@ -1,5 +1,6 @@
 """Regeneration by a server: every conversation is answered once, whatever goes wrong for a while."""
 
+import json
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from refusals import complains
-from regenerating import Server, by_row, config_for, lines_of, write_questions
+from regenerating import Server, by_row, capitals, config_for, lines_of, write_questions
 
 from treespec.train.regenerate import ask
 from treespec.train.regenerate.run import LEFT_OUT, regenerate
@@ -57,7 +58,7 @@ def test_what_fails_for_a_while_is_asked_again_and_the_key_is_written_nowhere(se
 
 
 def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
-    server.troubles = {0: 400}
+    server.troubles = {1: 400}
     result = regenerate(replace(config, batch=1))
     assert result.conversations == 11
     (line,) = lines_of(config, LEFT_OUT)
@@ -85,3 +86,71 @@ def test_a_server_that_fails_for_good_ends_the_run_and_keeps_its_rows(server, co
     assert not any(body["messages"][0] in ended for _, _, body in server.requests[count:])
     assert len(by_row(config)) == 12
     assert before.items() <= by_row(config).items()
+
+
+def thinking(body, **more):
+    """As vLLM and SGLang stream an answer with thoughts, here token by token; with ids where they are asked for."""
+    chunks = [{"prompt_token_ids": [1, 4], "choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+    words = [("reasoning_content", "why "), ("reasoning", "not"), ("content", "THE "), ("content", "SEA")]
+    for token, (name, word) in enumerate(words, 5):
+        chunks.append({"choices": [{"delta": {name: word}, "token_ids": [token]}]})
+    chunks.append({"choices": [{"delta": {}, "finish_reason": "stop", "token_ids": [2]}]})
+    chunks.append({"choices": [], "usage": {"completion_tokens": 5, **more}})
+    if not body.get("return_token_ids"):
+        chunks[0].pop("prompt_token_ids")
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            choice.pop("token_ids", None)
+    return chunks
+
+
+def without_ids(body):
+    return thinking(body | {"return_token_ids": False})
+
+
+def test_thoughts_that_a_server_tells_apart_are_kept_and_not_sent_back(server, config):
+    server.answer = without_ids
+    regenerate(config)
+    answer = {"role": "assistant", "content": "THE SEA", "reasoning_content": "why not"}
+    for line in lines_of(config):
+        assert line["messages"][1::2] == [answer] * len(line["tokens"])
+        assert "input_ids" not in line
+    assert {tuple(message) for _, _, body in server.requests for message in body["messages"]} == {("role", "content")}
+
+
+def test_token_ids_that_a_server_tells_are_the_row_of_an_answer(server, config):
+    server.answer = thinking
+    regenerate(config)
+    assert all(body["return_token_ids"] for _, _, body in server.requests)
+    for line in lines_of(config):
+        count = len(line["tokens"])
+        assert line["input_ids"] == [[1, 4, 5, 6, 7, 8, 2]] * count
+        assert line["loss_mask"] == [[0, 0, 1, 1, 1, 1, 1]] * count
+
+
+def test_token_ids_that_are_not_all_of_an_answers_are_left_out(server, config):
+    server.answer = lambda body: thinking(body, completion_tokens=6)
+    regenerate(config)
+    assert not any("input_ids" in line for line in lines_of(config))
+
+
+def test_a_server_that_refuses_the_field_for_token_ids_is_asked_without_it(server, config):
+    def strict(body):
+        return (400, "unknown field return_token_ids") if "return_token_ids" in body else capitals(body)
+
+    server.answer = strict
+    assert regenerate(replace(config, batch=1)).conversations == 12
+    asked = ["return_token_ids" in body for _, _, body in server.requests]
+    assert asked == [True] + [False] * (len(asked) - 1)
+
+
+def test_an_answer_whose_thoughts_the_server_hides_is_left_out(server, config):
+    hidden = {"completion_tokens_details": {"reasoning_tokens": 40}}
+    server.answer = lambda body: [chunk | {"usage": hidden} for chunk in capitals(body)]
+    assert regenerate(config).left_out == {"the server does not tell the thoughts of an answer": 12}
+
+
+def test_a_developers_message_is_asked_as_one(server, config, tmp_path):
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "why"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}))
+    regenerate(config)
+    assert server.requests[0][2]["messages"] == messages

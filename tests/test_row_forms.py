@@ -12,7 +12,7 @@ from pyarrow import parquet
 from refusals import complains, says
 
 from treespec.text import sources
-from treespec.text.answers import answers
+from treespec.text.answers import place_answers
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.sources import digest
@@ -34,7 +34,8 @@ REASONING = (
     + each(
         "{{ '<|im_start|>' + m['role'] + '\\n' }}"
         "{% if m['reasoning_content'] and loop.last %}{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
-        "{% for call in m['tool_calls'] %}{{ 'call ' + call['function']['arguments']['city'] }}{% endfor %}"
+        "{% for call in m['tool_calls'] %}{{ call['function']['name'] + ' ' + call['function']['arguments']['city'] }}"
+        "{% endfor %}"
         "{{ m['content'] + '<|im_end|>\\n' }}"
     )
     + prompt("<|im_start|>assistant\\n")
@@ -180,16 +181,16 @@ def test_thoughts_and_tools_reach_the_template(tmp_path):
     text = tokenizer.decode(ids)
     assert text.startswith(f"<s>tools: {json.dumps(tools)}</s>")
     learnt = tokenizer.decode([token for token, counts in zip(ids, mask, strict=True) if counts])
-    assert learnt == "call Rome<|im_end|><think>31 is a lot</think>Yes.<|im_end|>"
+    assert learnt == "weather Rome<|im_end|><think>31 is a lot</think>Yes.<|im_end|>"
 
 
 def test_an_answer_without_its_thoughts_does_not_count(tmp_path):
-    """The template keeps the last thought alone: of a row whose thoughts all go, nothing is left."""
+    """This template shows the first thought alone: of a row whose thoughts all go, nothing is left."""
     thought = {"role": "assistant", "content": "Yes.", "reasoning_content": "so it is"}
     question, plain = turns(["u Is it?", "a Good."])
     kept = [question, thought, question, thought]
     file = lines(tmp_path / "rows.jsonl", [{"messages": kept}])
-    tokenizer = byte_tokenizer(REASONING)
+    tokenizer = byte_tokenizer(REASONING.replace("loop.last", "loop.index == 2"))
     (example,), report = encode_conversations(tokenizer, read_conversations(file)[0], None, 1000)
     learnt = tokenizer.decode(example.input_ids[example.loss_mask])
     assert learnt == "<think>so it is</think>Yes.<|im_end|>"
@@ -212,5 +213,6 @@ def test_an_answer_after_a_tools_result_begins_where_the_prompt_ends():
     )
     asked, *_, told = turns(["u Weather?", "a Sunny."])
     call = {"role": "assistant", "content": "", "tool_calls": ["weather"]}
-    text, spans = answers(byte_tokenizer(template), [asked, call, {"role": "tool", "content": "sun"}, told], None, None)
-    assert [text[slice(*span)] for span in spans] == ['<|head|>["weather"]</s>', " Sunny.</s>"]
+    messages = [asked, call, {"role": "tool", "content": "sun"}, told]
+    (row,) = place_answers(byte_tokenizer(template), messages).rows
+    assert [row.text[slice(*span)] for span in row.spans] == ['<|head|>["weather"]</s>', " Sunny.</s>"]

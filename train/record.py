@@ -137,6 +137,9 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     options = asdict(config.recipe).items()
     recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
     tokens = sum(len(example.input_ids) for example in data.train)
+    trained, held_out = (
+        len({example.key for example in part}) for part in (data.train, data.held_out)
+    )
     figures = "\n".join(f"- {line}" for line in str(result).split("; "))
     card = f"""\
 {front(config.head, config.target, config.license)}
@@ -147,8 +150,8 @@ answers keep the target's own distribution.
 
 ## Data
 
-{config.data}: {len(data.train):,} conversations, {tokens:,} tokens, {len(data.answers):,} of them in answers;
-{len(data.held_out):,} conversations held out.
+{config.data}: {trained:,} conversations, {tokens:,} tokens, {len(data.answers):,} of them in answers;
+{held_out:,} conversations held out.
 
 ## Recipe
 

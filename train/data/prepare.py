@@ -36,7 +36,7 @@ class Data:
 
 
 def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
-    """The conversations of the data as tokens, by their digests; prints what is wrong with the others.
+    """The conversations of the data as rows of tokens, by their digests; prints what is wrong with the others.
 
     Raises InputError for data or a tokenizer that cannot be used.
     """
@@ -57,9 +57,14 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
         accelerator.print(f"  {one_line(problem)}")
 
     # 3. Each conversation once.
-    unique = {example.key: example for example in examples}
+    unique = {(example.key, example.part): example for example in examples}
     if repeats := len(examples) - len(unique):
         accelerator.print(f"{repeats} of them stand there already, and count once")
+    talks = len({example.key for example in examples})
+    if talks < len(unique):
+        accelerator.print(
+            f"{len(unique)} rows of {talks} conversations: each answer in the text that it was generated in"
+        )
     return [unique[key] for key in sorted(unique)]
 
 

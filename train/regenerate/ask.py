@@ -5,13 +5,16 @@ time, but for rounding.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, NamedTuple
+from threading import Event
+from typing import Any
 
 from treespec.api.engine import Engine
 from treespec.errors import InputError
 from treespec.requests.endpoint import Reply, completed, said_by
+from treespec.text.turns import split_thought
 from treespec.train.regenerate.config import RegenerateConfig
 
 Messages = list[dict[str, str]]
@@ -21,14 +24,29 @@ PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
 REFUSED = {400, 413, 422}  # statuses that mean this conversation
 FOR_GOOD = {401, 403, 404}  # statuses that mean every request; the others go by
 CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
+WITH_IDS = "return_token_ids"  # vLLM's field of a request
 
 
-class Answer(NamedTuple):
-    """ended: by `model`, or by the limit `max_new_tokens`."""
+@dataclass(frozen=True)
+class Answer:
+    """ended: by `model`, or by the limit `max_new_tokens`. thought: as a server tells it apart.
+
+    prompt_ids, token_ids: what was answered, and the answer with its thoughts and end; () where a server does not
+    tell them.
+    """
 
     text: str
     tokens: int
     ended: str
+    thought: str = ""
+    prompt_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a message. Its thoughts stand where templates and other tools look for them."""
+        thoughts = {"reasoning_content": self.thought} if self.thought.strip() else {}
+        return {"role": "assistant", "content": self.text, **thoughts}
 
 
 class LeftOut(Exception):
@@ -59,8 +77,17 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
         except InputError as error:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
-        ended = "max_new_tokens" if output.stats.truncated else "model"
-        return Answer(output.text, output.stats.new_tokens, ended)
+        written = tokenizer.decode(output.token_ids, clean_up_tokenization_spaces=False)
+        parts = split_thought(tokenizer, engine.spec.template, messages, written)
+        thought, text = parts or ("", output.text)
+        return Answer(
+            text,
+            output.stats.new_tokens,
+            "max_new_tokens" if output.stats.truncated else "model",
+            thought,
+            prompt,
+            output.token_ids,
+        )
 
     return ask
 
@@ -68,20 +95,54 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
 def of_server(config: RegenerateConfig) -> Ask:
     """Asks a server. One that takes seeds draws each answer from one of its own."""
     url = str(config.endpoint).rstrip("/")
+    more: dict[str, object] = {WITH_IDS: True}  # until the server turns out not to know it
+    is_known = Event()
 
     def ask(messages: Messages, seed: int, greedy: bool) -> Answer:
         lengths = [len(message["content"]) // CHARACTERS for message in messages]
         check_lengths(config, lengths[-1], sum(lengths))
-        body = {"model": config.target, "messages": messages, "seed": seed % 2**31}
+        said = [{name: message[name] for name in ("role", "content")} for message in messages]
+        body = {"model": config.target, "messages": said, "seed": seed % 2**31}
         body |= config.sampling(greedy)
         body["max_tokens"] = body.pop("max_new_tokens")
         if not body["top_k"]:  # not OpenAI's, but vLLM's and SGLang's
             del body["top_k"]
-        reply = replied(url, body)
-        tokens = reply.usage.get("completion_tokens") or len(reply.text) // CHARACTERS
-        return Answer(reply.text, tokens, "max_new_tokens" if reply.cut else "model")
+        try:
+            reply = replied(url, body | more)
+            is_known.set()
+        except LeftOut:
+            if is_known.is_set() or not more:
+                raise
+            reply = replied(url, body)
+            more.clear()
+        return read_reply(reply)
 
     return ask
+
+
+def read_reply(reply: Reply) -> Answer:
+    """A server's reply as an answer.
+
+    Raises LeftOut where the server counts thoughts that it does not tell: a head would learn answers without them.
+    """
+    # 1. Token ids count where they are all of the answer's.
+    counted = reply.usage.get("completion_tokens")
+    ids = reply.token_ids
+    if not reply.prompt_ids or (counted and counted != len(ids)):
+        ids = []
+
+    # 2. Its thoughts.
+    details = reply.usage.get("completion_tokens_details") or {}
+    if details.get("reasoning_tokens") and not (ids or reply.thought):
+        raise LeftOut("the server does not tell the thoughts of an answer")
+    return Answer(
+        reply.text,
+        counted or len(reply.text + reply.thought) // CHARACTERS,
+        "max_new_tokens" if reply.cut else "model",
+        reply.thought,
+        reply.prompt_ids if ids else (),
+        ids,
+    )
 
 
 def replied(url: str, body: dict[str, Any]) -> Reply:

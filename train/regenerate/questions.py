@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from treespec.text.entries import Conversation
+from treespec.text.entries import OPENING_ROLES, Conversation
 
 FILTERS = ("all", "ascii", "english")
 LEAST_ASCII = 0.97  # share of the letters
@@ -45,13 +45,14 @@ class Row:
     """What is asked of the target, turn by turn.
 
     key: a digest of system message and questions. source: the id of its conversation in the data.
-    questions: none where the target writes one itself.
+    questions: none where the target writes one itself. system_role: OpenAI's `developer`, or `system`.
     """
 
     key: str
     source: str
     system: str | None
     questions: tuple[str, ...]
+    system_role: str = "system"
 
 
 def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> list[Row]:
@@ -62,12 +63,14 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
     rows: dict[str, Row] = {}
     for conversation in conversations:
         messages = conversation.messages
-        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        system, role = None, "system"
+        if messages[0]["role"] in OPENING_ROLES:
+            system, role = messages[0]["content"], messages[0]["role"]
         asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
         kept = tuple(takewhile(lambda question: passes(question, filter), asked))
         key = digest([system, asked]).hex()
         if kept:
-            rows.setdefault(key, Row(key, conversation.source, system, kept))
+            rows.setdefault(key, Row(key, conversation.source, system, kept, role))
     return list(rows.values())
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -129,14 +129,16 @@ def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], No
 def answered(
     config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: Row
 ) -> dict[str, Any]:
-    """The line of a row: its questions, asked one after the other, with their answers.
+    """The line of a row: its questions, asked one after the other, with their answers as text and as tokens.
 
     write: (key) -> the question of a row. The line has no messages where the first question has no
     answer. A problem says why there is none, or no further one.
     """
     greedy = drawn(config.seed, row.key, "greedy") < config.greedy * 2**63
     line: dict[str, Any] = {"id": row.source, "row": row.key}
-    messages: Messages = [] if row.system is None else [{"role": "system", "content": row.system}]
+    messages: Messages = []
+    if row.system is not None:
+        messages = [{"role": row.system_role, "content": row.system}]
     answers: list[Answer] = []
     try:
         for question in row.questions if write is None else [write(row.key)]:
@@ -145,12 +147,25 @@ def answered(
             if not answer.text.strip():  # no reader of the file takes it
                 raise LeftOut("an answer is empty")
             answers.append(answer)
-            messages = [*asked, {"role": "assistant", "content": answer.text}]
+            messages = [*asked, answer.message]
     except LeftOut as problem:
         line["problem"] = str(problem)
     if answers:
         line["messages"] = messages
         line["temperature"] = 0.0 if greedy else config.temperature
-        line["tokens"] = [answer.tokens for answer in answers]
-        line["ended"] = [answer.ended for answer in answers]
+        line |= describe_answers(answers)
     return line
+
+
+def describe_answers(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The fields of a line with a value an answer. Token ids are there where all are known."""
+    fields: dict[str, Any] = {
+        "tokens": [answer.tokens for answer in answers],
+        "ended": [answer.ended for answer in answers],
+    }
+    if all(answer.token_ids for answer in answers):
+        fields["input_ids"] = [[*answer.prompt_ids, *answer.token_ids] for answer in answers]
+        fields["loss_mask"] = [
+            [0] * len(answer.prompt_ids) + [1] * len(answer.token_ids) for answer in answers
+        ]
+    return fields

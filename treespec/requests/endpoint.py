@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.text.strings import one_line
 
@@ -21,7 +21,9 @@ FAILURES = (OSError, http.client.HTTPException, ValueError)  # what `completed` 
 class Reply:
     """A chat completion as its client sees it.
 
-    token_ids: where the server tells all of them.
+    thought: what the server tells apart as `reasoning_content` or `reasoning`.
+    token_ids, prompt_ids: of the answer with its thoughts and end, and of the prompt, where the server tells
+    all of them.
     times: seconds to each piece of text. cut: whether `max_tokens` ended it. usage: the tokens that
     the server counts, `prompt_tokens` and `completion_tokens`; empty where it reports none.
     """
@@ -30,8 +32,53 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     cut: bool = False
-    usage: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    thought: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+
+    def take(self, chunk: Mapping[str, Any], seconds: float) -> bool:
+        """Add what a chunk of the stream brings. Returns whether it has text without its token ids.
+
+        Raises LookupError, TypeError or AttributeError for what is no chunk.
+        """
+        has_untold_text = False
+        self.usage = chunk.get("usage") or self.usage
+        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        for choice in chunk["choices"]:
+            text, thought, ids = read_delta(choice)
+            if text:
+                self.times.append(seconds)
+            self.text += text
+            self.thought += thought
+            self.token_ids += ids
+            self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+            self.cut |= choice.get("finish_reason") == "length"
+            has_untold_text |= bool((text or thought) and not ids)
+        return has_untold_text
+
+
+class Delta(NamedTuple):
+    """What is new in a choice of a stream. ids: of its tokens, [] where the server does not tell them."""
+
+    text: str
+    thought: str
+    ids: list[int]
+
+
+def read_delta(choice: Mapping[str, Any]) -> Delta:
+    """What a choice of a chunk brings. Raises LookupError, TypeError or AttributeError for what is no choice.
+
+    Thoughts stand in `reasoning_content`, in newer vLLM in `reasoning`. Token ids stand in vLLM's field, in
+    llama.cpp's log-probabilities.
+    """
+    delta = choice["delta"]
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    ids = choice.get("token_ids")
+    if not ids:
+        told = (choice.get("logprobs") or {}).get("content") or []
+        ids = [one["id"] for one in told if "id" in one]
+    return Delta(delta.get("content") or "", thought, ids)
 
 
 def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
@@ -69,17 +116,8 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
                 continue
             try:
                 chunk = json.loads(event)
-                reply.usage = chunk.get("usage") or reply.usage
-                for choice in chunk["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        reply.times.append(time.perf_counter() - started)
-                        reply.text += piece
-                    told = (choice.get("logprobs") or {}).get("content") or []
-                    known = choice.get("token_ids") or [one["id"] for one in told if "id" in one]
-                    reply.token_ids += known
-                    untold |= bool(piece and not known)
-                    ended |= bool(choice.get("finish_reason"))
-                    reply.cut |= choice.get("finish_reason") == "length"
+                untold |= reply.take(chunk, time.perf_counter() - started)
+                ended |= any(choice.get("finish_reason") for choice in chunk["choices"])
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(one_line(event.decode(errors="replace"))[:200]) from error
     if not ended:
@@ -87,8 +125,14 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
     reply.seconds = time.perf_counter() - started
     if untold:
         reply.token_ids.clear()  # llama.cpp tells none of accepted drafts
-    reply.text = reply.text.encode(errors="replace").decode()  # half of a surrogate pair
+    reply.text = _replace_half_characters(reply.text)
+    reply.thought = _replace_half_characters(reply.thought)
     return reply
+
+
+def _replace_half_characters(text: str) -> str:
+    """The text without halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
 
 
 def said_by(error: Exception) -> str:

@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse
 
 from treespec.serve.answers import Answers, keep
 from treespec.serve.errors import ApiError
-from treespec.serve.messages import choice_of, encoded, source_of
+from treespec.serve.messages import choice_of, encoded
 from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import state_of
 from treespec.serve.tools import Catcher, form_of
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import fitting, well_formed
+from treespec.text.templates import source_of
 
 router = APIRouter()
 USUAL = 16  # tokens of a text completion without max_tokens, as OpenAI's
@@ -28,7 +29,8 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     state = state_of(request)
     tools, form, schema = choice_of(asked)
     if tools and form is None:
-        form = form_of(source_of(state.spec, tools))
+        spec = state.spec
+        form = form_of(source_of(spec.target.tokenizer, spec.template, tools))
     most = 1 if asked.parallel_tool_calls is False else None
 
     # 2. The prompt.

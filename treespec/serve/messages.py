@@ -37,35 +37,26 @@ def encoded(
 
     messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
     """
+    tokenizer, context = spec.target.tokenizer, spec.target.context_length
+    source = templates.source_of(tokenizer, spec.template, tools)
     if has_pictures(messages):
         if tools:
             raise InputError("a message with pictures goes without tools")
-        talk: list[Fields] = [{**message} for message in messages]
+        talk = templates.adapt_roles([{**message} for message in messages], source)
         return encode(spec.target, talk, spec.template, variables)
-    tokenizer, context = spec.target.tokenizer, spec.target.context_length
     if tokenizer is None:
         raise InputError("the target has no tokenizer: send token ids to /v1/completions")
-    source = source_of(spec, tools)
-    plain = [_plain(message, place, source) for place, message in enumerate(messages)]
+    plain = [_plain(message, place) for place, message in enumerate(messages)]
+    plain = templates.adapt_roles(plain, source)
     if not has_place(source):
         plain, tools = _told(plain, tools), ()
     options: Fields = {"tools": tools, "chat_template_kwargs": variables}
     return templates.encode(tokenizer, plain, spec.template, context, **options)
 
 
-def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:
-    """The Jinja source of the template; "" for one of fschat's."""
-    tokenizer: Any = spec.target.tokenizer
-    if spec.template is not None or not getattr(tokenizer, "chat_template", None):
-        return ""
-    return str(tokenizer.get_chat_template(tools=list(tools) or None))
-
-
-def _plain(message: Message, place: int, source: str) -> Fields:
+def _plain(message: Message, place: int) -> Fields:
     """One message as templates take it: content a string, arguments of calls as objects."""
     fields: Fields = {name: value for name, value in message.items() if value is not None}
-    if fields["role"] == "developer" and "developer" not in source:
-        fields["role"] = "system"
     if "content" not in fields and fields["role"] != "assistant":
         raise ApiError(400, "a message without content", f"messages[{place}].content")
     calls = []

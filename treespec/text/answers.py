@@ -1,145 +1,295 @@
-"""Where the answers of a conversation stand in its text."""
+"""Where the answers of a conversation stand in its text.
 
+An answer is what a message adds to the prompt that asks for it. Of ChatML:
+
+    prompt  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+    whole   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                                 answer
+
+Each answer is rendered as the last message of its conversation, as it was generated: templates of models that
+think show the thoughts of the latest turn only, and gpt-oss' ends the last answer with a token of its own.
+Where the template shows earlier messages as it did when they were last, one text holds all answers.
+"""
+
+import json
 import re
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.errors import InputError
-from treespec.text.entries import UnusableConversation
-from treespec.text.templates import (
-    Messages,
-    Template,
-    Tools,
-    render,
-    special_tokens,
-)
+from treespec.text.entries import THOUGHTS, UnusableConversation, thought_of
+from treespec.text.strings import common_prefix
+from treespec.text.templates import Messages, Template, Tools
+from treespec.text.turns import OPENED_THOUGHT, Chat, leading_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span: TypeAlias = tuple[int, int]  # [start, end) in characters
+LOST_ANSWER = "an answer is lost in the chat template"
 
 
 @dataclass(frozen=True)
-class Marks:
-    """How a template marks an answer. Of ChatML:
+class PlacedAnswer:
+    """An answer in the text of its conversation.
 
-        <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-                                        header               answer end
-
-    header: the text before an answer. end: the token or text that ends it. special: a pattern of
-    the tokenizer's special tokens.
+    text: the conversation up to this answer. start, end: the characters of the answer with its end token.
+    words_end: where its words end.
     """
 
-    header: str
-    end: str
-    special: str
+    text: str
+    start: int
+    end: int
+    words_end: int
+
+    @property
+    def said(self) -> str:
+        return self.text[self.start : self.end]
+
+    def has_thought(self, message: Mapping[str, Any]) -> bool:
+        """Whether the thoughts of this answer, a message, lie before its words."""
+        before = self.said
+        if not message.get("tool_calls"):
+            before = self.text[self.start : self.words_end].rstrip()
+            before = before.removesuffix(get_words(message))
+        return has_words(before, thought_of(message))
 
 
-QUESTION, ANSWER = "1234 5678", "8765 4321"  # a conversation to look at
+@dataclass
+class TextRow:
+    """A text to learn from, and the characters of the answers that count in it."""
+
+    text: str
+    spans: list[Span]
 
 
-@lru_cache(maxsize=4)
-def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
-    """The marks of a template, "" for none. Raises InputError where it shows no answer, and as `render`."""
-    # 1. One conversation, with and without its answer.
-    asked = [{"role": "user", "content": QUESTION}]
-    whole = render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER}], template, False)
-    prompt, silent = render(tokenizer, asked, template), render(tokenizer, asked, template, False)
-    if ANSWER not in whole or QUESTION not in whole:
-        raise InputError("the chat template shows no answer: give messages instead of text")
-    before, _, after = whole.partition(ANSWER)
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of a conversation. thoughtless: answers that do not count, as the template drops their thoughts."""
 
-    # 2. The header: the generation prompt without the thought that it opens. Without one, what stands
-    #    between question and answer: up to the prompt's end, or all of it where more words follow.
-    header = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
-    header = re.sub(r"<think>\s*\Z", "", header)
-    if not header.strip():
-        served = before.startswith(prompt) and not before[len(prompt) :].strip()
-        header = (prompt if served else before).rpartition(QUESTION)[2]
-
-    # 3. The end: the first special token, else all that follows.
-    names = sorted(special_tokens(tokenizer), key=len, reverse=True)
-    special = "|".join(map(re.escape, names)) or "(?!)"
-    found = re.match(rf"\s*({special})", after)
-    return Marks(header, found[1] if found else after.strip(" "), special)
+    rows: list[TextRow] = field(default_factory=list)
+    thoughtless: int = 0
 
 
-def spans_in(text: str, marks: Marks) -> list[Span]:
-    """[start, end) in characters of each answer in formatted text, with the mark that ends it.
+def place_answers(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template = None,
+    tools: Tools = None,
+    cut: Sequence[bool] = (),
+) -> TextRows:
+    """The texts that the answers of a conversation are learnt from.
 
-    The last answer may lack its end. Raises UnusableConversation for a text without an answer, and
-    InputError where the template marks none.
+    Args:
+        tokenizer: whose chat template renders the messages.
+        messages: of a conversation. An answer whose `weight` is 0 does not count.
+        template: the name of one of fschat's templates instead.
+        tools: JSON schemas of the functions that the assistant may call.
+        cut: for each answer whether a limit ended it, so that its end token is not the target's.
+
+    Returns: one row where the template shows every answer as it was generated, else further ones.
+
+    Raises: UnusableConversation where an answer is lost, InputError where the template refuses the messages.
     """
-    if not marks.header.strip() or not marks.end:
-        raise InputError("the chat template does not mark answers: give messages instead of text")
-    header, end = re.escape(marks.header), re.escape(marks.end)
-    answer = re.compile(rf"{header}(.*?(?:{end}|\Z))", re.DOTALL)
-    spans = [found.span(1) for found in answer.finditer(text)]
-    if not spans:
-        raise UnusableConversation("no answer in the text", f"it lacks {marks.header!r}")
-    return spans
-
-
-def answers(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, tools: Tools
-) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the span of each answer with the token that ends it.
-
-    Returns (text, spans). A span is [start, end) in characters. If the place of any answer is
-    unknown, there are no spans.
-
-    An answer stands behind the header of `marks_of`, and its words must lie inside its span.
-    """
-    # 1. The words of each message. Templates trim them, and leave out thoughts of earlier turns.
-    words = [message["content"].rpartition("</think>")[2].strip() for message in messages]
-
-    # 2. One message after the other.
-    whole = render(tokenizer, messages, template, False, tools)
-    marks, place, spans = marks_of(tokenizer, template), 0, []
-    for i, word in enumerate(words):
-        if messages[i]["role"] != "assistant":  # its words may be a header's
-            place = max(place, whole.find(word, place) + len(word))
+    chat = Chat(tokenizer, template, tools, thinks=any(map(thought_of, messages)))
+    shown = [_show_thoughts(message) for message in messages]
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    flags = cut if len(cut) == len(numbers) else [any(cut)] * len(numbers)
+    answers, thoughtless = list[PlacedAnswer](), 0
+    for number, is_cut in zip(numbers, flags, strict=True):
+        if messages[number].get("weight") == 0:
             continue
-        start = whole.find(marks.header, place) + len(marks.header)
-        if messages[i - 1]["role"] == "tool":  # what stands before such an answer may be no header
-            prompt = render(tokenizer, messages[:i], template, True, tools)
-            start = len(prompt) if whole.startswith(prompt) else start
-        place = _answer_end(whole, marks, start, word, bool(messages[i].get("tool_calls")))
-        spans.append((start, place))
-        if start < len(marks.header) or not holds(whole, spans[-1], word):
-            return whole, []
-    return whole, spans
+        answer = place_answer(chat, shown[: number + 1])
+        if not answer.has_thought(messages[number]):
+            thoughtless += 1
+            continue
+        end = answer.words_end if is_cut else answer.end
+        answers.append(replace(answer, end=end))
+    return TextRows(_share_rows(answers), thoughtless)
 
 
-def _answer_end(text: str, marks: Marks, start: int, words: str, calls: bool) -> int:
-    """Where an answer ends: at a special token right after its words, else at the end mark.
+def _share_rows(answers: Sequence[PlacedAnswer]) -> list[TextRow]:
+    """The rows of answers in their order. Earlier ones share the row of a later one that shows them unchanged."""
+    rows = list[TextRow]()
+    for answer in reversed(answers):
+        begun = answer.text[: answer.end]
+        row = next((row for row in rows if row.text.startswith(begun)), None)
+        if row is None:
+            row = TextRow(answer.text, [])
+            rows.insert(0, row)
+        row.spans.insert(0, (answer.start, answer.end))
+    return rows
 
-    calls: whether tool calls follow its words. Returns `start` where neither comes before the next answer.
+
+def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
+    """The last message, an answer, in the text of all.
+
+    Raises UnusableConversation where the template loses its words or calls, and InputError where it refuses them.
     """
-    # 1. Where the words end, up to the next answer. Some templates change the spaces between.
-    turn = text.find(marks.header, start) if marks.header else -1
-    limit = len(text) if turn < 0 else turn
-    places, at = [], text.find(words, start, limit)
-    while at >= 0:
-        places.append(at + len(words))
-        at = text.find(words, at + 1, limit)
-    if not places:
-        spaced = re.compile(r"\s+".join(map(re.escape, words.split())))
-        places = [found.end() for found in spaced.finditer(text, start, limit)]
-    if not places:
-        return start
+    # 1. The texts with it and before it.
+    before, message = messages[:-1], messages[-1]
+    prompt, whole = chat.render(before, prompt=True), chat.render(messages)
+    closing = _find_closing(chat, messages, whole)
 
-    # 2. The mark after them; the last answer may lack it.
-    special = re.compile(rf"\s*({marks.special})")
-    for place in () if calls else places:
-        if ended := special.match(text, place, limit):
-            return ended.end(1)
-    end = text.find(marks.end, places[0], limit + len(marks.end))
-    return end + len(marks.end) if end >= 0 else limit if turn < 0 else start
+    # 2. Where it starts. A thought that history never shows may stand in the content as it was generated.
+    raw = _read_raw_thought(prompt, message["content"])
+    if raw is not None and not has_words(whole, thought_of(message)):
+        text, start = prompt + raw + closing, len(prompt)
+    else:
+        text, start = _find_start(chat, messages, prompt, whole)
+
+    # 3. Where it ends, with all its words between.
+    words_end = max(start, len(text) - len(closing))
+    answer = _find_end(chat, messages, PlacedAnswer(text, start, len(text), words_end))
+    for word in _list_call_words(message.get("tool_calls") or ()):
+        if not any(spelling in answer.said for spelling in _list_spellings(word)):
+            raise UnusableConversation("a tool call is lost in the chat template")
+    if not has_words(answer.said, get_words(message)):
+        raise UnusableConversation(LOST_ANSWER)
+    return answer
 
 
-def holds(text: str, span: Span, words: str) -> bool:
-    """Whether the span holds these words. Some templates change the spaces between."""
-    return span[0] >= 0 and " ".join(words.split()) in " ".join(text[slice(*span)].split())
+def get_words(message: Mapping[str, Any]) -> str:
+    """The words of an answer without thoughts among them. Templates trim them."""
+    return str(message["content"]).rpartition("</think>")[2].strip()
+
+
+def has_words(text: str, words: str) -> bool:
+    """Whether the text holds these words. Some templates change the spaces between."""
+    return " ".join(words.split()) in " ".join(text.split())
+
+
+def _show_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its thoughts under every name that templates read them from, and without its weight."""
+    shown = {name: value for name, value in message.items() if name != "weight"}
+    if any(message.get(name) for name in THOUGHTS):
+        shown |= dict.fromkeys(THOUGHTS, thought_of(shown))
+    return shown
+
+
+def _read_raw_thought(prompt: str, content: str) -> str | None:
+    """What the target wrote after a prompt that opens a thought; None where the content is no such text.
+
+    The content may repeat the opening.
+    """
+    opened = OPENED_THOUGHT.search(prompt)
+    if not opened or "</think>" not in content:
+        return None
+    return content.removeprefix(opened[0]).removeprefix(opened[1])
+
+
+def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tuple[str, int]:
+    """The text of a conversation, and where its last answer starts. Raises UnusableConversation.
+
+    prompt: the text that asks for the answer. whole: the text with it.
+    """
+    before, message = messages[:-1], messages[-1]
+    opens_thought = OPENED_THOUGHT.search(prompt) is not None
+    has_empty_thought = opens_thought and not thought_of(message)
+    if whole.startswith(prompt) and not has_empty_thought:
+        return whole, _find_start_behind(chat, before, prompt, whole)
+
+    # History does not show how the prompt ends: an empty thought, or one that the template opens.
+    header, silent = chat.render_header(before), chat.render(before)
+    if whole.startswith(silent) and whole.startswith(header):
+        if prompt.startswith(header) and not opens_thought:
+            return prompt + whole[len(header) :], len(prompt)
+        return whole, len(header)
+
+    # It shows earlier messages otherwise: gpt-oss' without the thoughts before calls once there is an answer.
+    asking = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
+    asked = header[: header.rfind(asking) + len(asking)]
+    if not asking.strip() or asking not in header or not whole.startswith(asked):
+        raise UnusableConversation(LOST_ANSWER)
+    return prompt + whole[len(asked) :], len(prompt)
+
+
+def _find_start_behind(chat: Chat, before: Messages, prompt: str, whole: str) -> int:
+    """Where an answer starts behind its prompt: behind its header, where the template has no generation prompt."""
+    if chat.turn_format.asks:
+        return len(prompt)
+    header = chat.render_header(before)
+    has_header = whole.startswith(header) and header[len(prompt) :].strip()
+    return len(header) if has_header else len(prompt)
+
+
+def _find_closing(chat: Chat, messages: Messages, whole: str) -> str:
+    """What the text has behind the words of the last message: calls, what ends the answer, and the rest.
+
+    Digits after the words tell where these end. Raises UnusableConversation where the template loses words or calls.
+    """
+    # 1. Without the calls the text is another one.
+    *before, message = messages
+    calls_start = len(whole)
+    if message.get("tool_calls"):
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        calls_start = common_prefix(whole, chat.try_render([*before, plain]))
+        if calls_start == len(whole):
+            raise UnusableConversation("the chat template shows no tool calls")
+
+    # 2. The words.
+    words = message["content"]
+    if not words.strip():
+        return whole[calls_start:]
+    mark = "70"
+    while mark in whole:
+        mark += "70"[len(mark) % 2]
+    marked = chat.render([*before, message | {"content": words + mark}])
+    closing = marked.rpartition(mark)[2]
+    if mark not in marked or not whole.endswith(closing):
+        raise UnusableConversation(LOST_ANSWER)
+    return closing
+
+
+def _find_end(chat: Chat, messages: Messages, answer: PlacedAnswer) -> PlacedAnswer:
+    """The answer with the token that ends it.
+
+    A special token after its words does, and after calls the last one that stays when the conversation goes on.
+    Where the template ends answers with none, the first token of the next turn does.
+    """
+    text, after = answer.text, answer.words_end
+    has_calls = bool(messages[-1].get("tool_calls"))
+    if chat.turn_format.closes:
+        marks = [after + mark.end() for mark in re.finditer(chat.turn_format.special, text[after:])]
+        if has_calls:
+            kept = common_prefix(text, chat.render_next_turn(messages))
+            staying = [end for end in marks if end <= kept] or marks
+            marks = staying[-1:]
+        if marks:
+            return replace(answer, end=marks[0])
+    elif has_calls or not text[after:].strip():
+        last = _find_next_turn(chat, messages, text)
+        if last:
+            return replace(answer, text=text + last, end=len(text) + len(last))
+    return replace(answer, end=after + len(text[after:].rstrip(" ")))
+
+
+def _find_next_turn(chat: Chat, messages: Messages, text: str) -> str:
+    """The special token that the turn after an answer begins with; "" for none."""
+    if messages[-1].get("tool_calls"):
+        following = chat.render_next_turn(messages)
+        if following.startswith(text):
+            return leading_token(chat.turn_format.special, following.removeprefix(text))
+    return chat.turn_format.next_turn
+
+
+def _list_call_words(value: object) -> list[str]:
+    """The names and the texts and numbers within the arguments of calls."""
+    if isinstance(value, bool) or value is None:
+        return []
+    if isinstance(value, str | int | float):
+        return [str(value)]
+    parts: list[object] = []
+    if isinstance(value, Mapping):
+        parts = [part for name, part in value.items() if name not in ("id", "type")]
+    elif isinstance(value, Sequence):
+        parts = [*value]
+    words = list[str]()
+    for part in parts:
+        words += _list_call_words(part)
+    return words
+
+
+def _list_spellings(word: str) -> list[str]:
+    """The word as it is, and as JSON writes it."""
+    return [word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]]

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.answers import Span, answers, holds, marks_of, spans_in
+from treespec.text.answers import Span, TextRow, get_words, has_words, place_answers
 from treespec.text.conversations import Report
-from treespec.text.entries import Conversation, UnusableConversation, thought_of
-from treespec.text.templates import Messages, Template, check, opening, special_tokens
+from treespec.text.entries import Conversation, TokenRow, UnusableConversation, thought_of
+from treespec.text.marks import marks_of, spans_in
+from treespec.text.templates import Template, check, opening, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,17 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation as tokens, for training.
+    """A row of tokens to train on: a conversation, or what one of its answers was generated from.
 
     input_ids: [T] int64. loss_mask: [T] bool, true at the assistant's answers and their end tokens.
-    key: a digest of the messages, the same in every run.
-    thoughtless: answers that do not count, as the template drops their thoughts.
+    key: a digest of the messages, the same in every run. part: which of the rows of that conversation it is.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     key: str = ""
-    thoughtless: int = 0
+    part: int = 0
 
 
 def split(
@@ -67,34 +68,34 @@ def encode_conversations(
 ) -> tuple[list[Example], Report]:
     """Conversations as `templates.encode` tokenises them, cut at `max_length` tokens.
 
-    Those where the place of an answer is unknown, or whose answers lie beyond the cut, are left out
-    and counted. Raises InputError where nothing is left, for a missing template, and for a tokenizer
-    without offsets.
+    A conversation is one example, or several where its template shows earlier answers otherwise than they were
+    generated. Those where the place of an answer is unknown, or whose answers lie beyond the cut, are left out
+    and counted. Raises InputError where nothing is left, for a missing template, and for a tokenizer without
+    offsets.
     """
     if not tokenizer.is_fast:
         raise InputError(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
             "train with the model's fast tokenizer (tokenizer.json)"
         )
-    examples, report = [], Report()
-    special, before = list(special_tokens(tokenizer).values()), opening(tokenizer, template)
+    examples, report, encoder = list[Example](), Report(), Encoder(tokenizer, template)
     for talk in conversations:
         try:
-            if talk.tokens is None:
-                check(tokenizer, template)
-                whole = _rendered(tokenizer, talk, template, special, before)
-            else:
-                whole = _tokens(talk.tokens, len(tokenizer))
-            ids, mask = whole.input_ids[:max_length], whole.loss_mask[:max_length]
-            if not mask.any():
+            whole, thoughtless = encoder.encode(talk)
+            rows = [
+                replace(e, input_ids=e.input_ids[:max_length], loss_mask=e.loss_mask[:max_length])
+                for e in whole
+            ]
+            rows = [row for row in rows if row.loss_mask.any()]
+            if not rows:
                 raise UnusableConversation(f"no answer within {max_length} tokens")
         except UnusableConversation as error:
             report.leave_out(talk.where, error)
             continue
-        examples.append(replace(whole, input_ids=ids, loss_mask=mask))
-        report.cut += len(whole.input_ids) > max_length
-        report.thoughtless += whole.thoughtless
-    report.used = len(examples)
+        examples += rows
+        report.used += 1
+        report.cut += any(len(one.input_ids) > max_length for one in whole)
+        report.thoughtless += thoughtless
     if not examples:
         raise InputError(
             f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
@@ -102,76 +103,114 @@ def encode_conversations(
     return examples, report
 
 
-def _rendered(
-    tokenizer: "PreTrainedTokenizerBase",
-    talk: Conversation,
-    template: Template,
-    special: list[int],
-    before: list[int],
-) -> Example:
-    """A conversation through its template. Raises UnusableConversation.
+class Encoder:
+    """Makes examples of conversations, with one tokenizer and template."""
 
-    special: ids of special tokens. before: those that a text begins with.
-    """
-    # 1. Its text, the span of each answer, and of those that count.
-    try:
-        if talk.text is not None:
-            text, spans = talk.text, spans_in(talk.text, marks_of(tokenizer, template))
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.special = list(special_tokens(tokenizer).values())
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The tokens that a text begins with."""
+        return opening(self.tokenizer, self.template)
+
+    def encode(self, talk: Conversation) -> tuple[list[Example], int]:
+        """The examples of a conversation, and how many of its answers lost their thoughts.
+
+        Raises UnusableConversation, and InputError for a missing template.
+        """
+        if talk.tokens and (not talk.messages or self._has_own_tokens(talk)):
+            return self._encode_tokens(talk), 0
+        check(self.tokenizer, self.template)
+        key, thoughtless = key_of(talk), 0
+        try:
+            if talk.text is not None:
+                rows = [
+                    TextRow(talk.text, spans_in(talk.text, marks_of(self.tokenizer, self.template)))
+                ]
+            else:
+                placed = place_answers(
+                    self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
+                )
+                rows, thoughtless = placed.rows, placed.thoughtless
+        except UnusableConversation:
+            raise
+        except InputError as error:
+            raise UnusableConversation("refused by the chat template", error) from error
+        if thoughtless and not rows:
+            raise UnusableConversation("the chat template drops the thoughts of its answers")
+        if not rows:
+            raise UnusableConversation("no answer counts: each has the weight 0")
+        return [self._encode_row(row, key, part) for part, row in enumerate(rows)], thoughtless
+
+    def _encode_row(self, row: TextRow, key: str, part: int) -> Example:
+        """A text and the answers in it as tokens."""
+        encoded = self.tokenizer(
+            row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"])
+        mask = _inside(places, row.spans, np.isin(ids, self.special))
+        if ids[: len(self.opening)] != self.opening:
+            ids, mask = self.opening + ids, np.pad(mask, (len(self.opening), 0))
+        return Example(torch.tensor(ids), torch.from_numpy(mask), key, part)
+
+    def _encode_tokens(self, talk: Conversation) -> list[Example]:
+        """Rows of tokens as they stand; one that begins another one shares it.
+
+        Raises UnusableConversation for ids beyond the vocabulary.
+        """
+        largest = max((max(row.ids, default=0) for row in talk.tokens), default=0)
+        if largest >= len(self.tokenizer):
+            raise UnusableConversation("a token id is beyond the vocabulary", f"{largest}")
+        key = key_of(talk)
+        return [
+            Example(torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.counts), key, part)
+            for part, row in enumerate(_share_token_rows(talk.tokens))
+        ]
+
+    def _has_own_tokens(self, talk: Conversation) -> bool:
+        """Whether the tokens of a conversation are this tokenizer's: they hold the words of its answers.
+
+        Answers of another target are read from their messages.
+        """
+        answers = [message for message in talk.messages if message["role"] == "assistant"]
+        if len(answers) != len(talk.tokens):
+            return False
+        for message, row in zip(answers, talk.tokens, strict=True):
+            counted = [token for token, counts in zip(row.ids, row.counts, strict=True) if counts]
+            if max(row.ids, default=0) >= len(self.tokenizer):
+                return False
+            options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            text = str(self.tokenizer.decode(counted, **options))
+            if not (has_words(text, get_words(message)) and has_words(text, thought_of(message))):
+                return False
+        return True
+
+
+def _share_token_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The rows without those that a later one begins with, whose tokens count there."""
+    shared = list[TokenRow]()
+    for row in reversed(rows):
+        size = len(row.ids)
+        longer = next((other for other in shared if other.ids[:size] == row.ids), None)
+        if longer is None:
+            shared.insert(0, TokenRow(row.ids, [*row.counts]))
         else:
-            text, spans = answers(tokenizer, talk.messages, template, talk.tools)
-    except UnusableConversation:
-        raise
-    except InputError as error:
-        raise UnusableConversation("refused by the chat template", error) from error
-    if not spans:
-        raise UnusableConversation("an answer is lost in the chat template")
-    learnt = _with_thoughts(text, spans, talk.messages)
-    if not learnt:
-        raise UnusableConversation("the chat template drops the thoughts of its answers")
-
-    # 2. Its tokens, and those of the answers, but for the ends of those that a limit cut.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"])
-    is_special = np.isin(ids, special)
-    mask = _inside(places, learnt, is_special)
-    if any(talk.cut):
-        clear = len(spans) == len(talk.cut)  # which answer each flag is for
-        cut = compress(spans, talk.cut) if clear else spans
-        mask &= ~(_inside(places, cut, is_special) & is_special)
-    if ids[: len(before)] != before:
-        ids, mask = before + ids, np.pad(mask, (len(before), 0))
-    dropped = len(spans) - len(learnt)
-    return Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped)
+            for place in compress(range(size), row.counts):
+                longer.counts[place] = True
+    return shared
 
 
 def key_of(talk: Conversation) -> str:
     """The digest by which equal conversations are known, wherever they stand."""
     content: object = [dict(message) for message in talk.messages]
-    if talk.tools or talk.text is not None:
+    if talk.tokens and not talk.messages:
+        (ids, counts), *further = talk.tokens
+        content = [ids, counts, *further]
+    elif talk.tools or talk.text is not None:
         content = [content, talk.tools, talk.text]
     return digest(json.dumps(content, sort_keys=True, default=str))
-
-
-def _with_thoughts(text: str, spans: list[Span], messages: Messages) -> list[Span]:
-    """The answers without those whose thoughts the template dropped: no target answers like that.
-
-    A template's own marks may be of another number than the answers; then one missing thought
-    leaves none.
-    """
-    thoughts = [thought_of(message) for message in messages if message["role"] == "assistant"]
-    if len(spans) != len(thoughts):
-        return spans if all(holds(text, (0, len(text)), thought) for thought in thoughts) else []
-    pairs = zip(spans, thoughts, strict=True)
-    return [span for span, thought in pairs if holds(text, span, thought)]
-
-
-def _tokens(tokens: tuple[list[int], list[bool]], vocabulary: int) -> Example:
-    """A row of tokens as it stands. Raises UnusableConversation for ids beyond the vocabulary."""
-    ids, counts = tokens
-    if max(ids, default=0) >= vocabulary:
-        raise UnusableConversation("a token id is beyond the vocabulary", f"{max(ids)}")
-    content = digest(json.dumps([ids, counts]))
-    return Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts), content)
 
 
 def _inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:

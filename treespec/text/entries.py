@@ -7,14 +7,18 @@ Four forms, here the same conversation:
     {"data": ["Hi", "Hello"]}                                              UltraChat's list
     {"text": "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n"}
     {"input_ids": [1, 4093, …], "loss_mask": [0, 0, …, 1, 1]}               tokens
+
+`treespec regenerate` writes messages, and beside them `input_ids` and `loss_mask` as lists with a list an answer:
+the prompt that the target answered, and its answer.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.errors import InputError
 from treespec.text.strings import text_of, well_formed
@@ -38,6 +42,7 @@ class UnusableConversation(InputError):
 
 ROLES = {
     "system": "system",
+    "developer": "developer",
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -54,22 +59,31 @@ MAY_FOLLOW = {  # roles after a role; None is the beginning
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+OPENING_ROLES = ("system", "developer")  # roles that may stand before the first question alone
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
 FURTHER = {"assistant": THOUGHTS, "tool": ("tool_call_id", "name")}  # fields for the template
 IGNORED = -100  # the label of a token that does not count
 
-Message = dict[str, Any]  # role and content, thoughts, tool_calls, and what `FURTHER` names
+Message = dict[str, Any]  # role and content, thoughts, tool_calls, weight, and what `FURTHER` names
+
+
+class TokenRow(NamedTuple):
+    """Token ids, and which of them count."""
+
+    ids: list[int]
+    counts: list[bool]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
+    """User and assistant alternate; the last turn is an assistant's. A system or developer turn may come first.
 
     where: file and line. source: its id in the file, else its number there.
     cut: for each answer whether a limit ended it, so that its end token is not the target's.
     tools: JSON schemas of the functions that the assistant may call.
-    text, tokens: instead of messages, a text that is formatted already, or token ids with a mask
-    of those that count.
+    text: instead of messages, a text that is formatted already.
+    tokens: instead of messages, rows of token ids with a mask of those that count; beside messages a row an
+    answer, as its target generated it.
     """
 
     messages: list[Message]
@@ -78,7 +92,7 @@ class Conversation:
     cut: tuple[bool, ...] = ()
     tools: list[Any] = field(default_factory=list)
     text: str | None = None
-    tokens: tuple[list[int], list[bool]] | None = None
+    tokens: tuple[TokenRow, ...] = ()
 
 
 def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
@@ -96,11 +110,10 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
     source = next(ids, re.split("[: ]", where)[-1])
 
     # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
-    lists = (_listed(row.get(name)) for name in TURNS)
-    turns = next((turns for turns in lists if isinstance(turns, list)), None)
-    mask = next((name for name in MASKS if isinstance(row.get(name), list)), None)
-    if answered and TOKENS in row and (mask or turns is None):
-        return Conversation([], where, source, tokens=_tokens_of(row, mask))
+    turns = _find_turns(row)
+    tokens = _find_tokens(row, turns) if answered else ()
+    if tokens and not (turns and _is_nested(row)):
+        return Conversation([], where, source, tokens=tokens)
     if answered and turns is None and isinstance(row.get(TEXT), str):
         return Conversation([], where, source, text=row[TEXT])
 
@@ -113,24 +126,62 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
         raise UnusableConversation("its `tools` are no list")
     ended = row.get("ended")
     cut = [how == "max_new_tokens" for how in ended] if isinstance(ended, list) else []
-    return Conversation(messages, where, source, tuple(cut), tools)
+    return Conversation(messages, where, source, tuple(cut), tools, tokens=tokens)
 
 
-def _tokens_of(row: dict[str, Any], mask: str | None) -> tuple[list[int], list[bool]]:
-    """(token ids, which of them count) of a row of tokens, without padding. mask: the field that tells it.
+def _find_turns(row: dict[str, Any]) -> list[Any] | None:
+    """The list of turns of a row; None where it has none."""
+    for name in TURNS:
+        turns = _listed(row.get(name))
+        if isinstance(turns, list):
+            return turns
+    return None
+
+
+def _find_tokens(row: dict[str, Any], turns: list[Any] | None) -> tuple[TokenRow, ...]:
+    """The token rows of a row. () where it has none, and for turns with tokens that do not tell which of them count.
+
+    Raises UnusableConversation for tokens that cannot be read.
+    """
+    mask = next((name for name in MASKS if isinstance(row.get(name), list)), None)
+    if TOKENS not in row or (mask is None and turns is not None):
+        return ()
+    return _read_token_rows(row, mask)
+
+
+def _is_nested(row: dict[str, Any]) -> bool:
+    """Whether a row of tokens holds a list an answer."""
+    ids = row[TOKENS]
+    return isinstance(ids, list) and bool(ids) and all(isinstance(one, list) for one in ids)
+
+
+def _read_token_rows(row: dict[str, Any], mask: str | None) -> tuple[TokenRow, ...]:
+    """The token rows of a row. mask: the field that tells which tokens count.
 
     Raises UnusableConversation for a row that does not tell which tokens count.
     """
     if mask is None:
         raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
-    ids, marks, seen = row[TOKENS], row[mask], row.get("attention_mask")
+    if not _is_nested(row):
+        return (_read_token_row(row[TOKENS], row[mask], row.get("attention_mask"), mask),)
+    ids, marks = row[TOKENS], row[mask]
+    if len(ids) != len(marks) or not all(isinstance(one, list) for one in marks):
+        raise UnusableConversation(f"`{TOKENS}` and `{mask}` differ in length")
+    return tuple(_read_token_row(*pair, None, mask) for pair in zip(ids, marks, strict=True))
+
+
+def _read_token_row(ids: Any, marks: list[Any], seen: Any, mask: str) -> TokenRow:
+    """Token ids without padding, and which of them count. Raises UnusableConversation.
+
+    seen: an attention mask, or anything else for none. mask: the name of the field of `marks`.
+    """
     seen = seen if isinstance(seen, list) else [1] * len(marks)
     if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
         raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
     if not len(ids) == len(marks) == len(seen):
         raise UnusableConversation(f"`{TOKENS}`, `{mask}` and the attention mask differ in length")
     counts = [mark != IGNORED if mask == "labels" else bool(mark) for mark in marks]
-    return list(compress(ids, seen)), list(compress(counts, seen))
+    return TokenRow(list(compress(ids, seen)), list(compress(counts, seen)))
 
 
 def messages_of(turns: object, answered: bool) -> list[Message]:
@@ -152,7 +203,7 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     for i, turn in enumerate(turns, 1):
         message = _message(turn, f"turn {i}")
         role, said = message["role"], message["content"].strip()
-        if role == "system" and i == 1:
+        if role in OPENING_ROLES and i == 1:
             system = [message] if said else []
         elif messages or role != "assistant":
             if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
@@ -171,7 +222,7 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     return system + messages
 
 
-def thought_of(message: Message) -> str:
+def thought_of(message: Mapping[str, Any]) -> str:
     """The thoughts before an answer: in a field of their own, or inside <think>; "" for none."""
     for name in THOUGHTS:
         if isinstance(thought := message.get(name), str) and thought.strip():
@@ -186,28 +237,45 @@ def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise UnusableConversation("a turn is not an object", where)
     name = turn.get("role") or turn.get("from")
-    if (role := ROLES.get(str(name).lower())) is None:
+    role = ROLES.get(str(name).lower())
+    if role is None:
         raise UnusableConversation("a turn has an unknown role", f"{where}, {name!r}")
 
-    # 2. Its text, and its thoughts. An answer that only calls tools has no text.
+    # 2. Its text, and what else a template may show. An answer that only calls tools has no text.
     calls = _listed(turn.get("tool_calls")) or []
-    content = (
-        turn["value"] if turn.get("content") is None and "value" in turn else turn.get("content")
-    )
+    message: Message = {"role": role, "content": _read_content(turn, bool(calls), where)}
+    message |= {name: turn[name] for name in FURTHER.get(role, ()) if turn.get(name)}
+    if role == "assistant":
+        if isinstance(calls, list) and calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        message |= _read_weight(turn, where)
+    return message
+
+
+def _read_content(turn: dict[str, Any], has_calls: bool, where: str) -> str:
+    """The text of a turn. Raises UnusableConversation where it or its thoughts are none."""
+    content = turn.get("content")
+    if content is None and "value" in turn:
+        content = turn["value"]
     try:
-        content = "" if content is None and calls else text_of(content)
-        for text in (content, *map(turn.get, THOUGHTS)):
-            well_formed(text if isinstance(text, str) else "", "which")
+        text = "" if content is None and has_calls else text_of(content)
+        for words in (text, *map(turn.get, THOUGHTS)):
+            well_formed(words if isinstance(words, str) else "", "which")
     except ValueError as error:
         problem = "the content of a turn is not text"
         raise UnusableConversation(problem, f"{where} {error}") from None
+    return text
 
-    # 3. What else a template may show.
-    message: Message = {"role": role, "content": content}
-    message |= {name: turn[name] for name in FURTHER.get(role, ()) if turn.get(name)}
-    if isinstance(calls, list) and calls and role == "assistant":
-        message["tool_calls"] = [_call(call) for call in calls]
-    return message
+
+def _read_weight(turn: dict[str, Any], where: str) -> Message:
+    """The field `weight` of an answer that does not count, as OpenAI's files for fine-tuning have it, else none.
+
+    Raises UnusableConversation for another weight than 0 and 1.
+    """
+    weight = turn.get("weight")
+    if weight not in (None, 0, 1):
+        raise UnusableConversation("a turn's weight is neither 0 nor 1", where)
+    return {"weight": 0} if weight == 0 else {}
 
 
 def _call(call: Any) -> Any:

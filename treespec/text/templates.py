@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
-# {"role": system | user | assistant | tool, "content": text}, …; further fields for the template
+# {"role": system | developer | user | assistant | tool, "content": text}, …; further fields for the template
 Messages: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the target may call
 # Variables of a chat template, such as enable_thinking.
@@ -44,6 +44,22 @@ def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None
         )
 
 
+def source_of(
+    tokenizer: "PreTrainedTokenizerBase | None", template: Template = None, tools: Tools = None
+) -> str:
+    """The Jinja source of the tokenizer's template for these tools; "" for one of fschat's, and for none."""
+    if tokenizer is None or template is not None or not getattr(tokenizer, "chat_template", None):
+        return ""
+    return str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
+
+
+def adapt_roles(messages: Messages, source: str) -> list[dict[str, Any]]:
+    """The messages with OpenAI's role `developer` as `system`, unless the template's source names it."""
+    if "developer" in source:
+        return [*messages]
+    return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
 def render(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Messages,
@@ -53,6 +69,8 @@ def render(
     chat_template_kwargs: Variables = None,
 ) -> str:
     """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
+    if any(message["role"] == "developer" for message in messages):
+        messages = adapt_roles(messages, source_of(tokenizer, template, tools))
     if template is not None:
         if unused := "tools" if tools else "chat_template_kwargs" if chat_template_kwargs else "":
             raise InputError(f"the fschat template {template} has no place for {unused}")

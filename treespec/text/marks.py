@@ -1,0 +1,100 @@
+"""Where answers stand in text that a chat template formatted already."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from treespec.errors import InputError
+from treespec.text.answers import Span, place_answer
+from treespec.text.entries import UnusableConversation
+from treespec.text.templates import Messages, Template
+from treespec.text.turns import (
+    ANSWER,
+    OPENED_THOUGHT,
+    PROBE_CALL_ID,
+    PROBE_RESULT,
+    QUESTION,
+    Chat,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE_FUNCTION = {"name": "look", "arguments": {"at": "1"}}
+PROBE_CALL = {"type": "function", "id": PROBE_CALL_ID, "function": PROBE_FUNCTION}
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How a template marks answers. Of ChatML:
+
+        <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                        header               answer end
+
+    header: the text before an answer. ends: the tokens or texts that end one: the last, an earlier one, and
+    one that calls a tool.
+    """
+
+    header: str
+    ends: tuple[str, ...]
+
+
+@lru_cache(maxsize=4)
+def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
+    """The marks of a template, "" for none. Raises InputError where it shows no answer, and as `render`."""
+    # 1. One conversation of a target that may think, with and without its answer.
+    chat = Chat(tokenizer, template, thinks=True)
+    asked = [{"role": "user", "content": QUESTION}]
+    answered = [*asked, {"role": "assistant", "content": ANSWER}]
+    whole = chat.render(answered)
+    prompt, silent = chat.render(asked, prompt=True), chat.render(asked)
+    if ANSWER not in whole or QUESTION not in whole:
+        raise InputError("the chat template shows no answer: give messages instead of text")
+    before, _, after = whole.partition(ANSWER)
+
+    # 2. The header: the generation prompt without the thought that it opens. Without one, or where history
+    #    shows another one, what stands between question and answer: up to the prompt's end where it is there.
+    header = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
+    header = OPENED_THOUGHT.sub("", header)
+    if not header.strip() or not before.startswith(silent + header):
+        served = before.startswith(prompt) and not before[len(prompt) :].strip()
+        header = (prompt if served else before).rpartition(QUESTION)[2]
+
+    # 3. The ends: special tokens, else all that follows.
+    following = chat.render([*answered, *asked]).partition(ANSWER)[2]
+    ends = [re.search(chat.turn_format.special, text) for text in (after, following)]
+    found = [end[0] for end in ends if end] + _call_end(chat, asked)
+    return Marks(header, tuple(dict.fromkeys(found or [after.strip(" ")])))
+
+
+def _call_end(chat: Chat, asked: Messages) -> list[str]:
+    """The special token that ends an answer which calls a tool, in a list; [] for none."""
+    call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+    try:
+        answer = place_answer(chat, [*asked, call])
+        chat.render([*asked, call, PROBE_RESULT])
+    except InputError:
+        return []
+    return re.findall(chat.turn_format.special, answer.said)[-1:]
+
+
+def spans_in(text: str, marks: Marks) -> list[Span]:
+    """[start, end) in characters of each answer in formatted text, with the mark that ends it.
+
+    An answer in several parts, each behind the header right after another's end, is one. The last answer may
+    lack its end. Raises UnusableConversation for a text without an answer, and InputError where the template
+    marks none.
+    """
+    if not marks.header.strip() or not all(marks.ends):
+        raise InputError("the chat template does not mark answers: give messages instead of text")
+    header, ends = re.escape(marks.header), "|".join(map(re.escape, marks.ends))
+    spans = list[Span]()
+    for found in re.finditer(rf"{header}(.*?(?:{ends}|\Z))", text, re.DOTALL):
+        start = found.start(1)
+        if spans and found.start() == spans[-1][1]:
+            start = spans.pop()[0]
+        spans.append((start, found.end()))
+    if not spans:
+        raise UnusableConversation("no answer in the text", f"it lacks {marks.header!r}")
+    return spans

@@ -1,0 +1,147 @@
+"""How a chat template writes the turns of a conversation, as a few small conversations show it."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from treespec.errors import InputError
+from treespec.text.entries import THOUGHTS
+from treespec.text.strings import common_prefix
+from treespec.text.templates import Messages, Template, Tools, render, special_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION, ANSWER = "1234 5678", "8765 4321"  # a conversation to look at
+PROBE_CALL_ID = "call00001"  # nine letters and digits, as Mistral's template wants
+PROBE_RESULT = {"role": "tool", "content": "1", "name": "look", "tool_call_id": PROBE_CALL_ID}
+# How a prompt ends that opens a thought: DeepSeek-R1's and Qwen's, Gemma 4's, Magistral's, Seed-OSS'.
+OPENED_THOUGHT = re.compile(r"(<think>|<\|channel>thought|\[THINK\]|<seed:think>)\s*\Z")
+# Variables that tell templates whether the target thinks: Qwen's, GLM's and Gemma's, then Granite's and DeepSeek's.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """How a template writes turns.
+
+    special: a pattern of the tokenizer's special tokens. asks: whether there is a generation prompt.
+    closes: whether answers end with a special token. next_turn: the special token that a user's turn begins with
+    right behind an answer, "" for none: GLM's models end an answer with it.
+    """
+
+    special: str
+    asks: bool
+    closes: bool
+    next_turn: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a conversation is rendered. thinks: whether any of its answers has thoughts."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    template: Template
+    tools: Tools = None
+    thinks: bool = False
+
+    def render(self, messages: Messages, prompt: bool = False) -> str:
+        """The text of the messages. prompt: with what asks for an answer. Raises InputError."""
+        variables = None
+        if self.template is None:
+            variables = dict.fromkeys(THINKING_VARIABLES, self.thinks)
+        return render(self.tokenizer, messages, self.template, prompt, self.tools, variables)
+
+    def try_render(self, messages: Messages) -> str:
+        """The text of the messages; "" where the template refuses them."""
+        try:
+            return self.render(messages)
+        except InputError:
+            return ""
+
+    def render_next_turn(self, messages: Messages) -> str:
+        """The text of the messages with a result of their last call, or else a question; "" where it is refused."""
+        following: dict[str, Any] = {"role": "user", "content": QUESTION}
+        if calls := messages[-1].get("tool_calls"):
+            first = calls[0] if isinstance(calls[0], dict) else {}
+            following = PROBE_RESULT | {"tool_call_id": first.get("id") or PROBE_CALL_ID}
+        return self.try_render([*messages, following])
+
+    def render_header(self, before: Messages) -> str:
+        """The messages, and what every answer to them without thoughts and calls begins with."""
+        texts = [
+            self.render([*before, {"role": "assistant", "content": words}])
+            for words in (ANSWER, "one")
+        ]
+        return texts[0][: common_prefix(*texts)]
+
+    @property
+    def turn_format(self) -> TurnFormat:
+        """How the template writes turns. Raises InputError where it refuses a plain question."""
+        source = str(getattr(self.tokenizer, "chat_template", ""))
+        return read_turn_format(self.tokenizer, self.template, source)
+
+
+@lru_cache(maxsize=8)
+def read_turn_format(
+    tokenizer: "PreTrainedTokenizerBase", template: Template, source: str
+) -> TurnFormat:
+    """The turns of a template, from a question and its answer. source: of the template, as it may change."""
+    # 1. What the template shows.
+    names = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    special = "|".join(map(re.escape, names)) or "(?!)"
+    chat, asked = Chat(tokenizer, template), [{"role": "user", "content": QUESTION}]
+    answered = [*asked, {"role": "assistant", "content": ANSWER}]
+    whole, following = chat.render(answered), chat.render_next_turn(answered)
+
+    # 2. What ends an answer.
+    closes = re.search(special, whole.rpartition(ANSWER)[2]) is not None
+    next_turn = ""
+    if following.startswith(whole):
+        next_turn = leading_token(special, following.removeprefix(whole))
+    if next_turn == tokenizer.bos_token:
+        next_turn = ""
+    return TurnFormat(
+        special, chat.render(asked, prompt=True) != chat.render(asked), closes, next_turn
+    )
+
+
+def leading_token(special: str, text: str) -> str:
+    """The special token that the text begins with; "" for none. special: a pattern of special tokens."""
+    begun = re.match(special, text)
+    return begun[0] if begun else ""
+
+
+def split_thought(
+    tokenizer: "PreTrainedTokenizerBase", template: Template, before: Messages, written: str
+) -> tuple[str, str] | None:
+    """The thoughts and the words of a text that a target wrote after a prompt; None where it wrote no thoughts.
+
+    Args:
+        tokenizer: whose chat template asked for the text.
+        template: the name of one of fschat's templates instead.
+        before: the messages that the text answers. Raises InputError where the template refuses them.
+        written: the text with its special tokens.
+
+    The template shows what stands around thoughts and words. None too for a template that shows no thoughts, and
+    where a limit cut the text among them.
+    """
+    # 1. What the template writes around the thoughts and the words of an answer.
+    shown = {"role": "assistant", "content": ANSWER} | dict.fromkeys(THOUGHTS, QUESTION)
+    prompt = render(tokenizer, before, template)
+    try:
+        whole = render(tokenizer, [*before, shown], template, add_generation_prompt=False)
+    except InputError:
+        return None
+    opening, shows_thought, rest = whole.removeprefix(prompt).partition(QUESTION)
+    between = rest.partition(ANSWER)[0]
+    if not (shows_thought and between and whole.startswith(prompt)):
+        return None
+
+    # 2. The same around those of this text.
+    special = Chat(tokenizer, template).turn_format.special
+    thought, is_closed, words = written.removeprefix(opening).partition(between)
+    if not is_closed or not written.startswith(opening):
+        return None
+    return thought.strip(), re.sub(rf"({special})\Z", "", words)

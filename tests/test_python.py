@@ -231,7 +231,7 @@ def test_a_name_joins_a_memory_and_a_drafter(name, members):
 
 @pytest.mark.parametrize("prompts, n, answers", [([5, 6], 2, 2), ([[5], [6]], None, 2), ([[5], [6], [7]], 4, 12)])
 def test_seeds_that_leave_their_range_are_told_by_the_one_that_was_given(prompts, n, answers):
-    spec, last = spec_of("llama", "suffix:tokens=0"), 2**64 - answers
+    spec, last = Spec(target("llama"), None), 2**64 - answers
     outputs = spec.generate(prompts, n=n, seed=last, temperature=1.0, max_new_tokens=1)
     assert len(outputs) == (n if answers == n else len(prompts))
     with complains(rf"seed is {last + 1}, and {answers} answers take it and the next ones: .* at most 2\^64 - {answers}$"):

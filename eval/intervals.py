@@ -40,8 +40,8 @@ def interval(samples: Array, most: float = math.inf) -> Figure:
 
     The values without each question spread Q - 1 times less than values of other questions would, so the
     squared error is (Q - 1) / Q times the sum of their squared distances from their mean (Tukey 1958). With
-    Student's t of Q - 1 degrees of freedom it covers 95 % from few questions on, where percentiles of the
-    bootstrap cover 84 % at 6 and 90 % at 12 (`tests/test_figures.py`).
+    Student's t of Q - 1 degrees of freedom it covers 95 % from 6 questions on (`tests/test_figures.py`), where
+    percentiles of the bootstrap cover 85 % of 6 and 90 % of 12.
 
     Args:
         samples: [1 + Q] a ratio of totals by each row of `leave_one_out`.

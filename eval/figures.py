@@ -141,14 +141,15 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None) -> Ro
     independent, and of a contestant and its baseline the same. Every figure is a ratio of totals over
     questions.
 
-    base: the baseline's completions of the same questions, in the same order. Returns `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth,
-    the share of the cycles with an accepted token at the depth above that accepted one at this depth;
-    tokens_per_second by the clock; speedup, tokens/s over the baseline's; decoding_speedup, without
-    prefill; bound, that, if a cycle cost its forwards alone. And numbers: questions, tokens, cycles,
-    seconds; nodes, the mean size of the tree of one forward, with its root; undrafted, the share of
-    the cycles without a draft token; prefill_seconds; cycle_ms by stage; first_token, mean seconds to
-    the first token: of treespec the prefill and a cycle, of a server as its client sees it, of
-    transformers None.
+    base: the baseline's completions of the same questions, in the same order.
+
+    Returns `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth, the share of the
+    cycles with an accepted token at the depth above that accepted one at this depth; tokens_per_second by
+    the clock; speedup, tokens/s over the baseline's; decoding_speedup, without prefill; bound, that, if a
+    cycle cost its forwards alone. And numbers: questions, tokens, cycles, seconds; nodes, the mean size of
+    the tree of one forward, with its root; undrafted, the share of the cycles without a draft token;
+    prefill_seconds; cycle_ms by stage; first_token, mean seconds to the first token: of treespec the prefill
+    and a cycle, of a server as its client sees it, of transformers None.
     """
     weights = leave_one_out(len(mine))
     own = totals(mine, weights)

@@ -52,7 +52,9 @@ def interval(samples: Array, most: float = math.inf) -> Figure:
     questions = len(without)
     if not math.isfinite(value):
         return {"value": None, "low": None, "high": None}
-    if not np.isfinite(without).all() or not np.ptp(without):  # one question alone, or nothing varies
+    if not np.isfinite(without).all() or not np.ptp(
+        without
+    ):  # one question alone, or nothing varies
         return {"value": value, "low": None, "high": None}
     squares = float(np.square(without - without.mean()).sum())
     error = math.sqrt(squares * (questions - 1) / questions)

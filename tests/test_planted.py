@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import test_cost
+import test_kernels
 import test_same_text
 import test_suffix
+import torch
 from mutants import plant
 
 from treespec.decoding.sequence import Request
+from treespec.draft.cost import running
 from treespec.draft.cost.running import Choice
+from treespec.draft.tree_drafter import TreeDrafter
+from treespec.model import kernels
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.noise import Noise
 
@@ -58,6 +63,13 @@ FAULTS = {
         OWN_NOISE.replace("[vocabulary]", "[: len(vocabulary)]"),
         test_same_text.test_half_the_vocabulary_drafts_each_output_that_it_holds,
     ),
+    "half a vocabulary gets the noise of the first tokens, on an accelerator": Fault(
+        TreeDrafter,
+        "_noise",
+        "noise[:, vocabulary]",
+        "noise[:, : len(vocabulary)]",
+        test_same_text.test_the_noise_of_all_levels_is_that_of_the_drafted_tokens,
+    ),
     "the choice of drafts never forgets tokens": Fault(
         Choice,
         "update",
@@ -89,3 +101,27 @@ def test_a_planted_fault_is_found(monkeypatch, name):
     plant(monkeypatch, fault.owner, fault.name, fault.old, fault.new)
     with pytest.raises(AssertionError):
         fault.test()
+
+
+def test_a_choice_that_never_forgets_is_found(monkeypatch):
+    monkeypatch.setattr(running, "WINDOW", 1.0)
+    with pytest.raises(AssertionError):
+        test_cost.test_a_choice_follows_what_the_draft_model_brings_now()
+    with pytest.raises(AssertionError):
+        test_cost.test_a_choice_follows_what_the_draft_models_cycles_cost_now()
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_path):
+    """A fault in layer.c."""
+    old, new = "norm = key ? OF_KEYS : OF_QUERIES;", "norm = OF_QUERIES;"
+    assert sum(source.read_text().count(old) for source in kernels.SOURCES) == 1
+    for source in kernels.SOURCES:
+        (tmp_path / source.name).write_text(source.read_text().replace(old, new))
+    monkeypatch.setattr(kernels, "SOURCES", [tmp_path / source.name for source in kernels.SOURCES])
+    kernels.library.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_kernels.test_a_fused_layer_has_the_output_of_its_modules("qwen3", 3, torch.float32)
+    finally:
+        kernels.library.cache_clear()

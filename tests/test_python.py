@@ -234,7 +234,9 @@ def test_seeds_that_leave_their_range_are_told_by_the_one_that_was_given(prompts
     spec, last = Spec(target("llama"), None), 2**64 - answers
     outputs = spec.generate(prompts, n=n, seed=last, temperature=1.0, max_new_tokens=1)
     assert len(outputs) == (n if answers == n else len(prompts))
-    with complains(rf"seed is {last + 1}, and {answers} answers take it and the next ones: .* at most 2\^64 - {answers}$"):
+    with complains(
+        rf"seed is {last + 1}, and {answers} answers take it and the next ones: .* at most 2\^64 - {answers}$"
+    ):
         spec.generate(prompts, n=n, seed=last + 1, max_new_tokens=1)
     with complains(r"^seed is 18446744073709551616, must lie in \[0, 2\^64\)$"):
         spec.generate([5, 6], seed=2**64, max_new_tokens=1)

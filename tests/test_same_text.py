@@ -25,7 +25,7 @@ from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.model import kernels
 from treespec.model.packed import pack
 from treespec.model.target import Target
-from treespec.shaping.noise import gumbel, signed
+from treespec.shaping.noise import Noise, gumbel, signed
 from treespec.shaping.sampling import SamplingParams
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -69,14 +69,30 @@ def test_a_draft_model_that_is_the_target_drafts_what_is_output():
     assert stats.accepted == [6] * 11
 
 
+HELD = torch.tensor([1, 3])
+
+
+def half_drafted():
+    """A draft model that is the target, of which it drafts HELD alone."""
+    model, names = near(2), {token: bytes([97 + token]) for token in range(VOCAB)}
+    words = SharedVocabulary(HELD, HELD, names, {name: token for token, name in names.items()})
+    return Spec(model, OtherVocabulary(model, model, words), "chain:3", "gumbel")
+
+
+def test_the_noise_of_all_levels_is_that_of_the_drafted_tokens():
+    """An accelerator makes it at once, before a tree grows."""
+    noises = [Noise(seed, VOCAB, torch.device("cpu")) for seed in (5, 6)]
+    levels = half_drafted().decoder.drafter._noise(noises)
+    assert levels.shape == (2, 3, 2)
+    for noise, own in zip(noises, levels, strict=True):
+        assert torch.equal(own, torch.stack([noise.at(depth)[HELD] for depth in range(3)]))
+
+
 def test_half_the_vocabulary_drafts_each_output_that_it_holds():
     """The draft model is the target, so a draft is refused where the output is none of its tokens, and only there."""
-    model, kept = near(2), torch.tensor([1, 3])
-    names = {token: bytes([97 + token]) for token in range(VOCAB)}
-    words = SharedVocabulary(kept, kept, names, {name: token for token, name in names.items()})
-    spec = Spec(model, OtherVocabulary(model, model, words), "chain:3", "gumbel")
+    spec = half_drafted()
     output = spec.generate(PROMPT, temperature=1.3, max_new_tokens=80, seed=1)
-    ids, held = list(output.token_ids), set(kept.tolist())
+    ids, held = list(output.token_ids), set(HELD.tolist())
     lengths = output.stats.accepted[:-1]  # the last cycle ends with the answer
     assert len({*lengths}) > 2
     for accepted in lengths:

@@ -279,7 +279,11 @@ def files_of(source: str | Path) -> dict[str, Path]:
     if is_saved(path):
         return {file.name: file for file in sorted(path.glob("*.arrow"))}
     files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
-    if saved := [file.parent for file in files.values() if file.name == "state.json" and is_saved(file.parent)]:
+    if saved := [
+        file.parent
+        for file in files.values()
+        if file.name == "state.json" and is_saved(file.parent)
+    ]:
         raise InputError(
             f"{path} holds data sets that save_to_disk wrote: name the folder of one, as in {saved[0]}"
         )

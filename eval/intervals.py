@@ -58,12 +58,12 @@ def interval(samples: Array, most: float = math.inf) -> Figure:
         return {"value": value, "low": None, "high": None}
     squares = float(np.square(without - without.mean()).sum())
     error = math.sqrt(squares * (questions - 1) / questions)
-    reach = student(questions - 1) * error
+    reach = compute_t_quantile(questions - 1) * error
     return {"value": value, "low": max(value - reach, 0.0), "high": min(value + reach, most)}
 
 
 @cache
-def student(freedom: int) -> float:
+def compute_t_quantile(freedom: int) -> float:
     """Standard errors to either end of a 95 % interval whose error is estimated: Student's t."""
     return float(t.ppf(0.975, freedom))
 

@@ -114,7 +114,7 @@ def gumbel_number(seed, position, token):
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
     state ^= state >> 31
-    return -math.log(-math.log(((state >> 11) + 0.5) / 2**53))
+    return -math.log(-math.log((min(state >> 11, 2**53 - 2) + 0.5) / 2**53))
 
 
 def text_by_definition(target, prompt, seed, temperature, new):

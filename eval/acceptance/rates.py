@@ -15,7 +15,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schem
 from treespec.eval.acceptance.sources import Logits, collected, given
 from treespec.eval.acceptance.table import Row, report_of
 from treespec.eval.common import Report, Step, silent
-from treespec.eval.intervals import Figure, Z, student
+from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
@@ -164,7 +164,7 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
         squares = sums.index_add_(0, group, values - mean).square().sum()
         spread = float((squares * groups / (groups - 1)).sqrt()) / len(values)
-        reaches.append(student(groups - 1) * spread)
+        reaches.append(compute_t_quantile(groups - 1) * spread)
     if not reaches:
         return {"value": mean, "low": None, "high": None}
     reach = max(reaches)

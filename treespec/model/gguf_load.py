@@ -29,7 +29,7 @@ def own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> An
 
 
 @contextmanager
-def switched_bar() -> Iterator[None]:
+def switch_gguf_bar() -> Iterator[None]:
     """Inside, the bar over the tensors of a GGUF file follows transformers' switch, as its other bars do."""
     try:
         from transformers import modeling_gguf_pytorch_utils as unpacking

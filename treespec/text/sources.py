@@ -20,9 +20,9 @@ from treespec.text.entries import FORMS, WITH_ROWS
 
 ROWS = 256  # of a parquet file, read at once
 MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # that packed files begin with
+GZIP_START, ZSTD_START = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # that packed files begin with
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
-ENDINGS = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".zst"))
+FILE_ENDINGS = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
 FORM = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.-]+))?")
 
@@ -36,26 +36,27 @@ def entries(source: str | Path) -> Iterator[tuple[str, object]]:
     if name := hub_name(source):
         yield from _hub_rows(name)
         return
-    if is_saved(folder := Path(source).expanduser()):
-        yield from _saved_rows(folder)
+    folder = Path(source).expanduser()
+    if is_saved(folder):
+        yield from _read_saved(folder)
         return
     for name, path in files_of(source).items():
         try:
-            with _opened(path) as file:
+            with _open_unpacked(path) as file:
                 head = file.read(4096)
-            with _opened(path) as file:
+            with _open_unpacked(path) as file:
                 yield from _rows_of_file(path, file, head, name)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"cannot read {path}: {first_line(error)}; fetch it again") from error
 
 
-def _opened(path: Path) -> Any:
+def _open_unpacked(path: Path) -> Any:
     """The bytes of a file, unpacked. Raises InputError for one whose package is not installed."""
     with path.open("rb") as file:
-        start = file.read(len(ZSTD))
-    if start == ZSTD:
-        return BufferedReader(_Parts(_zstd_parts(path, load_zstandard(path))))
-    return gzip.open(path) if start.startswith(GZIP) else path.open("rb")
+        start = file.read(len(ZSTD_START))
+    if start == ZSTD_START:
+        return BufferedReader(_Parts(_unpack_zstd(path, load_zstandard(path))))
+    return gzip.open(path) if start.startswith(GZIP_START) else path.open("rb")
 
 
 def load_zstandard(path: Path) -> Any:
@@ -68,7 +69,7 @@ def load_zstandard(path: Path) -> Any:
         ) from error
 
 
-def _zstd_parts(path: Path, zstandard: Any) -> Iterator[bytes]:
+def _unpack_zstd(path: Path, zstandard: Any) -> Iterator[bytes]:
     """The unpacked bytes of a file's frames. Raises EOFError where the last one is cut off."""
     unpacker = zstandard.ZstdDecompressor().decompressobj()
     with path.open("rb") as file:
@@ -169,7 +170,7 @@ def is_saved(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def _saved_rows(folder: Path) -> Iterator[tuple[str, object]]:
+def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
     """The rows of a data set that `save_to_disk` wrote. Raises InputError without the library, or for damage."""
     try:
         library: Any = importlib.import_module("datasets")
@@ -279,18 +280,15 @@ def files_of(source: str | Path) -> dict[str, Path]:
     if is_saved(path):
         return {file.name: file for file in sorted(path.glob("*.arrow"))}
     files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
-    if saved := [
-        file.parent
-        for file in files.values()
-        if file.name == "state.json" and is_saved(file.parent)
-    ]:
-        raise InputError(
-            f"{path} holds data sets that save_to_disk wrote: name the folder of one, as in {saved[0]}"
-        )
+    for file in files.values():
+        if is_saved(file):
+            raise InputError(
+                f"{path} holds data sets that save_to_disk wrote: name the folder of one, as in {file}"
+            )
     found = {
         name: file
         for name, file in files.items()
-        if name.endswith(ENDINGS) and not re.search(r"(^|/)\.", name)
+        if name.endswith(FILE_ENDINGS) and not re.search(r"(^|/)\.", name)
     }
     if not found:
         raise InputError(f"{path} holds no file named *{', *'.join(SUFFIXES)}")

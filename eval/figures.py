@@ -28,10 +28,9 @@ import numpy as np
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
 from treespec.eval.contestants import BASELINE, GENERATE, Contestant
-from treespec.eval.intervals import FEW, Array, interval, resample, share_of
+from treespec.eval.intervals import FEW, Array, interval, leave_one_out, share_of
 from treespec.eval.ledger import Completion, Ledger
 
-RESAMPLES = 1000
 STAGES = ("draft model", "rest of drafting", "target", "verify", "commit", "rest")  # of a cycle
 
 Id = int | str  # of a question
@@ -81,11 +80,11 @@ def summarise(ledger: Ledger) -> Summary:
             for method in (BASELINE, GENERATE)
         )
         if not one.again:
-            rows.append(asdict(one) | row_of(one, mine, base, groups, config.seed))
-            by_generate = figures_of(mine, generate, questions, config.seed)["speedup"]
+            rows.append(asdict(one) | row_of(one, mine, base, groups))
+            by_generate = figures_of(mine, generate, questions)["speedup"]
             rows[-1] |= {"lossless": one.lossless, "by_generate": by_generate}
         elif base and (both := [i for i in mine if i in base]):
-            again.append(asdict(one) | figures_of(mine, base, both, config.seed))
+            again.append(asdict(one) | figures_of(mine, base, both))
     return {name: head[name] for name in ("options", "environment", "left_out")} | {
         "timed": timed,
         "questions": len(questions),
@@ -101,11 +100,10 @@ def row_of(
     mine: Completions,
     base: Completions | None,
     groups: Mapping[str, Sequence[Id]],
-    seed: int,
 ) -> Row:
     """The figures of a contestant, by itself and beside the baseline's completions `base`."""
     # 1. Figures by group, and what ended the turns.
-    by_group = {name: figures_of(mine, base, chosen, seed) for name, chosen in groups.items()}
+    by_group = {name: figures_of(mine, base, chosen) for name, chosen in groups.items()}
     pairs = [(mine[i], (base or mine)[i]) for i in groups["overall"]]
     ends = [end for ours, _ in pairs for end in ours["ended"]]
 
@@ -130,36 +128,37 @@ def row_of(
     }
 
 
-def figures_of(mine: Completions, base: Completions | None, chosen: Sequence[Id], seed: int) -> Row:
+def figures_of(mine: Completions, base: Completions | None, chosen: Sequence[Id]) -> Row:
     """`figures` of some questions."""
     beside = None if base is None else [base[i] for i in chosen]
-    return figures([mine[i] for i in chosen], beside, resample(len(chosen), RESAMPLES, seed))
+    return figures([mine[i] for i in chosen], beside)
 
 
-def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws: Array) -> Row:
+def figures(mine: Sequence[Completion], base: Sequence[Completion] | None) -> Row:
     """What one contestant's completions of Q questions come to.
 
-    The bootstrap resamples whole questions, because the tokens and cycles of one completion are not
-    independent. A contestant and its baseline get the same resamples. Every figure is a ratio of
-    totals over questions; a resample weights the totals of each question by how often it was drawn.
+    The jackknife leaves out whole questions, because the tokens and cycles of one completion are not
+    independent, and of a contestant and its baseline the same. Every figure is a ratio of totals over
+    questions.
 
-    base: the baseline's completions of the same questions, in the same order. draws: [1 + R, Q], by
-    `resample`. Returns `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth,
-    the share of the cycles with an accepted token at the depth above that accepted one at this depth;
-    tokens_per_second by the clock; speedup, tokens/s over the baseline's; decoding_speedup, without
-    prefill; bound, that, if a cycle cost its forwards alone. And numbers: questions, tokens, cycles,
-    seconds; nodes, the mean size of the tree of one forward, with its root; undrafted, the share of
-    the cycles without a draft token; prefill_seconds; cycle_ms by stage; first_token, mean seconds to
-    the first token: of treespec the prefill and a cycle, of a server as its client sees it, of
-    transformers None.
+    base: the baseline's completions of the same questions, in the same order.
+
+    Returns `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth, the share of the
+    cycles with an accepted token at the depth above that accepted one at this depth; tokens_per_second by
+    the clock; speedup, tokens/s over the baseline's; decoding_speedup, without prefill; bound, that, if a
+    cycle cost its forwards alone. And numbers: questions, tokens, cycles, seconds; nodes, the mean size of
+    the tree of one forward, with its root; undrafted, the share of the cycles without a draft token;
+    prefill_seconds; cycle_ms by stage; first_token, mean seconds to the first token: of treespec the prefill
+    and a cycle, of a server as its client sees it, of transformers None.
     """
-    own = totals(mine, draws)
+    weights = leave_one_out(len(mine))
+    own = totals(mine, weights)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # 1. Ratios of totals in each resample.
+        # 1. Ratios of totals, of all questions and without each.
         tokens, wall, cycles = own["new_tokens"], own["wall"], own["cycles"]
         ratios = {"acceptance_length": tokens / cycles, "tokens_per_second": tokens / wall}
         if base is not None:
-            plain = totals(base, draws)
+            plain = totals(base, weights)
             one_token = 1 / plain["new_tokens"]  # its share of plain decoding
             ratios["speedup"] = tokens / wall * plain["wall"] * one_token
             decoding = (plain["wall"] - plain["prefill"]) * one_token
@@ -169,7 +168,7 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
 
         # 2. Rates by depth. A depth that no cycle reached has none.
         by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
-        accepted = [draws @ np.array(counts, dtype=float) for counts in by_depth]
+        accepted = [weights @ np.array(counts, dtype=float) for counts in by_depth]
         rates = [b / a for a, b in zip([cycles, *accepted], accepted, strict=False)]
 
         # 3. Numbers; a server or transformers tells no cycles.
@@ -182,7 +181,7 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
         return {
             **dict.fromkeys(("speedup", "decoding_speedup", "bound")),
             **{name: interval(samples) for name, samples in ratios.items()},
-            "acceptance_rate_by_depth": [interval(rate) for rate in rates],
+            "acceptance_rate_by_depth": [interval(rate, most=1.0) for rate in rates],
             "questions": len(mine),
             "tokens": int(value["new_tokens"]),
             "cycles": int(forwards),
@@ -195,10 +194,10 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws
         }
 
 
-def totals(completions: Sequence[Completion], draws: Array) -> dict[str, Array]:
-    """[1 + R] totals of `counted` in each resample. draws: [1 + R, Q]."""
+def totals(completions: Sequence[Completion], weights: Array) -> dict[str, Array]:
+    """[1 + Q] totals of `counted` by rows of weights [1 + Q, Q]."""
     rows = [counted(one) for one in completions]
-    return {name: draws @ np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
+    return {name: weights @ np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
 
 
 def counted(one: Completion) -> dict[str, float]:

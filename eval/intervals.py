@@ -1,16 +1,17 @@
-"""Figures with their 95 % intervals: the bootstrap over questions, and shares of right answers."""
+"""Figures with their 95 % intervals: the jackknife over questions, and shares of right answers."""
 
 import math
+from functools import cache
 from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
 Array = NDArray[np.float64]
 
-FEW = 10  # with fewer questions a percentile interval is markedly too narrow
-Z = 1.959964  # standard errors to either end of a 95 % interval
+FEW = 10  # with fewer questions one slow answer may decide what is called faster
+Z = 1.959964  # standard errors to either end of a 95 % interval whose error is known
 
 
 class Figure(TypedDict):
@@ -21,26 +22,50 @@ class Figure(TypedDict):
     high: float | None
 
 
-def resample(questions: int, resamples: int, seed: int) -> Array:
-    """[1 + R, Q] weights: how often each question counts in each resample.
+def leave_one_out(questions: int) -> Array:
+    """[1 + Q, Q] weights of questions: all of them, for the value, then all but each one.
 
-    The first row counts every question once: it gives the value itself.
+    Three questions:
+
+        1 1 1      the value
+        0 1 1      without the first
+        1 0 1
+        1 1 0
     """
-    shares = [1 / questions] * questions
-    drawn = np.random.default_rng(seed).multinomial(questions, shares, size=resamples)
-    return np.concatenate([np.ones((1, questions)), drawn])
+    return np.concatenate([np.ones((1, questions)), 1 - np.eye(questions)])
 
 
-def interval(samples: Array) -> Figure:
-    """The value and its 95 % percentile interval.
+def interval(samples: Array, most: float = math.inf) -> Figure:
+    """The value and its 95 % interval over questions: the jackknife's error by Student's t.
 
-    samples: [1 + R], the value first, then that of each resample.
+    The values without each question spread Q - 1 times less than values of other questions would, so the
+    squared error is (Q - 1) / Q times the sum of their squared distances from their mean (Tukey 1958). With
+    Student's t of Q - 1 degrees of freedom it covers 95 % from 6 questions on (`tests/test_figures.py`), where
+    percentiles of the bootstrap cover 85 % of 6 and 90 % of 12.
+
+    Args:
+        samples: [1 + Q] a ratio of totals by each row of `leave_one_out`.
+        most: the largest possible value; 0 is the smallest.
     """
-    value, drawn = float(samples[0]), samples[1:][np.isfinite(samples[1:])]
-    low = high = None
-    if math.isfinite(value) and len(drawn) and np.ptp(drawn):
-        low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
-    return {"value": value if math.isfinite(value) else None, "low": low, "high": high}
+    value = float(samples[0])
+    without = samples[1:]
+    questions = len(without)
+    if not math.isfinite(value):
+        return {"value": None, "low": None, "high": None}
+    if not np.isfinite(without).all() or not np.ptp(
+        without
+    ):  # one question alone, or nothing varies
+        return {"value": value, "low": None, "high": None}
+    squares = float(np.square(without - without.mean()).sum())
+    error = math.sqrt(squares * (questions - 1) / questions)
+    reach = compute_t_quantile(questions - 1) * error
+    return {"value": value, "low": max(value - reach, 0.0), "high": min(value + reach, most)}
+
+
+@cache
+def compute_t_quantile(freedom: int) -> float:
+    """Standard errors to either end of a 95 % interval whose error is estimated: Student's t."""
+    return float(t.ppf(0.975, freedom))
 
 
 def share_of(right: int, answers: int) -> Figure:

@@ -1,10 +1,11 @@
 """The verdict below tables: which pairs are faster than plain decoding, which are slower.
 
-A bootstrap over questions does not see what a busy machine does to the clock. So plain decoding is
+An interval over questions does not hold what a busy machine does to the clock. So plain decoding is
 measured twice (A/A), and its ratio to itself gives the clock's noise: a pair is called faster or
 slower only where its whole interval lies beyond 1 by more than that.
 """
 
+import math
 from collections.abc import Sequence
 
 from treespec.eval.figures import Row, Summary
@@ -79,4 +80,6 @@ def noise_of(again: Figure | None) -> float | None:
     """
     if again is None or again["low"] is None or again["high"] is None:
         return None
+    if not again["low"]:
+        return math.inf
     return max(again["high"], 1 / again["low"]) - 1

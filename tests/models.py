@@ -71,12 +71,21 @@ CANNOT_BRANCH = {
 
 
 def random_model(config, seed=0):
-    """A model of that architecture whose logits are far from flat, so that a wrong mask shows."""
+    """A model of that architecture whose logits are far from flat, so that a wrong mask shows.
+
+    The vectors of norms and biases are random too, so that one in another's place shows.
+    """
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config)
+    vectors = []
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.25)
+        else:
+            vectors.append(parameter)
+    with torch.no_grad():
+        for vector in vectors:
+            vector += 0.2 * torch.randn_like(vector)
     return model.eval()
 
 

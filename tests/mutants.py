@@ -1,6 +1,8 @@
 """Copies of modules with a line changed: a test that passes for them shows nothing."""
 
 import inspect
+from inspect import getattr_static
+from textwrap import dedent
 from types import ModuleType
 
 
@@ -22,3 +24,14 @@ def mutant(module, *changes, part=None):
         source = source.replace(old, new)
     exec(source, vars(copy))
     return copy
+
+
+def plant(monkeypatch, owner, name, old, new):
+    """Put a fault into a class or module in place: one of its functions with `old`, which occurs once, made `new`."""
+    written = getattr_static(owner, name)
+    function = written.fget if isinstance(written, property) else written
+    source = dedent(inspect.getsource(function))
+    assert source.count(old) == 1, old
+    scope = dict(function.__globals__)
+    exec(source.replace(old, new), scope)
+    monkeypatch.setattr(owner, name, scope[name])

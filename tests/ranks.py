@@ -1,4 +1,4 @@
-"""Two processes that share their work, as `accelerate launch` or `torchrun` starts them."""
+"""Two processes that share their work, as `torchrun` starts them; `accelerate launch` tells them more."""
 
 import os
 import runpy
@@ -14,8 +14,8 @@ FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.run"])
 
 def rank(number, port, words, said):
     """Run `python -m WORDS` as one of two, with its standard output in a file."""
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "MASTER_PORT": f"{port}"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= {"WORLD_SIZE": "2", "RANK": f"{number}", "LOCAL_RANK": f"{number}"}
     sys.argv[:] = words
     with said.open("w") as out, redirect_stdout(out):
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)

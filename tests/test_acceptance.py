@@ -7,6 +7,7 @@ import torch
 from equality import close, seeded
 from models import random_head, target
 from refusals import complains
+from scipy.stats import sem, t
 from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec
@@ -23,8 +24,8 @@ def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
     """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
     values = torch.randn(30, dtype=torch.float64, generator=seeded(3))
     for means, groups in ((values.view(6, 5).mean(1), torch.arange(30) // 5), (values, torch.arange(30))):
-        found, error = average(values, groups), means.std().item() / len(means) ** 0.5
-        assert (found["value"], found["high"] - found["value"]) == pytest.approx((means.mean().item(), Z * error))
+        found, by_scipy = average(values, groups), t.interval(0.95, len(means) - 1, means.mean(), sem(means))
+        assert (found["value"], found["low"], found["high"]) == pytest.approx((means.mean().item(), *by_scipy))
     assert average(values, torch.zeros(30, dtype=torch.int64))["high"] is None
     assert average(torch.full((3,), 0.5), torch.arange(3), noise=0.2)["low"] == 0.5 - Z * 0.2
 

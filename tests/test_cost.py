@@ -11,7 +11,7 @@ from models import random_head, target
 from treespec.draft.cost import measure
 from treespec.draft.cost.measure import NODES, cost_for, dependencies, measured_costs
 from treespec.draft.cost.model import FORMAT, Cost, cost_in
-from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
+from treespec.draft.cost.running import Choice, Correction, CostModel, CostModels, Prediction, bounded
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.model.processor import processor
@@ -132,6 +132,35 @@ def test_without_hope_a_sequence_goes_without_drafts_and_tries_again_ever_more_r
     hopeless = CostModel(times())
     assert all(hopeless.pauses(speed=0.5 * hopeless.plain) for _ in range(500))
     assert not model.pauses(speed=1.1 * model.plain)
+
+
+def brought(choice, accepted, cycles, seconds=None):
+    """What a draft model brings in some cycles: accepted tokens each, in modelled seconds each."""
+    for _ in range(cycles):
+        choice.update(accepted, seconds)
+
+
+def test_a_choice_follows_what_the_draft_model_brings_now():
+    """Hundreds of cycles that accepted six tokens weigh nothing after forty that accepted none, and the other way."""
+    choice = Choice()
+    brought(choice, 6, 300)
+    assert not choice.prefers_cache(5.0, 6, None)
+    brought(choice, 0, 40)
+    assert choice.prefers_cache(0.3, 6, None)
+    brought(choice, 6, 40)
+    assert not choice.prefers_cache(5.0, 6, None)
+
+
+def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
+    """As a batch empties: with the same tokens a cycle, the speed of the last cycles counts."""
+    choice, cost = Choice(), times()
+    cycle = cost.seconds(6, 0)  # of the cache's tree, which predicts two tokens
+    brought(choice, 2, 300, 2 * cycle)
+    assert choice.prefers_cache(2.0, 6, cost)
+    brought(choice, 2, 40, cycle / 2)
+    assert not choice.prefers_cache(2.0, 6, cost)
+    brought(choice, 2, 40, 2 * cycle)
+    assert choice.prefers_cache(2.0, 6, cost)
 
 
 def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_are_the_sequences():

@@ -172,13 +172,16 @@ def test_batches_of_any_size_have_the_same_tokens_and_rows_of_their_own(home, tm
 
 
 def test_completions_that_the_context_ends_are_counted(home, tmp_path):
-    summary = evaluate(config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", limit=1, warm_up=0))
-    for row, (one,) in zip(summary["rows"], answered(tmp_path).values(), strict=True):
-        for ids, prompt, end in zip(one["token_ids"], one["prompt_tokens"], one["ended"], strict=True):
-            assert end == ("model" if 2 in ids[-1:] else "context")
-            assert end == "model" or len(ids) == max(256 - prompt, 0)
-        assert row["ended"]["context"] == one["ended"].count("context")
-        assert sum(row["ended"].values()) == 2
+    summary = evaluate(config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", temperature="1", warm_up=0))
+    for row, completions in zip(summary["rows"], answered(tmp_path).values(), strict=True):
+        ends = []
+        for one in completions:
+            ends += one["ended"]
+            for ids, prompt, end in zip(one["token_ids"], one["prompt_tokens"], one["ended"], strict=True):
+                assert end == ("model" if 2 in ids[-1:] else "context")
+                assert end == "model" or len(ids) == max(256 - prompt, 0)
+        assert row["ended"]["context"] == ends.count("context")
+        assert sum(row["ended"].values()) == len(ends) == TURNS
     assert summary["rows"][0]["ended"]["context"] > 0
     assert "ended by the target's context" in page_of(tmp_path / "report.md")
 

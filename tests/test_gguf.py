@@ -54,6 +54,13 @@ def test_a_file_has_the_weights_that_transformers_unpacks(dtype, folder):
         assert weight.dtype == options["dtype"]
 
 
+def test_a_file_loads_without_bars_and_transformers_own_stay(folder, capfd):
+    loaded(folder)
+    assert capfd.readouterr() == ("", "")
+    hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf")
+    assert "GGUF tensors" in capfd.readouterr().err
+
+
 def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path):
     """Features know the form of the target that they come from."""
     data, features = write_data(tmp_path / "data.jsonl"), f"{tmp_path}/features"

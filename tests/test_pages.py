@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", PAGES[page]), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+NAMED = re.compile(r"`(treespec(?:\.\w+)+)`")
+ELSEWHERE = {"treespec.drafters", "treespec.verifiers", "treespec.json"}  # groups of entry points, and a file
+
+
+def test_every_name_of_treespec_in_docstrings_and_pages_exists():
+    """The changelog names what has been."""
+    sources = {str(file.relative_to(ROOT)): file.read_text() for file in source_files()}
+    written = {file: text for file, text in (PAGES | sources).items() if file != "docs/changelog.md"}
+    missing = []
+    for file, text in written.items():
+        for name in sorted({*NAMED.findall(text)} - ELSEWHERE):
+            try:
+                resolve_name(name)
+            except (ImportError, AttributeError):
+                missing.append(f"{file}: {name}")
+    assert not missing
+
+
+def source_files():
+    for room in ("treespec", "heads", "trees", "train", "eval", "tests"):
+        yield from (ROOT / room).rglob("*.py")
 
 
 @pytest.fixture(scope="module")

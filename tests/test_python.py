@@ -227,3 +227,16 @@ def test_a_verifier_needs_a_name_a_scheme_and_a_call(tree):
 )
 def test_a_name_joins_a_memory_and_a_drafter(name, members):
     assert [member.own for member in DrafterSpec.parse(name).members] == members
+
+
+@pytest.mark.parametrize("prompts, n, answers", [([5, 6], 2, 2), ([[5], [6]], None, 2), ([[5], [6], [7]], 4, 12)])
+def test_seeds_that_leave_their_range_are_told_by_the_one_that_was_given(prompts, n, answers):
+    spec, last = Spec(target("llama"), None), 2**64 - answers
+    outputs = spec.generate(prompts, n=n, seed=last, temperature=1.0, max_new_tokens=1)
+    assert len(outputs) == (n if answers == n else len(prompts))
+    with complains(
+        rf"seed is {last + 1}, and {answers} answers take it and the next ones: .* at most 2\^64 - {answers}$"
+    ):
+        spec.generate(prompts, n=n, seed=last + 1, max_new_tokens=1)
+    with complains(r"^seed is 18446744073709551616, must lie in \[0, 2\^64\)$"):
+        spec.generate([5, 6], seed=2**64, max_new_tokens=1)

@@ -1,6 +1,7 @@
 """Reports: tables that fit a terminal, a verdict that says what they say, and a page that is complete in itself."""
 
 import io
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -122,6 +123,7 @@ def test_the_clocks_noise_is_how_far_the_interval_of_the_baseline_over_itself_re
     assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
     assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
     assert noise_of(figure(1.0)) is noise_of(None) is None
+    assert noise_of(figure(1.0, 0.0, 3.0)) == math.inf
 
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"

@@ -141,6 +141,57 @@ def test_without_their_packages_parquet_and_the_hub_are_one_line(tmp_path, monke
         read_conversations(tmp_path.joinpath("empty").mkdir() or tmp_path / "empty")
 
 
+def test_files_packed_with_zstd_train_the_same_tokens(tmp_path, expected):
+    """Also of several frames, and parquet; one that is cut off or damaged is named, whole lines or not."""
+    zstandard = pytest.importorskip("zstandard")
+    packer, folder = zstandard.ZstdCompressor(), tmp_path / "folder"
+    folder.mkdir()
+    written = [(json.dumps(row) + "\n").encode() for row in FORMS["messages"]]
+    file = folder / "rows.jsonl.zst"
+    file.write_bytes(b"".join(map(packer.compress, written)))
+    assert encoded(file) == encoded(folder) == expected
+    parquet.write_table(pyarrow.Table.from_pylist(FORMS["messages"]), tmp_path / "rows.parquet")
+    packed = tmp_path / "rows.parquet.zst"
+    packed.write_bytes(packer.compress((tmp_path / "rows.parquet").read_bytes()))
+    assert encoded(packed) == expected
+    whole = file.read_bytes()
+    for damage in (whole[:-3], whole[: len(whole) // 2], whole[:-20] + bytes(20)):
+        file.write_bytes(damage)
+        with complains(rf"cannot read .*{file.name}: .*; fetch it again"):
+            encoded(file)
+
+
+def test_data_sets_that_were_saved_to_disk_train_the_same_tokens(tmp_path, expected):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([row | {"unread": 1} for row in FORMS["messages"]])
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    assert encoded(tmp_path / "one") == expected
+    assert digest(tmp_path / "one") != digest(tmp_path / "one" / "data-00000-of-00002.arrow")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "splits")
+    assert encoded(tmp_path / "splits" / "test") == expected
+    with complains("splits holds data sets that save_to_disk wrote: name the folder of one, as in .*splits/test"):
+        encoded(tmp_path / "splits")
+    (tmp_path / "one" / "data-00001-of-00002.arrow").write_bytes(b"half")
+    with complains("cannot read .*one: .*; save it again"):
+        encoded(tmp_path / "one")
+
+
+def test_without_their_packages_zstd_and_saved_data_sets_are_one_line(tmp_path, monkeypatch):
+    for package in ("zstandard", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)
+    file = tmp_path / "rows.jsonl.zst"
+    file.write_bytes(b"\x28\xb5\x2f\xfd and so on")
+    with complains(r"rows\.jsonl\.zst is packed with zstd, which needs zstandard: pip install 'treespec\[data\]'"):
+        read_conversations(file)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (saved / name).write_text("{}")
+    (saved / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    with complains(r"saved is a data set that save_to_disk wrote, which needs the package datasets: pip install"):
+        read_conversations(saved)
+
+
 class Table(list):
     """A split as the library `datasets` gives it."""
 

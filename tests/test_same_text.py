@@ -1,5 +1,6 @@
 """One seed, one text: neither drafts nor trees nor neighbours change a token, greedy or sampled."""
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -9,21 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model
+from models import CONFIGS, random_head, random_model, target
 from oracle import distribution
 from scipy.stats import chi2
 from serving import random_prompts
 from test_sequence_law import ERROR, chi_square
-from tiny_pairs import DRAFTERS, PROMPT, habits, near, spec_of
+from tiny_pairs import DRAFTERS, PROMPT, VOCAB, habits, near, spec_of
 
 from treespec.api.engine import Engine
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.models.model import ModelProposer
+from treespec.draft.models.model import ModelProposer, OtherVocabulary
+from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.model import kernels
 from treespec.model.packed import pack
 from treespec.model.target import Target
-from treespec.shaping.noise import gumbel, signed
+from treespec.shaping.noise import Noise, gumbel, signed
 from treespec.shaping.sampling import SamplingParams
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -40,7 +42,9 @@ packed = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 )
 def test_no_drafter_changes_the_text_of_a_seed(drafter, way):
     options = {"max_new_tokens": 30, "temperature": 0.9, "seed": 7, "memory": "texts"} | WAYS[way]
-    for tree in ("auto:depth=3,topk=3", "2x2", "dynamic:depth=3,topk=2,nodes=5") if drafter in DRAFTERS else (None,):
+    deepest = 4 if drafter.startswith(("medusa", "hydra")) else 6
+    trees = ("auto:depth=3,topk=3", "2x2", "dynamic:depth=3,topk=2,nodes=5", f"chain:{deepest}")
+    for tree in trees if drafter in DRAFTERS else (None,):
         model_free = drafter in ("none", "suffix")
         spec = spec_of(drafter, None if model_free else tree, "auto")
         assert spec.generate(PROMPT, **options).token_ids == spec.baseline().generate(PROMPT, **options).token_ids
@@ -60,9 +64,79 @@ def test_texts_of_many_seeds_have_the_targets_distribution():
 def test_a_draft_model_that_is_the_target_drafts_what_is_output():
     """The noise of a node is that of its position, for target and draft alike."""
     model = near(2)
-    spec = Spec(model, ModelProposer(model, model), "chain:3", "gumbel")
-    stats = spec.generate(PROMPT, temperature=1.3, top_p=0.95, max_new_tokens=80, seed=1).stats
-    assert {*stats.accepted} == {3}
+    spec = Spec(model, ModelProposer(model, model), "chain:6", "gumbel")
+    stats = spec.generate(PROMPT, temperature=1.3, top_p=0.95, max_new_tokens=77, seed=1).stats
+    assert stats.accepted == [6] * 11
+
+
+HELD = torch.tensor([1, 3])
+
+
+def half_drafted():
+    """A draft model that is the target, of which it drafts HELD alone."""
+    model, names = near(2), {token: bytes([97 + token]) for token in range(VOCAB)}
+    words = SharedVocabulary(HELD, HELD, names, {name: token for token, name in names.items()})
+    return Spec(model, OtherVocabulary(model, model, words), "chain:3", "gumbel")
+
+
+def test_the_noise_of_all_levels_is_that_of_the_drafted_tokens():
+    """An accelerator makes it at once, before a tree grows."""
+    noises = [Noise(seed, VOCAB, torch.device("cpu")) for seed in (5, 6)]
+    levels = half_drafted().decoder.drafter._noise(noises)
+    assert levels.shape == (2, 3, 2)
+    for noise, own in zip(noises, levels, strict=True):
+        assert torch.equal(own, torch.stack([noise.at(depth)[HELD] for depth in range(3)]))
+
+
+def test_half_the_vocabulary_drafts_each_output_that_it_holds():
+    """The draft model is the target, so a draft is refused where the output is none of its tokens, and only there."""
+    spec = half_drafted()
+    output = spec.generate(PROMPT, temperature=1.3, max_new_tokens=80, seed=1)
+    ids, held = list(output.token_ids), set(HELD.tolist())
+    lengths = output.stats.accepted[:-1]  # the last cycle ends with the answer
+    assert len({*lengths}) > 2
+    for accepted in lengths:
+        cycle, ids = ids[: accepted + 1], ids[accepted + 1 :]
+        assert {*cycle[:accepted]} <= held
+        assert accepted == 3 or cycle[-1] not in held
+
+
+def seed_of_noise(seed, prompt):
+    """The number that the noise of a completion starts from, by the definition in docs/verification.md."""
+    words = b"".join(number.to_bytes(8, "little") for number in (seed, *prompt))
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+def gumbel_number(seed, position, token):
+    """Minus the logarithm of minus that of a uniform number of 53 bits, by SplitMix64."""
+    state = seed + position * 0xD1342543DE82EF95 + (token + 1) * 0x9E3779B97F4A7C15
+    state %= 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    state ^= state >> 31
+    return -math.log(-math.log((min(state >> 11, 2**53 - 2) + 0.5) / 2**53))
+
+
+def text_by_definition(target, prompt, seed, temperature, new):
+    """Whole forwards of transformers' model, no cache, no tree: the largest log-probability plus noise each time."""
+    start, ids = seed_of_noise(seed, prompt), list(prompt)
+    for position in range(new):
+        with torch.no_grad():
+            logits = target.model(torch.tensor([ids])).logits[0, -1]
+        scores = (logits.double() / temperature).log_softmax(-1).tolist()
+        noisy = [score + gumbel_number(start, position, token) for token, score in enumerate(scores)]
+        ids.append(noisy.index(max(noisy)))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
+def test_the_text_of_a_seed_is_that_of_its_definition(seed):
+    """With drafts of depth six that are all accepted, so the noise of every depth counts."""
+    decoded, options = target("llama"), {"temperature": 0.9, "seed": seed, "ignore_eos": True}
+    spec = Spec(decoded, ModelProposer(decoded, decoded), "chain:6", "gumbel")
+    output = spec.generate(PROMPT, max_new_tokens=28, **options)
+    assert output.stats.accepted == [6] * 4
+    assert output.token_ids == text_by_definition(decoded, PROMPT, seed, 0.9, 28)
 
 
 def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
@@ -78,10 +152,32 @@ def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():
         assert float((many > bound).double().mean()) == pytest.approx(above, abs=error)
 
 
+def start_of(bits):
+    """The start of a stream whose first number has these upper 53 bits: SplitMix64, backwards."""
+    state = bits << 11
+    state ^= state >> 31 ^ state >> 62
+    state = state * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    state ^= state >> 27 ^ state >> 54
+    state = state * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    state ^= state >> 30 ^ state >> 60
+    return signed((state - 0x9E3779B97F4A7C15) % 2**64)
+
+
+EDGES = [start_of(bits) for bits in (0, 1, 2**53 - 2, 2**53 - 1)]
+
+
+def test_the_noise_of_every_uniform_number_is_finite():
+    """The largest, 2^53 - 1, and a half would round to 1, whose noise is infinite."""
+    lowest, low, high, highest = gumbel(EDGES, 1, torch.device("cpu")).flatten().tolist()
+    assert lowest == pytest.approx(-math.log(54 * math.log(2)), rel=1e-6)
+    assert low == pytest.approx(-math.log(math.log(2**54 / 3)), rel=1e-6)
+    assert high == highest == pytest.approx(52 * math.log(2), rel=1e-6)  # doubles below 1 lie 2^-53 apart
+
+
 def test_noise_of_the_kernels_is_that_of_torch():
-    """To the rounding of logarithms, at sizes within a block and across several."""
+    """To the rounding of logarithms, at sizes within a block and across several, and at both ends."""
     for size in (1, 7, 1024, 3000, 200_000):
-        starts = [0, 5, -(2**63) + 7]
+        starts = [0, 5, -(2**63) + 7, *EDGES]
         torch.testing.assert_close(
             kernels.noise(starts, size), gumbel(starts, size, torch.device("cpu")), rtol=1e-5, atol=1e-6
         )

@@ -11,6 +11,8 @@ from drafting import source_of
 from models import prompt, target, tokenizer
 from refusals import complains, says
 from test_given import paths_of, spec_of
+from tiny_pairs import PROMPT
+from tiny_pairs import spec_of as pair_of
 
 from treespec.api.engine import Engine
 from treespec.draft.model_free.matches import longest_match, tree_of
@@ -102,6 +104,32 @@ def test_a_memory_is_known_by_its_name_alone(first, second, known):
     cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
     spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
     assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
+
+
+@pytest.mark.parametrize(
+    "drafter, tree, verifier",
+    [
+        ("suffix", None, "topk"),
+        ("suffix+model", "2x2", "topk"),
+        ("suffix+model", "2x2", "rrs-wo"),
+        ("suffix+eagle", "chain:3", "single"),
+    ],
+)
+def test_a_sampled_answer_with_a_seed_is_drafted_from_its_text_alone(drafter, tree, verifier):
+    """A memory that holds other answers, and then this one, changes neither its tokens nor its cycles."""
+    spec = pair_of(drafter, tree, verifier)
+    options = {"temperature": 1.0, "max_new_tokens": 40}
+    by_memory = [spec.generate(PROMPT, memory=name, seed=7, **options) for name in ("none yet", "texts", "texts")]
+    assert len({(*output.token_ids, -1, *output.stats.accepted) for output in by_memory}) == 1
+
+
+@pytest.mark.parametrize("drafter, tree, verifier", [("suffix", None, "auto"), ("suffix+model", "2x2", "gumbel")])
+def test_a_seed_whose_text_no_draft_changes_is_drafted_from_the_memory(drafter, tree, verifier):
+    spec = pair_of(drafter, tree, verifier)
+    options = {"temperature": 1.0, "max_new_tokens": 40, "seed": 7}
+    first, again = (spec.generate(PROMPT, memory="texts", **options) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert again.stats.cycles < first.stats.cycles / 2
 
 
 def test_callers_of_an_engine_share_by_name():

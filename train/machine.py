@@ -31,7 +31,7 @@ def precision_of(config: TrainConfig) -> str:
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """With float32 products in TF32 where a GPU has it.
+    """With float32 products in TF32 where a GPU has it, and over gloo where there is none.
 
     Raises InputError for a precision that this machine does not have.
     """
@@ -39,8 +39,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         torch.set_float32_matmul_precision("high")
     if config.device_map:  # the head lies where the target ends, on whichever GPU that is
         os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         return Accelerator(
+            cpu=several and not torch.accelerator.is_available(),  # torchrun does not say so
             mixed_precision=config.mixed_precision,
             log_with=config.tracker,
             project_dir=config.out,

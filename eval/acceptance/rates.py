@@ -15,7 +15,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schem
 from treespec.eval.acceptance.sources import Logits, collected, given
 from treespec.eval.acceptance.table import Row, report_of
 from treespec.eval.common import Report, Step, silent
-from treespec.eval.intervals import Figure, Z
+from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams, probs
@@ -170,15 +170,18 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure
 
     values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
     groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
-    mean))²) / n. noise: the Monte-Carlo error of the mean. The groups' spread holds it already, but
-    a few groups may show less: the error is never below it.
+    mean))²) / n, with Student's t of G - 1 degrees of freedom. noise: the Monte-Carlo error of the mean.
+    The groups' spread holds it already, but a few groups may show less: the interval is never inside its own.
     """
     values = values.double()
-    mean, groups, error = float(values.mean()), len(group.unique()), noise
+    mean, groups = float(values.mean()), len(group.unique())
+    reaches = [Z * noise] if noise is not None else []
     if groups > 1:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
         squares = sums.index_add_(0, group, values - mean).square().sum()
         spread = float((squares * groups / (groups - 1)).sqrt()) / len(values)
-        error = max(spread, noise or 0.0)
-    low, high = (None, None) if error is None else (mean - Z * error, mean + Z * error)
-    return {"value": mean, "low": low, "high": high}
+        reaches.append(compute_t_quantile(groups - 1) * spread)
+    if not reaches:
+        return {"value": mean, "low": None, "high": None}
+    reach = max(reaches)
+    return {"value": mean, "low": mean - reach, "high": mean + reach}

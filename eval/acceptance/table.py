@@ -87,7 +87,7 @@ def report_of_tau(found: Mapping[str, Any]) -> Report:
     machine = "a processor of the given figures" if found["config"]["bandwidth"] else "this machine"
     notes = [
         "τ: tokens by the expected number of cycles for the target's own texts; draws and coins are integrated out.",
-        "Ranges: 95% bootstrap intervals over questions. Of the first: τ by the first row's, of the same resamples.",
+        "Ranges: 95% intervals over questions, by jackknife. Of the first: τ by the first row's.",
         f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
         "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
         *describe_bounds(found["rows"]),

@@ -40,7 +40,7 @@ from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
 from treespec.eval.acceptance.table import report_of_tau
 from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
-from treespec.eval.intervals import Array, interval, resample
+from treespec.eval.intervals import Array, interval, leave_one_out
 from treespec.eval.report import markdown, page
 from treespec.eval.texts import Text, describe, kept_texts, load_specs
 from treespec.files.atomic import locked, write_json, write_text
@@ -50,7 +50,6 @@ from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import scheme_by_name
 
-RESAMPLES = 1000
 Row = dict[str, Any]
 Measured: TypeAlias = Pair | Decoded
 Costs: TypeAlias = dict[int, Cost]  # by batch size
@@ -271,15 +270,17 @@ def rows_of(
     cost model, and over those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups:
     [texts]. found: [texts, pairs, …], of `totals`.
     """
-    # 1. Totals by group, and by resample of groups.
+    # 1. Totals of all groups, and without each.
     _, number = np.unique(groups, return_inverse=True)
     summed = np.zeros((number.max() + 1, *found.shape[1:]))
     np.add.at(summed, number, found)
-    drawn = np.tensordot(resample(len(summed), RESAMPLES, 0), summed, 1)  # [1 + R, pairs, …]
+    drawn = np.tensordot(leave_one_out(len(summed)), summed, 1)  # [1 + groups, pairs, …]
 
     # 2. Ratios.
-    taus, first = drawn[..., 0] / drawn[..., 3], 3 + 2 * len(costs[0])
-    bounds = drawn[..., 0] / drawn[..., 2]
+    with np.errstate(divide="ignore", invalid="ignore"):  # one group alone leaves nothing without it
+        taus = drawn[..., 0] / drawn[..., 3]
+        bounds = drawn[..., 0] / drawn[..., 2]
+    first = 3 + 2 * len(costs[0])
     rows = []
     for i, ((drafter, pair), own) in enumerate(zip(pairs, costs, strict=True)):
         kept = drawn[0, i, first:].nonzero()[0].max(initial=0)
@@ -287,9 +288,9 @@ def rows_of(
         counts = drawn[:, i, first : first + 1 + deepest]
         least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of 1, 2, … tokens or more
         with np.errstate(divide="ignore", invalid="ignore"):
-            alpha = [interval(b / a) for a, b in pairwise(least.T)]
+            alpha = [interval(b / a, most=1.0) for a, b in pairwise(least.T)]
             shares = [float(x) for x in counts[0] / counts[0].sum()]
-        rates = [drawn[:, i, 0] / drawn[:, i, 4 + 2 * at] for at in range(len(own))]
+            rates = [drawn[:, i, 0] / drawn[:, i, 4 + 2 * at] for at in range(len(own))]
         speed = {
             batch: {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
             for rate, (batch, cost) in zip(rates, own.items(), strict=True)

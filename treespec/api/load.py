@@ -54,10 +54,10 @@ def load(
     not change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
     head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
-    `kind:value` instead of a head, with a kind of `treespec.draft.drafters.ROWS`. Default: for
+    `kind:value` instead of a head, with a kind of `treespec.draft.options.DRAFTERS`. Default: for
     `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
-    verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
+    verifier: a name of `treespec.verify.facts.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
     takes them; repr(spec) names the dtype.
     trust_remote_code: run Python files from the target's or a draft model's directory.

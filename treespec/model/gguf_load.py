@@ -1,10 +1,13 @@
 """What transformers reads from a GGUF file: a config, a tokenizer, or weights, which it unpacks."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging as bars
 
 from treespec.files.quiet import quiet
 from treespec.model.folder import located
@@ -23,6 +26,23 @@ def own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> An
             if file is None:
                 raise
             return loader.from_pretrained(file.parent, gguf_file=file.name, **where)
+
+
+@contextmanager
+def switch_gguf_bar() -> Iterator[None]:
+    """Inside, the bar over the tensors of a GGUF file follows transformers' switch, as its other bars do."""
+    try:
+        from transformers import modeling_gguf_pytorch_utils as unpacking
+    except ImportError:  # a version that unpacks elsewhere
+        yield
+        return
+    module: Any = unpacking
+    own = getattr(module, "tqdm", bars.tqdm)
+    module.tqdm = bars.tqdm
+    try:
+        yield
+    finally:
+        module.tqdm = own
 
 
 def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:

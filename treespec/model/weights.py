@@ -28,7 +28,7 @@ from treespec.model.folder import (
     loading,
     located,
 )
-from treespec.model.gguf_load import own_or_gguf, tell_of_rotary_factors
+from treespec.model.gguf_load import own_or_gguf, switch_gguf_bar, tell_of_rotary_factors
 from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
 
@@ -61,7 +61,7 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if file is not None:
             options |= {"gguf_file": str(file), "attn_implementation": "sdpa"}
-        with quiet():
+        with quiet(), switch_gguf_bar():
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
 
         # 3. Every tensor must fit.
@@ -154,7 +154,7 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
         for name, size in whole.items():
             setattr(text, name, type(size)())  # [] and 0
         options = how.options | located(path, how) | {"output_loading_info": True}
-        with quiet():
+        with quiet(), switch_gguf_bar():
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except Exception:  # what a model's own code makes of no layers
         return None

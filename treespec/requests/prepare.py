@@ -39,7 +39,7 @@ def requests_for(
     """
     if count > 1 and wanted.on_cycle:
         raise InputError("on_cycle hears of one answer at a time: leave out n")
-    first, samples = seed_of(seed), Samples(count) if count > 1 else None
+    first, samples = seed_of(seed, count), Samples(count) if count > 1 else None
     texts = []
     for number in range(count):
         text = request_for(target, template, ids, wanted, seed_of(first + number))
@@ -116,8 +116,11 @@ def generator_of(seed: int, prompt: Sequence[int], device: torch.device) -> torc
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
-def seed_of(value: object) -> int:
-    """A seed in [0, 2^64). None and a generator draw one. Raises InputError."""
+def seed_of(value: object, answers: int = 1) -> int:
+    """A seed in [0, 2^64). None and a generator draw one. Raises InputError.
+
+    answers: that take it and the next ones, all of which must lie there.
+    """
     if value is None:
         return secrets.randbits(63)
     if isinstance(value, torch.Generator):
@@ -125,6 +128,11 @@ def seed_of(value: object) -> int:
     seed = whole("seed", value)
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed is {seed}, must lie in [0, 2^64)")
+    if seed + answers > 1 << 64:
+        raise InputError(
+            f"seed is {seed}, and {answers} answers take it and the next ones: it must be at most "
+            f"2^64 - {answers}"
+        )
     return seed
 
 
@@ -142,5 +150,5 @@ def seeds_of(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
                 "each"
             )
         return list(value)
-    first = whole("seed", value)
+    first = seed_of(value, max(prompts * each, 1))
     return [first + i * each for i in range(prompts)]

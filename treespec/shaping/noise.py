@@ -70,7 +70,9 @@ def gumbel(starts: Sequence[int], size: int, device: torch.device) -> Tensor:
     for shift, factor in MIX:
         bits ^= (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # a shift that brings zeros
         bits *= signed(factor)
-    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    bits = (bits >> 11).bitwise_and_((1 << 53) - 1)
+    bits.clamp_max_((1 << 53) - 2)  # the largest would round to 1, whose noise is infinite
+    uniform = bits.double().add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().float().log_().neg_()
 
 

@@ -1,6 +1,6 @@
-"""Where rows come from: a file, a folder of files, or a data set of the hub.
+"""Where rows come from: a file, a folder of files, a data set that `datasets` saved, or one of the hub.
 
-A file is JSONL, a JSON list or parquet, each also packed with gzip. Its first bytes tell which.
+A file is JSONL, a JSON list or parquet, each also packed with gzip or zstd. Its first bytes tell which.
 """
 
 import gzip
@@ -10,6 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from io import BufferedReader, BytesIO, RawIOBase
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +20,9 @@ from treespec.text.entries import FORMS, WITH_ROWS
 
 ROWS = 256  # of a parquet file, read at once
 MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
-SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder, also with .gz behind
+GZIP_START, ZSTD_START = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # that packed files begin with
+SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
+FILE_ENDINGS = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
 FORM = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.-]+))?")
 
@@ -33,20 +36,79 @@ def entries(source: str | Path) -> Iterator[tuple[str, object]]:
     if name := hub_name(source):
         yield from _hub_rows(name)
         return
+    folder = Path(source).expanduser()
+    if is_saved(folder):
+        yield from _read_saved(folder)
+        return
     for name, path in files_of(source).items():
         try:
-            with path.open("rb") as file:
-                packed = file.read(2) == b"\x1f\x8b"
-            with gzip.open(path) if packed else path.open("rb") as file:
-                yield from _rows_of_file(path, file, name)
+            with _open_unpacked(path) as file:
+                head = file.read(4096)
+            with _open_unpacked(path) as file:
+                yield from _rows_of_file(path, file, head, name)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"cannot read {path}: {first_line(error)}; fetch it again") from error
 
 
-def _rows_of_file(path: Path, file: Any, name: str) -> Iterator[tuple[str, object]]:
-    """name: what places call the file."""
-    head = file.read(4096)
-    file.seek(0)
+def _open_unpacked(path: Path) -> Any:
+    """The bytes of a file, unpacked. Raises InputError for one whose package is not installed."""
+    with path.open("rb") as file:
+        start = file.read(len(ZSTD_START))
+    if start == ZSTD_START:
+        return BufferedReader(_Parts(_unpack_zstd(path, load_zstandard(path))))
+    return gzip.open(path) if start.startswith(GZIP_START) else path.open("rb")
+
+
+def load_zstandard(path: Path) -> Any:
+    """The package `zstandard`. Raises InputError where it is not installed."""
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise InputError(
+            f"{path} is packed with zstd, which needs zstandard: pip install 'treespec[data]'"
+        ) from error
+
+
+def _unpack_zstd(path: Path, zstandard: Any) -> Iterator[bytes]:
+    """The unpacked bytes of a file's frames. Raises EOFError where the last one is cut off."""
+    unpacker = zstandard.ZstdDecompressor().decompressobj()
+    with path.open("rb") as file:
+        while packed := file.read(1 << 20):
+            while packed:
+                if unpacker.eof:
+                    unpacker = zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    yield unpacker.decompress(packed)
+                except zstandard.ZstdError as error:
+                    raise OSError(first_line(error)) from error
+                packed = unpacker.unused_data
+    if not unpacker.eof:
+        raise EOFError("it ends too early")
+
+
+class _Parts(RawIOBase):
+    """A file of the bytes that an iterator gives."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self.parts, self.waiting = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.waiting:
+            part = next(self.parts, None)
+            if part is None:
+                return 0
+            self.waiting = memoryview(part)
+        count = min(len(buffer), len(self.waiting))
+        buffer[:count] = self.waiting[:count]
+        self.waiting = self.waiting[count:]
+        return count
+
+
+def _rows_of_file(path: Path, file: Any, head: bytes, name: str) -> Iterator[tuple[str, object]]:
+    """head: the first bytes. name: what places call the file."""
     if head.startswith(b"PAR1"):
         yield from _parquet_rows(path, file, name)
     elif head.removeprefix(MARK).lstrip().startswith(b"["):
@@ -75,7 +137,7 @@ def _parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str,
             f"{path} is a parquet file, which needs pyarrow: pip install 'treespec[data]'"
         ) from error
     try:
-        table = ParquetFile(file)
+        table = ParquetFile(file if file.seekable() else BytesIO(file.read()))
         batches = table.iter_batches(ROWS, columns=_chosen(path, table.schema_arrow.names))
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in enumerate(rows, 1):
@@ -101,6 +163,28 @@ def _hub_rows(name: str) -> Iterator[tuple[str, object]]:
         ) from error
     for number, row in enumerate(data.select_columns(_chosen(name, data.column_names)), 1):
         yield f"{name} row {number}", without_nulls(row)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether it is a data set that `save_to_disk` of the library `datasets` wrote."""
+    return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
+def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
+    """The rows of a data set that `save_to_disk` wrote. Raises InputError without the library, or for damage."""
+    try:
+        library: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise InputError(
+            f"{folder} is a data set that save_to_disk wrote, which needs the package datasets: "
+            "pip install 'treespec[data]'"
+        ) from error
+    try:
+        data: Any = library.load_from_disk(str(folder))
+    except Exception as error:  # the library raises whatever the files gave it
+        raise InputError(f"cannot read {folder}: {first_line(error)}; save it again") from error
+    for number, row in enumerate(data.select_columns(_chosen(folder, data.column_names)), 1):
+        yield f"{folder.name} row {number}", without_nulls(row)
 
 
 def _chosen(source: object, columns: Sequence[str]) -> list[str]:
@@ -187,16 +271,24 @@ def hub_name(source: str | Path) -> str | None:
 def files_of(source: str | Path) -> dict[str, Path]:
     """By the name in places: the file, or the data files of a folder and of its subfolders, by name.
 
-    Hidden ones do not count. Raises InputError for a folder without any.
+    Hidden ones do not count. Raises InputError for a folder without any, and for one with several data sets
+    that `save_to_disk` wrote.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
         return {path.name: path}
+    if is_saved(path):
+        return {file.name: file for file in sorted(path.glob("*.arrow"))}
     files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
+    for file in files.values():
+        if is_saved(file):
+            raise InputError(
+                f"{path} holds data sets that save_to_disk wrote: name the folder of one, as in {file}"
+            )
     found = {
         name: file
         for name, file in files.items()
-        if name.removesuffix(".gz").endswith(SUFFIXES) and not re.search(r"(^|/)\.", name)
+        if name.endswith(FILE_ENDINGS) and not re.search(r"(^|/)\.", name)
     }
     if not found:
         raise InputError(f"{path} holds no file named *{', *'.join(SUFFIXES)}")

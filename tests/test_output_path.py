@@ -49,6 +49,7 @@ def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
     hidden = torch.randn(2, 3, target.feature_width)
     part = target.output_logits(hidden, target.output_rows(tokens))
     close(part, target.output_logits(hidden)[..., tokens], 1e-5, 1e-5)
+    assert target.output_logits(hidden[:, :0]).shape == (2, 0, target.vocab_size)
 
 
 @pytest.mark.parametrize("name", sorted({*CASTS}))
@@ -86,3 +87,16 @@ def test_an_output_embedding_alone_is_called_without_the_models_forward():
     capped.model.register_forward_hook(lambda *_: calls.append(1))
     assert capped.output_logits(1e3 * hidden).abs().max() <= 3.0
     assert calls
+
+
+@pytest.mark.parametrize("drafted", [None, [3, 1, 40]])
+def test_training_gets_the_gradient_through_a_cap(drafted):
+    target = Target(model_of("gemma2"))
+    tokens = torch.arange(target.vocab_size) if drafted is None else torch.tensor(drafted)
+    rows = None if drafted is None else target.output_rows(tokens)
+    weight, cap = target.model.lm_head.weight[tokens], FACTORS["gemma2"]["final_logit_softcapping"]
+    hidden = torch.randn(5, target.feature_width, requires_grad=True)
+    (found,) = torch.autograd.grad(target.output_logits(hidden, rows).square().sum(), hidden)
+    capped = torch.tanh(hidden @ weight.T / cap) * cap
+    (wanted,) = torch.autograd.grad(capped.square().sum(), hidden)
+    close(found, wanted, 1e-4, 1e-4)

@@ -138,7 +138,7 @@ class OutputPath:
         tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=hidden.device)
         with replaced(forwards):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     @torch.no_grad()
     def is_output_embedding(self, like: Tensor) -> bool:

@@ -88,9 +88,7 @@ class LlamaHead(Head):
         """[..., H] states as the layers give them -> [..., H] those that `project` takes: the same."""
         return hidden
 
-    def project(
-        self, states: Tensor, step: int = 0, target: OutputPath | None = None
-    ) -> Tensor:
+    def project(self, states: Tensor, step: int = 0, target: OutputPath | None = None) -> Tensor:
         """By an output layer of its own, or by the target's; the same at each step."""
         if self.lm_head is not None:
             return self.lm_head(states)

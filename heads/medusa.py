@@ -15,7 +15,6 @@ Hydra's heads share `DepthHeads`: for each depth residual blocks and an output l
 from abc import abstractmethod
 from typing import Any, ClassVar, cast, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -5,9 +5,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import GGUF, check_new
 from treespec.heads.formats.engines import DRAFTED
 from treespec.heads.formats.gguf import write_gguf
+from treespec.heads.formats.upstream import RULES, Ends, read_as
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 
@@ -58,7 +59,7 @@ def export(
     """
     # 1. Refuse what needs no conversion to be refused.
     head, text = load_head(head_path), served.get_text_config()
-    kind = HEADS[head.kind]
+    kind, stored = HEADS[head.kind], head.embed_tokens is not None
     check_export(head.kind, to, head_path)
     check_new(out)
 
@@ -78,7 +79,11 @@ def export(
             write_gguf(temporary, config, tensors)
         else:
             write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
-        compared = compare(head, load_head(temporary))
+        replaced = stored and RULES[to, head.kind].embedding == "target"
+        ends = ends_of(head, embedding if replaced else None)
+        compare(head, load_head(temporary), ends)
+        theirs = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
+        compared = compare(head, theirs, ends, f" as {to} reads it")
         os.replace(temporary, out)
     except ValueError as error:
         raise InputError(f"{head_path} is not exported to {to}: {error}") from error
@@ -113,23 +118,52 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     )
 
 
-def compare(one: Head, other: Head) -> int:
+def ends_of(head: Head, embedding: Callable[[], Tensor] | None = None) -> Ends:
+    """A target's ends beside a head: a random output embedding, and an embedding.
+
+    embedding: computes the target's own. Default: the head's, or a random one where it has none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shape = head.vocab_size, head.hidden_size
+    ends = Ends(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    if embedding is not None:
+        return replace(ends, embedding=embedding().detach().float())
+    if isinstance(head.embed_tokens, nn.Embedding):
+        return replace(ends, embedding=head.embed_tokens.weight.detach().float())
+    return ends
+
+
+def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
     """The number of logits of two heads on the same random sequence, all of them equal.
 
-    Raises ValueError where one differs.
+    ends: the target's, of which either may take its embedding and output; default: any beside the first head.
+    reading: " as … reads it", for the message. Raises ValueError where one differs.
     """
+    ends = ends or ends_of(one)
     if one.aux_layers != other.aux_layers:
-        raise ValueError(f"read back it reads layers {other.aux_layers}, the head {one.aux_layers}")
-    logits, again = outputs(one.float()), outputs(other.float())
+        raise ValueError(
+            f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
+        )
+    logits, again = outputs(one.float(), ends), outputs(other.float(), ends)
+    if logits.shape != again.shape:
+        raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
     if difference := float((logits - again).abs().max()):
-        raise ValueError(f"read back its logits differ by up to {difference:.3g}")
+        raise ValueError(f"read back{reading} its logits differ by up to {difference:.3g}")
     return logits.numel()
 
 
 @torch.no_grad()
-def outputs(head: Any) -> Tensor:
-    """[M, N] logits of a head in float32 on a random sequence; of EAGLE-1 the features."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
-    logits: Tensor = head.trial(features, generator)
-    return logits
+def outputs(head: Head, ends: Ends | None = None) -> Tensor:
+    """[M, N] logits of a head in float32 on a random sequence: of all its levels, or of two steps.
+
+    ends: the target's; default: any.
+    """
+    ends = ends or ends_of(head)
+    generator, rows = torch.Generator().manual_seed(0), TOKENS
+    if head.lacks_embedding:
+        head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
+    features = torch.randn(1, rows, head.feature_size, generator=generator)
+    tokens = torch.randint(head.vocab_size, (1, rows + 2), generator=generator)
+    counts = torch.ones(1, rows, dtype=torch.bool)
+    states = head(tokens, features, counts, head.max_depth or 2, ends.embed)
+    return torch.cat([head.project(one, step, ends) for step, one in enumerate(states)])

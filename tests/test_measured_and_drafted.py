@@ -62,7 +62,8 @@ def drafted_along(target, head, tokens, features):
     tokens first and goes back, as for a text with the same beginning.
     """
     proposer, found = proposer_of(head, target), [[] for _ in range(STEPS)]
-    cache, names, root_of_all = target.new_cache(), head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    cache, names, first = target.new_cache(), head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    numbers = tokens if names is None else torch.searchsorted(names, tokens)  # as the head numbers its tokens
     for row in range(len(tokens) - 2):
         if row % 2:
             follow(proposer, features[row : row + 3].flip(0), tokens[row : row + 3])
@@ -70,11 +71,10 @@ def drafted_along(target, head, tokens, features):
             proposer.rewind([row])
         follow(proposer, features[row : row + 1], tokens[row + 1 : row + 2])
         (logits,) = proposer.begin(tokens[row + 1 : row + 2], cache)
-        for step, token in enumerate(tokens[row + 2 : row + 2 + STEPS]):
+        for step in range(min(STEPS, len(tokens) - row - 2)):
             if step:
-                (logits,) = proposer.extend([Frontier(above, root_of_all)])
+                (logits,) = proposer.extend([Frontier(numbers[row + step + 1 : row + step + 2], first)])
             found[step].append(logits[0])
-            above = token[None] if names is None else (names == token).nonzero()[0]
     return [torch.stack(rows) for rows in found]
 
 

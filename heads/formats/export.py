@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -38,28 +38,39 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
 }
 
 
+@dataclass(frozen=True)
+class Exported:
+    """head: as it was written. logits: the number that were equal when it was read back as the project does.
+
+    left_out: a token that it drafts in treespec and not there; None: there is none.
+    """
+
+    head: Head
+    logits: int
+    left_out: int | None = None
+
+
 def export(
     head_path: str,
     to: str,
     out: Path,
     served: PretrainedConfig,
     embedding: Callable[[], Tensor] | None = None,
-) -> tuple[Head, int]:
+) -> Exported:
     """Write a head's directory in the format of `to`, one of `HeadKind.engines`.
 
-    It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
-    kill leaves no half-written head.
+    It writes a temporary folder, reads the head back as treespec and as the project would, and then
+    renames the folder to `out`. So a kill leaves no half-written head.
     served: the config of the target next to which an engine runs the head; its `name_or_path` is
     what the engine loads.
     embedding: computes the target's embedding [V, H], for a head that does not store it where the
     format must.
-    Returns the head, and the number of logits that were equal when it was read back. Raises
-    InputError for a head that the format cannot describe, for an `out` that exists or cannot be
-    written, and where the head that is read back differs.
+    Raises InputError for a head that the format cannot describe, for an `out` that exists or cannot
+    be written, and where the head that is read back differs.
     """
     # 1. Refuse what needs no conversion to be refused.
     head, text = load_head(head_path), served.get_text_config()
-    kind, stored = HEADS[head.kind], head.embed_tokens is not None
+    kind = HEADS[head.kind]
     check_export(head.kind, to, head_path)
     check_new(out)
 
@@ -73,14 +84,14 @@ def export(
         if head.lacks_embedding and (kind.embedded or to == "mlx") and embedding is not None:
             weight = embedding().detach().to(head.dtype)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
+        left_out = leave_out_mask_token(head, to)
         config, tensors = resolve_name(kind.write)(head, served, to)
         temporary.mkdir(parents=True)
         if to == "gguf":
             write_gguf(temporary, config, tensors)
         else:
             write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
-        replaced = stored and RULES[to, head.kind].embedding == "target"
-        ends = ends_of(head, embedding if replaced else None)
+        ends = ends_of(head)
         compare(head, load_head(temporary), ends)
         theirs = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
         compared = compare(head, theirs, ends, f" as {to} reads it")
@@ -91,7 +102,21 @@ def export(
         raise InputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return head, compared
+    return Exported(head, compared, left_out)
+
+
+def leave_out_mask_token(head: Head, to: str) -> int | None:
+    """Let a head of all tokens draft all but its mask token, where a project else takes the target's output layer.
+
+    Returns the mask token, or None for a head that stays as it is.
+    """
+    whole = head.lm_head is not None and head.vocabulary is None
+    if not whole or RULES[to, head.kind].output != "own if smaller":
+        return None
+    token = int(head.config["mask_token_id"])
+    drafted = torch.arange(head.vocab_size)
+    head.restrict(drafted[drafted != token])
+    return token
 
 
 def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
@@ -118,16 +143,11 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     )
 
 
-def ends_of(head: Head, embedding: Callable[[], Tensor] | None = None) -> Ends:
-    """A target's ends beside a head: a random output embedding, and an embedding.
-
-    embedding: computes the target's own. Default: the head's, or a random one where it has none.
-    """
+def ends_of(head: Head) -> Ends:
+    """A target's ends beside a head: random ones, but for the embedding of a head that has one already."""
     generator = torch.Generator().manual_seed(1)
     shape = head.vocab_size, head.hidden_size
     ends = Ends(*(torch.randn(shape, generator=generator) for _ in range(2)))
-    if embedding is not None:
-        return replace(ends, embedding=embedding().detach().float())
     if isinstance(head.embed_tokens, nn.Embedding):
         return replace(ends, embedding=head.embed_tokens.weight.detach().float())
     return ends

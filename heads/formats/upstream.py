@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from treespec.heads.checkpoint import check_shapes
 from treespec.heads.folder import GGUF
 from treespec.heads.head import EMBEDDING, Config, Head, Tensors
 from treespec.heads.layers import SLIDING
@@ -77,9 +78,10 @@ class Rule:
     rotary: the field that tells the rotary positions.
     aux: the field of the aux layers; "" is a project that takes the published ones in any case.
     entered: whether it names the layers that the features enter, not those that they leave.
-    fields: of treespec's config, each with its place in the project's and the value where that is absent. "a|b" is
-    the first of two places; "" has none, and the value always holds.
+    fields: of treespec's config, each with its place in the project's and the value where that is absent. "a|b" are
+    flags of which one is enough; "" is no place, and the value always holds.
     names: (pattern, replacement) from the file's names of tensors to the head's. unused: tensors that it skips.
+    biases: a flag without which it skips biases; "" is none.
     embedding: "target", always the target's; "file", the target's where the file has none; "demanded", the file's.
     output: "own"; "target"; "own if smaller", the target's in place of one of all tokens.
     """
@@ -93,6 +95,7 @@ class Rule:
     fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     names: tuple[tuple[str, str], ...] = ()
     unused: str = r"t2d|verifier_.*"
+    biases: str = ""
     embedding: str = "file"
     output: str = "own"
 
@@ -251,6 +254,7 @@ RULES: dict[tuple[str, str], Rule] = {
             (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
             (r"^lm_heads\.(\d+)\.", r"\1.{medusa_num_layers}."),
         ),
+        biases="medusa_fc_bias",
     ),
 }
 
@@ -270,6 +274,8 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
     config = config_by(rule, kind, stored, depth)
     head: Head = HEADS[kind].build()(config)
     patterns = [(old, new.format(**config) if "{" in new else new) for old, new in rule.names]
+    if rule.biases and not stored.get(rule.biases):
+        tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
     fill(head, rule, {rename(name, patterns): value for name, value in tensors.items()}, ends)
     if factors := stored.get("rope_factors"):
         head.rotary.inv_freq = head.rotary.inv_freq / torch.tensor(factors)  # type: ignore[operator, union-attr]
@@ -286,7 +292,7 @@ def config_by(rule: Rule, kind: str, stored: Config, depth: int) -> Config:
         ]
         if not found and absent is NO_DEFAULT:
             raise ValueError(f"{places} is missing, which {rule.source} demands")
-        config[name] = found[0] if found else absent
+        config[name] = next((value for value in found if value), found[0]) if found else absent
     if kind == "medusa":
         return config
 
@@ -352,15 +358,15 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
     if EMBEDDING not in tensors:
         head.embed_tokens = None
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
-    wanted = {name for name in head.state_dict() if name not in ("d2t", "t2d", EMBEDDING)}
-    differing = sorted(wanted ^ (tensors.keys() - {EMBEDDING}))
-    if differing:
-        raise ValueError(f"its tensors are others than {rule.source} reads: {', '.join(differing)}")
+    check_shapes(head, tensors, (EMBEDDING, "d2t", "t2d"))
     head.load_state_dict(tensors, strict=False)
     if (d2t is None) != (head.d2t is None):
         raise ValueError(f"d2t does not fit draft_vocab_size, as {rule.source} reads them")
     if d2t is not None:
-        head.draft(d2t + torch.arange(len(d2t)))
+        tokens = d2t + torch.arange(len(d2t))
+        if tokens.min() < 0 or tokens.max() >= head.vocab_size:
+            raise ValueError("d2t leads to tokens that the target does not have")
+        head.draft(tokens)
 
 
 def value_at(config: Config, place: str) -> Any:

@@ -11,7 +11,8 @@ from test_eagle31 import made
 from test_export import SERVED, YARN, biased, dflash, medusa, one, p_eagle, saved, three, unbiased, whole
 
 from treespec.heads.formats.export import compare, ends_of, export
-from treespec.heads.formats.upstream import RULES, read_as
+from treespec.heads.formats.rules import RULES
+from treespec.heads.formats.upstream import read_as
 from treespec.heads.registry import HEADS
 
 RESIDUAL = partial(made, {"norm_before_residual": True})

@@ -18,7 +18,8 @@ from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import GGUF, check_new
 from treespec.heads.formats.engines import DRAFTED
 from treespec.heads.formats.gguf import write_gguf
-from treespec.heads.formats.upstream import RULES, Ends, read_as
+from treespec.heads.formats.rules import RULES
+from treespec.heads.formats.upstream import Ends, read_as
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 

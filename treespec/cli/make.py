@@ -156,7 +156,7 @@ def export(config: ExportConfig) -> None:
     if exported.left_out is not None:
         print(
             f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
-            f"{ENGINES[config.to]} would take the target's output layer in place of the head's."
+            f"{ENGINES[config.to]} would take the target's output layer, not the head's."
         )
     if (own / "draft_vocab.json").exists():
         print(

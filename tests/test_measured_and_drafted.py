@@ -1,5 +1,8 @@
 """What training learns and what measures see are what a head drafts: all kinds, every parameter random, in float64."""
 
+from copy import deepcopy
+
+import faults
 import pytest
 import torch
 from equality import close, seeded
@@ -55,14 +58,14 @@ def pair_of(name):
     return target, head
 
 
-def drafted_along(target, head, tokens, features):
+def drafted_along(proposer, tokens, features):
     """For each step s the [T - 2 - s, N] draft logits of tokens s + 2 and on, by one proposer that goes along a text.
 
     Below each root its chain is the text's own tokens. Every second time the proposer drafts after three other
     tokens first and goes back, as for a text with the same beginning.
     """
-    proposer, found = proposer_of(head, target), [[] for _ in range(STEPS)]
-    cache, names, first = target.new_cache(), head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    found, names, first = [[] for _ in range(STEPS)], proposer.head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    cache = proposer.target.new_cache()
     numbers = tokens if names is None else torch.searchsorted(names, tokens)  # as the head numbers its tokens
     for row in range(len(tokens) - 2):
         if row % 2:
@@ -91,11 +94,38 @@ def test_what_measures_is_what_drafts_at_every_position(name):
     tokens = text_of(14)
     features = target.features(tokens[None], head.aux_layers)[0]
     measured = list(rollout(head, target, tokens, features, STEPS))
-    found = drafted_along(target, head, tokens, features)
+    found = drafted_along(proposer_of(head, target), tokens, features)
     assert len(measured) == STEPS
     for ours, drafts in zip(measured, found, strict=True):
         assert drafts.dtype == torch.float64
         close(ours, whole(drafts[: len(ours)], head, target), 1e-5)
+
+
+LAYERED = ["eagle", "eagle3", "EAGLE-3.1", "dflash", "p-eagle"]
+PLANTED = [
+    *((faults.drafts_one_position_ahead, name) for name in LAYERED),
+    *((faults.normed_twice, name) for name in ("eagle3", "p-eagle")),
+    *((faults.features_one_behind, kind) for kind in HEADS),
+    *((faults.draft_tokens_read_as_the_targets, f"{kind} of some tokens") for kind in ("eagle", "eagle3", "hydra")),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault, name", PLANTED)
+def test_a_fault_in_drafting_is_found(fault, name):
+    """Draft logits are off by a thousand times what the test above allows."""
+    target, head = pair_of(name)
+    tokens = text_of(14)
+    features = target.features(tokens[None], head.aux_layers)[0]
+    measured = list(rollout(head, target, tokens, features, STEPS))
+    proposer = proposer_of(deepcopy(head), target)
+    fault(proposer)
+    found = drafted_along(proposer, tokens, features)
+    off = [
+        (ours - whole(drafts[: len(ours)], head, target)).nan_to_num().abs().max()
+        for ours, drafts in zip(measured, found, strict=True)
+    ]
+    assert max(off) > 1e-2
 
 
 def trained_alone(name):
@@ -126,7 +156,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     if names is not None:
         inside = torch.isin(own.argmax(-1), names)[:, None]
         p = own[:, names].softmax(-1) if head.kind == "eagle" else p[:, names] * inside
-    for step, logits in enumerate(drafted_along(target, head, tokens, inputs)):
+    for step, logits in enumerate(drafted_along(proposer_of(head, target), tokens, inputs)):
         law = p[step + 1 : step + 1 + len(logits)]
         missed = 1 - torch.minimum(law, logits.softmax(-1)).sum(-1)
         counted = missed.where(law.sum(-1) > 0, 0.0)[mask[step + 2 :]]

@@ -75,7 +75,8 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
         tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
     fill(head, rule, {rename(name, patterns): value for name, value in tensors.items()}, ends)
     if factors := stored.get("rope_factors"):
-        head.rotary.inv_freq = head.rotary.inv_freq / torch.tensor(factors)  # type: ignore[operator, union-attr]
+        rotary: Any = head.rotary
+        rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
     return head.float().eval()
 
 

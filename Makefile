@@ -1,7 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Other projects' packages, which want other versions than treespec's, on top of those of .venv.
+UPSTREAM := .venv/upstream
+INSTALL = $(BIN)/python -m pip --python $(UPSTREAM)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
+PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: quickstart test types pages setup clean
+.PHONY: quickstart test upstream types pages setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -11,6 +15,19 @@ test: setup
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/pytest -n 2 -m "not slow" --durations 20
+
+# Without the package the tests are skipped, and pytest says so.
+upstream: setup
+	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators is not to be had from the package index"
+	$$(test -e $(UPSTREAM)/ready && echo $(UPSTREAM) || echo .venv)/bin/python -m pytest -rs tests/test_upstream.py
+
+$(UPSTREAM)/ready: Makefile constraints.txt .venv/ready
+	rm -rf $(UPSTREAM)
+	$(BIN)/python -m venv --without-pip $(UPSTREAM)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(UPSTREAM)/bin/python -c $(PURELIB))/beside.pth
+	$(INSTALL) datasets loguru pydantic-settings
+	$(INSTALL) --no-deps speculators hs-connectors
+	touch $@
 
 setup: .venv/ready
 

@@ -104,7 +104,9 @@ class DFlashHead(BlockHead):
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """A layer sees each slot of the blocks as one sequence of R rows: row t attends to the context up to t,
+        """As `Head.forward`; a step is a level of the block.
+
+        A layer sees each slot of the blocks as one sequence of R rows: row t attends to the context up to t,
         and to the own column of each slot. Five tokens, a block of three:
 
             row t             0  1  2
@@ -134,16 +136,6 @@ class DFlashHead(BlockHead):
             level[:, : n - step][counts[:, step:]]
             for step, level in enumerate(levels[: min(steps, n)])
         ]
-
-    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """[·, N] logits of all levels, of an output layer of its own, below all positions but the last two."""
-        assert self.lm_head
-        shape = 1, features.shape[1] + 2
-        tokens = torch.randint(self.vocab_size, shape, generator=generator)
-        table = torch.randn(self.vocab_size, self.hidden_size, generator=generator)
-        counts = torch.ones(features.shape[:2], dtype=torch.bool)
-        states = self(tokens, features, counts, self.max_depth, lambda ids: table[ids])
-        return self.lm_head(torch.cat(states))
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""

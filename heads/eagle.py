@@ -22,7 +22,7 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.head import Config, TargetFacts
+from treespec.heads.head import Config, Embed, TargetFacts
 from treespec.heads.layers import Angles, Attend, Attention, KeyValues, Layer
 from treespec.heads.llama import LlamaHead
 from treespec.heads.unrolled import UnrolledAttention
@@ -72,26 +72,20 @@ class FeatureHead(LlamaHead):
         """[..., F] the target's features -> [..., H] the features that `step` takes: the same."""
         return features
 
-    def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
-        """Draft from every position at once, on its own features (training-time test, section 3.2).
-
-        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
-        counts: [B, R] bool: whether token t + 2 is to be drafted. steps: at most R are
-        computed.
-        Returns for each step the states [M, H] of its wanted rows, which the output layer turns into
-        logits. Five tokens, of which d and e are wanted:
-
-            row t     0  1  2
-            counts    0  1  1
-            step 0    c  d  e       row t of step s is for token t + s + 2,
-            step 1    d  e          and is wanted where counts[t + s]
-            step 2    e
-        """
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        steps: int,
+        embed: Embed | None = None,
+    ) -> list[Tensor]:
+        """As `Head.forward`, on its own features (training-time test, section 3.2). embed: not used."""
         steps_of = self.unrolled(tokens, self.fuse(features), steps)
         return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
 
     def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Draft from every position at once, from step 2 on the head's own features; for training.
+        """Draft from every position at once, from step 2 on the head's own features.
 
         tokens: [B, T] int64. features: [B, R, H] fused, of the first R = T - 2 positions. steps: at
         most R are computed. Yields for each step s, from 0, the features [B, R - s, H] that follow:
@@ -141,15 +135,6 @@ class FeatureHead(LlamaHead):
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
         embedded = self.embed_tokens(tokens)
         return (embedded if self.embed_scale == 1 else embedded * self.embed_scale).to(dtype)
-
-    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """[2 T - 1, N] logits of two steps, step 2 on its own features; of EAGLE-1 the features."""
-        tokens = torch.randint(self.vocab_size, (1, features.shape[1] + 2), generator=generator)
-        if self.lacks_embedding:
-            weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator)
-            self.share_embedding(nn.Parameter(weight, requires_grad=False))
-        hidden = torch.cat([*self.unrolled(tokens, self.fuse(features), 2)], dim=1)[0]
-        return self.lm_head(self.normed(hidden)) if self.lm_head is not None else hidden
 
 
 @final

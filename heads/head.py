@@ -113,6 +113,34 @@ class Head(nn.Module, ABC):
     def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
         """The config.json of a new head for a target. fields: that it has otherwise."""
 
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+    ) -> list[Tensor]:
+        """Draft from every position of texts at once: what training learns on, and what measures draft by.
+
+        Five tokens, of which d and e are wanted:
+
+            row t     0  1  2
+            counts    0  1  1
+            step 0    c  d  e       row t of step s is for token t + s + 2,
+            step 1    d  e          and is wanted where counts[t + s]
+            step 2    e
+
+        Args:
+            tokens: [B, T] int64.
+            features: [B, R, F] the target's at the first R = T - 2 positions.
+            counts: [B, R] bool: whether token t + 2 is to be drafted.
+            steps: draft steps; at most `max_depth` are computed. Those from R on have no rows.
+            embed: the target's own embedding.
+
+        Returns for each step the states [M, H] of its wanted rows, which `project` takes.
+        """
+
+    @abstractmethod
+    def project(self, states: Tensor, step: int, target: OutputPath) -> Tensor:
+        """[..., N] draft logits of the states [..., H] that `forward` gives for a draft step, from 0."""
+
     def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
         """Raises ValueError for the head of another target. It settles the aux layers and the padding.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.head import Config, TargetFacts
+from treespec.heads.head import Config, Embed, TargetFacts
 from treespec.heads.layers import KeyValues, Layer, RMSNorm, Rotary
 from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads, ResBlock
@@ -98,17 +98,17 @@ class HydraHead(DepthHeads):
         attend = partial(layer.self_attn, angles=angles, mask=mask, cache=cache)
         return self.prefix_embeding_layer["norm"](layer(features, attend))
 
-    def forward(self, features: Tensor, embeddings: Tensor, counts: Tensor) -> list[Tensor]:
-        """For each head its states before the output layer, [M_i, H]; for training.
-
-        features: [B, T, H] from position 0 on. embeddings: [B, T + K - 1, H] of the tokens after
-        them. counts: [K, B, T] bool, which positions count for each head.
-        """
-        length, hidden = features.shape[1], []
-        inputs = self.states(features, torch.arange(length, device=features.device))
-        for i, kept in enumerate(counts):
-            inputs = torch.cat([inputs, embeddings[:, i : i + length]], dim=-1)
-            hidden.append(self.hidden(i, inputs[kept]))
+    def forward(
+        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
+    ) -> list[Tensor]:
+        """As `Head.forward`; a step is a head, which sees the text's tokens."""
+        rows = features.shape[1]
+        embedded = embed(tokens[:, 1 : rows + 1]).to(features.dtype)
+        inputs = self.states(features, torch.arange(rows, device=features.device))
+        hidden = []
+        for i in range(min(steps, self.max_depth)):
+            inputs = torch.cat([inputs[:, : max(0, rows - i)], embedded[:, i:]], dim=-1)
+            hidden.append(self.hidden(i, inputs[counts[:, i:]]))
         return hidden
 
 

@@ -99,15 +99,19 @@ class LlamaHead(Head):
         self.draft(torch.arange(drafted))
 
     def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
-        """[..., H] states -> [..., N] logits, by an output layer of its own or by the target's."""
-        if self.lm_head is not None:
-            return self.lm_head(self.normed(hidden))
-        assert target is not None
-        return target.output_logits(self.normed(hidden), self.output)
+        """[..., N] logits of states [..., H] as the layers give them, by `normed` and then by `project`."""
+        return self.project(self.normed(hidden), target=target)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """[..., H] states -> [..., H] what the output layer takes: the same."""
+        """[..., H] states as the layers give them -> [..., H] those that `project` takes: the same."""
         return hidden
+
+    def project(self, states: Tensor, step: int = 0, target: OutputPath | None = None) -> Tensor:
+        """By an output layer of its own, or by the target's; the same at each step."""
+        if self.lm_head is not None:
+            return self.lm_head(states)
+        assert target is not None
+        return target.output_logits(states, self.output)
 
 
 class Pairs(NamedTuple):
@@ -166,11 +170,8 @@ class BlockHead(LlamaHead):
         """
 
     @abstractmethod
-    def forward(
-        self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
-    ) -> list[Tensor]:
-        """Draft below every pair at once: as `FeatureHead.forward`, a step is a level. embed: as for `run`."""
-
-    @abstractmethod
     def drafted(self, last: Tensor, block: Tensor) -> Tensor:
-        """[B, D, H] the states of all levels. last: [B, H] of the last pairs. block: [B, S, H]."""
+        """[B, D, H] the states of all levels, which `logits` takes.
+
+        last: [B, H] of the last pairs. block: [B, S, H]. Both as `run` gives them.
+        """

@@ -15,11 +15,10 @@ Hydra's heads share `DepthHeads`: for each depth residual blocks and an output l
 from abc import abstractmethod
 from typing import Any, ClassVar, cast, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.head import Config, Head, TargetFacts
+from treespec.heads.head import Config, Embed, Head, OutputPath, TargetFacts
 
 
 @final
@@ -92,9 +91,13 @@ class DepthHeads(Head):
             inputs = module(inputs)
         return inputs
 
+    def project(self, states: Tensor, step: int, target: OutputPath | None = None) -> Tensor:
+        """By the output layer of head `step`."""
+        return self.output_layers[step](states)
+
     def step(self, i: int, inputs: Tensor) -> Tensor:
-        """As `hidden` -> [..., V] logits of head i."""
-        return self.output_layers[i](self.hidden(i, inputs))
+        """[..., M H] what head i sees -> [..., V] its logits."""
+        return self.project(self.hidden(i, inputs), i)
 
 
 @final
@@ -119,13 +122,15 @@ class MedusaHead(DepthHeads):
     def line(self, i: int) -> list[nn.Module]:
         return list(self.get_submodule(str(i)).children())
 
-    def forward(self, features: Tensor, counts: Tensor) -> list[Tensor]:
-        """For each head its states before the output layer, [M_i, H]; for training.
-
-        features: [B, T, H] the target's. counts: [K, B, T] bool, which of them count for each head.
-        """
-        return [self.hidden(i, features[kept]) for i, kept in enumerate(counts)]
-
-    def trial(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """[K, T, V] logits of each head."""
-        return torch.cat([self.step(i, features) for i in range(self.max_depth)])
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        steps: int,
+        embed: Embed | None = None,
+    ) -> list[Tensor]:
+        """As `Head.forward`; a step is a head, which sees the features alone."""
+        heads, rows = min(steps, self.max_depth), features.shape[1]
+        seen = [features[:, : max(0, rows - i)][counts[:, i:]] for i in range(heads)]
+        return [self.hidden(i, inputs) for i, inputs in enumerate(seen)]

@@ -43,16 +43,6 @@ class PEagleHead(Eagle3Head, BlockHead):
         own = {"model_type": cls.kind, "levels": 8, "mask_token_id": target.vocab_size - 1}
         return super().config_for(target, **own | fields)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        counts: Tensor,
-        steps: int,
-        embed: Embed | None = None,
-    ) -> list[Tensor]:
-        return super().forward(tokens, features, counts, steps)
-
     def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """From step 1 on the mask token and the learnt feature."""
         if not step:

@@ -129,7 +129,7 @@ DEPTH = Training(
 )
 # treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
 BLOCKS = Training(
-    objective=f"{LOSSES}.objectives:block_objective",
+    objective=f"{LOSSES}.objectives:own_output_objective",
     recipe=Recipe(
         epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8, grow_at=0.0
     ),
@@ -199,7 +199,7 @@ HEADS: dict[str, HeadKind] = {
         marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
         excludes="model_type=eagle$",
         training=Training(
-            objective=f"{LOSSES}.objectives:eagle3_objective",
+            objective=f"{LOSSES}.objectives:own_output_objective",
             # Three draft steps, the published seven take longer; one at first: better in equal time.
             recipe=Recipe(
                 epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3

@@ -1,4 +1,4 @@
-"""Faults that a certificate must find: each makes a `Spec` wrong in place, as a mistake in the code would."""
+"""Faults that tests must find: each makes a `Spec` or a proposer wrong in place, as a mistake in the code would."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.model.cache import TreeCache
 from treespec.trees.tree import Drafts
 
@@ -115,3 +116,49 @@ def plan_of_another_law(spec):
 
 def normal(law):
     return law / law.sum(-1, keepdim=True)
+
+
+def drafts_one_position_ahead(proposer):
+    """What is drafted stands one position further than it should, behind pairs that stand where they should."""
+    if isinstance(proposer, EagleProposer):
+        first = proposer.first
+
+        def ahead(last, roots):
+            logits = first(last, roots)
+            proposer.places = proposer.places[..., 1:, :]
+            return logits
+
+        proposer.first = ahead
+        return
+    head, run = proposer.head, proposer.head.run
+
+    def run_ahead(pairs, roots, caches, embed):
+        places = pairs.places.clone()
+        places[:, places.shape[1] - (0 if roots is None else head.block) :] += 1
+        return run(pairs._replace(places=places), roots, caches, embed)
+
+    head.run = run_ahead
+
+
+def normed_twice(proposer):
+    """The states go through the last norm twice on their way to the logits."""
+    head = proposer.head
+    head.logits = lambda hidden, target: head.project(head.normed(head.normed(hidden)), target=target)
+
+
+def features_one_behind(proposer):
+    """Each token comes with the feature of the position before its own."""
+    observe, last = proposer.observe, []
+
+    def behind(features, tokens):
+        (new,) = features
+        before = last[-1] if last else torch.zeros_like(new[:1])
+        last.append(new[-1:])
+        observe([torch.cat([before, new])[: len(new)]], tokens)
+
+    proposer.observe = behind
+
+
+def draft_tokens_read_as_the_targets(proposer):
+    """Drafted tokens are embedded by their number in the draft vocabulary."""
+    proposer.__class__ = type("Faulty", (type(proposer),), {"vocabulary": None})

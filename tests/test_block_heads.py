@@ -120,7 +120,7 @@ def test_training_sees_below_every_pair_what_a_draft_there_does(name):
     head, model = make(**changes), target("llama")
     counts, features = torch.ones(1, len(TEXT) - 2, dtype=torch.bool), model.features(TEXT[None], head.aux_layers)
     states = head(TEXT[None], features[:, :-2], counts, head.max_depth, model.embeddings)
-    levels = [head.logits(level, model) for level in states]
+    levels = [head.project(level, target=model) for level in states]
     for row in range(len(TEXT) - 2):
         wanted = plain(head, model, TEXT[: row + 2])
         for level in range(min(head.max_depth, len(TEXT) - 2 - row)):

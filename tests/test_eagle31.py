@@ -21,7 +21,7 @@ from treespec.heads.formats.engines import parts_of
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
-from treespec.train.losses.objectives import STEP_DECAY, eagle3_objective
+from treespec.train.losses.objectives import STEP_DECAY, own_output_objective
 from treespec.train.run import train
 
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
@@ -180,7 +180,7 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
     tokens, mask, features, *_ = batch = batch_of(model, head, steps=3)
-    found = eagle3_objective(options(head="eagle3"), model, head, batch)
+    found = own_output_objective(options(head="eagle3"), model, head, batch)
 
     logits = model.output_logits(model.features(tokens))
     given, _ = model.parted(features, head.aux_layers)

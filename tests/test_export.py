@@ -91,7 +91,7 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
     ("speculators", p_eagle): ({"speculators_model_type": "peagle", "mask_token_id": 63}, "mask_hidden", ""),
     ("speculators", dflash): (
         {"speculators_model_type": "dflash", "block_size": 6, "aux_hidden_state_layer_ids": [2, 4, 5]},
-        "hidden_norm.weight lm_head.weight",
+        "hidden_norm.weight lm_head.weight d2t t2d",
         "",
     ),
     ("tensorrt-llm", three): ({"eagle_config": {"norm_before_fc": False}}, "d2t layers.0.hidden_norm.weight", ""),
@@ -114,12 +114,16 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
 def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_same_head(to, make, tmp_path):
     # 1. Read back.
     head, out = make(), tmp_path / "out"
-    written, compared = export(saved(head, tmp_path / "head"), to, out, SERVED)
-    loaded = load_head(out)
-    assert written.kind == loaded.kind == head.kind
+    exported = export(saved(head, tmp_path / "head"), to, out, SERVED)
+    loaded, kept = load_head(out), torch.arange(outputs(head).shape[1])
+    assert exported.head.kind == loaded.kind == head.kind
     assert loaded.aux_layers == head.aux_layers
-    assert torch.equal(outputs(loaded), outputs(head))
-    assert compared == outputs(head).numel()
+    if to == "speculators" and make is dflash:
+        assert exported.left_out == head.mask_token == 63
+        kept = loaded.vocabulary
+        assert kept.tolist() == list(range(63))
+    assert torch.equal(outputs(loaded), outputs(head)[:, kept])
+    assert exported.logits == outputs(loaded).numel()
     file = out / ("model.gguf" if to == "gguf" else "model.safetensors")
     assert sorted(out.iterdir()) == [out / "config.json", file]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "out"]

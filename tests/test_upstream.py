@@ -10,13 +10,16 @@ import pytest
 import torch
 from equality import close, seeded
 from models import random_eagle3, random_head
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_eagle31 import VARIANTS, made
 from test_export import saved
 from test_formats import DRAFTED, EIGHT
 from transformers import LlamaConfig
 
+from treespec.draft.trained.kinds import new_head
+from treespec.draft.vocabulary import restrict
 from treespec.heads.formats.export import export
+from treespec.heads.formats.upstream import Ends, read_as
 
 TOKENS = torch.randint(3, 64, (1, 12), generator=seeded(2))
 N = TOKENS.shape[1] - 1  # pairs of a feature and the token after it
@@ -37,17 +40,13 @@ def moved(module):
     return module.eval()
 
 
-def exported(head, to, folder):
-    """The target's directory is beside it, as speculators loads that too."""
+def exported(head, to, folder, **fields):
+    """The target's directory is beside it, as speculators loads that too. fields: of the head's config.json."""
     EIGHT.model.save_pretrained(folder / "target")
-    served = LlamaConfig(**EIGHT.model.config.to_dict(), name_or_path=f"{folder}/target")
-    export(
-        saved(head, folder / "head", norm_before_residual=head.midlayer.norm_before_residual),
-        to,
-        folder / "out",
-        served,
-        lambda: EIGHT.model.get_input_embeddings().weight,
-    )
+    served = LlamaConfig.from_pretrained(folder / "target")
+    served.name_or_path = f"{folder}/target"
+    path = saved(head, folder / "head", **fields)
+    export(path, to, folder / "out", served, lambda: EIGHT.model.get_input_embeddings().weight)
     return folder / "out"
 
 
@@ -69,7 +68,7 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     """With a window the first step alone: at later ones theirs counts pairs only, and vLLM's all positions."""
     model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
     head = made(parts, drafted=drafted)
-    out = exported(head, "speculators", tmp_path)
+    out = exported(head, "speculators", tmp_path, norm_before_residual=head.midlayer.norm_before_residual)
     config = model.config_class.from_pretrained(out)
     config.transformer_layer_config._attn_implementation = "eager"
     theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
@@ -81,6 +80,31 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     agree(logits[0], head.lm_head(first))
     if "sliding_window" not in parts:
         agree(logits[1][: rows - 1], head.lm_head(second))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafted", [None, DRAFTED])
+def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp_path):
+    """The target's embedding, and its output layer in place of one of all tokens: so none goes out with all."""
+    model = pytest.importorskip("speculators.models.dflash.core", exc_type=ImportError).DFlashDraftModel
+    head = moved(new_head("dflash", EIGHT, levels=5))
+    if drafted is not None:
+        restrict(head, EIGHT, drafted)
+    out, kept = exported(head, "speculators", tmp_path), torch.arange(63) if drafted is None else slice(None)
+    found = model.from_pretrained(out).state_dict()
+    ends = Ends(EIGHT.model.get_input_embeddings().weight, EIGHT.model.get_output_embeddings().weight)
+    read = read_as("speculators", "dflash", out, ends, 8)
+    for name, value in read.state_dict().items():
+        close(found[name], value, 0)
+    assert torch.equal(read.lm_head.weight, head.lm_head.weight[kept])
+
+    config = json.loads((out / "config.json").read_text())
+    tensors = load_file(out / "model.safetensors")
+    whole = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    save_file(whole | {"lm_head.weight": torch.ones(64, 32)}, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 64}))
+    for lm_head in (model.from_pretrained(out).lm_head, read_as("speculators", "dflash", out, ends, 8).lm_head):
+        close(lm_head.weight.detach(), ends.output.detach(), 0)
 
 
 @torch.no_grad()

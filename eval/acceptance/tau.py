@@ -31,7 +31,7 @@ from treespec.api.spec import Spec
 from treespec.draft.calibration import sharpened
 from treespec.draft.cost.model import Cost
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.kinds import draft_steps, proposer_of
+from treespec.draft.trained.kinds import draft_along, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
@@ -237,8 +237,7 @@ def along_text(
     # 2. The head, step by step. What stands behind the text changes nothing that counts.
     longer = torch.cat([ids, ids[-1:].expand(depth)])
     inputs = pad(inputs, (0, 0, 0, depth))
-    steps = proposer_of(head, target).steps(longer.to(inputs.device), inputs, depth)
-    for step, logits in enumerate(steps):
+    for step, logits in enumerate(draft_along(head, target, longer, inputs, depth)):
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()

@@ -5,9 +5,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import GGUF, check_new
 from treespec.heads.formats.engines import DRAFTED
 from treespec.heads.formats.gguf import write_gguf
+from treespec.heads.formats.rules import RULES
+from treespec.heads.formats.upstream import Ends, read_as
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
 
@@ -37,24 +39,35 @@ SERVING = {  # the command that serves a head, or answers MT-Bench with it
 }
 
 
+@dataclass(frozen=True)
+class Exported:
+    """head: as it was written. logits: the number that were equal when it was read back as the project does.
+
+    left_out: a token that it drafts in treespec and not there; None: there is none.
+    """
+
+    head: Head
+    logits: int
+    left_out: int | None = None
+
+
 def export(
     head_path: str,
     to: str,
     out: Path,
     served: PretrainedConfig,
     embedding: Callable[[], Tensor] | None = None,
-) -> tuple[Head, int]:
+) -> Exported:
     """Write a head's directory in the format of `to`, one of `HeadKind.engines`.
 
-    It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
-    kill leaves no half-written head.
+    It writes a temporary folder, reads the head back as treespec and as the project would, and then
+    renames the folder to `out`. So a kill leaves no half-written head.
     served: the config of the target next to which an engine runs the head; its `name_or_path` is
     what the engine loads.
     embedding: computes the target's embedding [V, H], for a head that does not store it where the
     format must.
-    Returns the head, and the number of logits that were equal when it was read back. Raises
-    InputError for a head that the format cannot describe, for an `out` that exists or cannot be
-    written, and where the head that is read back differs.
+    Raises InputError for a head that the format cannot describe, for an `out` that exists or cannot
+    be written, and where the head that is read back differs.
     """
     # 1. Refuse what needs no conversion to be refused.
     head, text = load_head(head_path), served.get_text_config()
@@ -72,13 +85,17 @@ def export(
         if head.lacks_embedding and (kind.embedded or to == "mlx") and embedding is not None:
             weight = embedding().detach().to(head.dtype)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
+        left_out = leave_out_mask_token(head, to)
         config, tensors = resolve_name(kind.write)(head, served, to)
         temporary.mkdir(parents=True)
         if to == "gguf":
             write_gguf(temporary, config, tensors)
         else:
             write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
-        compared = compare(head, load_head(temporary))
+        ends = ends_of(head)
+        compare(head, load_head(temporary), ends)
+        theirs = read_as(to, head.kind, temporary, ends, text.num_hidden_layers)
+        compared = compare(head, theirs, ends, f" as {to} reads it")
         os.replace(temporary, out)
     except ValueError as error:
         raise InputError(f"{head_path} is not exported to {to}: {error}") from error
@@ -86,7 +103,21 @@ def export(
         raise InputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return head, compared
+    return Exported(head, compared, left_out)
+
+
+def leave_out_mask_token(head: Head, to: str) -> int | None:
+    """Let a head of all tokens draft all but its mask token, where a project else takes the target's output layer.
+
+    Returns the mask token, or None for a head that stays as it is.
+    """
+    whole = head.lm_head is not None and head.vocabulary is None
+    if not whole or RULES[to, head.kind].output != "own if smaller":
+        return None
+    token = int(head.config["mask_token_id"])
+    drafted = torch.arange(head.vocab_size)
+    head.restrict(drafted[drafted != token])
+    return token
 
 
 def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
@@ -113,23 +144,47 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     )
 
 
-def compare(one: Head, other: Head) -> int:
+def ends_of(head: Head) -> Ends:
+    """A target's ends beside a head: random ones, but for the embedding of a head that has one already."""
+    generator = torch.Generator().manual_seed(1)
+    shape = head.vocab_size, head.hidden_size
+    ends = Ends(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    if isinstance(head.embed_tokens, nn.Embedding):
+        return replace(ends, embedding=head.embed_tokens.weight.detach().float())
+    return ends
+
+
+def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
     """The number of logits of two heads on the same random sequence, all of them equal.
 
-    Raises ValueError where one differs.
+    ends: the target's, of which either may take its embedding and output; default: any beside the first head.
+    reading: " as … reads it", for the message. Raises ValueError where one differs.
     """
+    ends = ends or ends_of(one)
     if one.aux_layers != other.aux_layers:
-        raise ValueError(f"read back it reads layers {other.aux_layers}, the head {one.aux_layers}")
-    logits, again = outputs(one.float()), outputs(other.float())
+        raise ValueError(
+            f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
+        )
+    logits, again = outputs(one.float(), ends), outputs(other.float(), ends)
+    if logits.shape != again.shape:
+        raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
     if difference := float((logits - again).abs().max()):
-        raise ValueError(f"read back its logits differ by up to {difference:.3g}")
+        raise ValueError(f"read back{reading} its logits differ by up to {difference:.3g}")
     return logits.numel()
 
 
 @torch.no_grad()
-def outputs(head: Any) -> Tensor:
-    """[M, N] logits of a head in float32 on a random sequence; of EAGLE-1 the features."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
-    logits: Tensor = head.trial(features, generator)
-    return logits
+def outputs(head: Head, ends: Ends | None = None) -> Tensor:
+    """[M, N] logits of a head in float32 on a random sequence: of all its levels, or of two steps.
+
+    ends: the target's; default: any.
+    """
+    ends = ends or ends_of(head)
+    generator, rows = torch.Generator().manual_seed(0), TOKENS
+    if head.lacks_embedding:
+        head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
+    features = torch.randn(1, rows, head.feature_size, generator=generator)
+    tokens = torch.randint(head.vocab_size, (1, rows + 2), generator=generator)
+    counts = torch.ones(1, rows, dtype=torch.bool)
+    states = head(tokens, features, counts, head.max_depth or 2, ends.embed)
+    return torch.cat([head.project(one, step, ends) for step, one in enumerate(states)])

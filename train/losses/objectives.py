@@ -41,9 +41,7 @@ import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.head import Head
-from treespec.heads.llama import BlockHead
+from treespec.heads.llama import LlamaHead
 from treespec.heads.medusa import DepthHeads
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
@@ -93,7 +91,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # 1. What the head gives from every position, and what the target has at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
-    steps = model(batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps)
+    given = batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps
+    steps = model(*given, target.embeddings)
     places, wanted = batch.places, batch.states(batch.features).to(target.dtype)
     rows = None if batch.vocabulary is None else target.output_rows(batch.vocabulary)
 
@@ -121,40 +120,23 @@ def noisy(batch: Batch, noise: float) -> Tensor:
 
     The noise is drawn where the features lie.
     """
-    features = batch.features[:, :-2].float()
+    features = precise(batch.features[:, :-2])
     drawn = torch.rand(features.shape, generator=batch.generator, device=features.device)
     widths = (noise * 512 / batch.lengths).to(features.device)
     return features + (drawn * 2 - 1) * widths[:, None, None]
 
 
-def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The sum over draft steps of decay^step times the mean loss, and the parts of each.
-
-    model: the head.
-    """
-    head: Eagle3Head = extract_model_from_parallel(model)
-    inputs, last = target.parted(batch.features, head.aux_layers)
-    steps = model(batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps)
-    return by_own_output(config, target, head, batch, steps, last)
-
-
-def block_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The same of heads that draft all levels at once: a level is a draft step. model: the head."""
-    head: BlockHead = extract_model_from_parallel(model)
-    inputs, last = target.parted(batch.features, head.aux_layers)
-    given = batch.tokens, inputs[:, :-2].float(), batch.counts, batch.steps
-    return by_own_output(config, target, head, batch, model(*given, target.embeddings), last)
-
-
-def by_own_output(
-    config: TrainConfig,
-    target: Target,
-    head: Head,
-    batch: Batch,
-    steps: list[Tensor],
-    last: Tensor,
+def own_output_objective(
+    config: TrainConfig, target: Target, model: nn.Module, batch: Batch
 ) -> Loss:
-    """The losses of draft steps' states through the head's own output layer. last: [B, T, H] the target's."""
+    """Of heads with an output layer of their own: the sum over draft steps of decay^step times the mean loss.
+
+    The parts are those of each step; of a block head a level is a step. model: the head.
+    """
+    head: LlamaHead = extract_model_from_parallel(model)
+    inputs, last = target.parted(batch.features, head.aux_layers)
+    given = batch.tokens, precise(inputs[:, :-2]), batch.counts, batch.steps
+    steps = model(*given, target.embeddings)
     guesses = Guess.by_layers(steps, repeat(*head.output_layers), STEP_DECAY)
     teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
     return token_losses(guesses, teacher, batch.places, config.loss)
@@ -168,11 +150,8 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # 1. What each head gives before its output layer, [M_i, H]. Hydra's see the tokens that follow.
     heads: DepthHeads = extract_model_from_parallel(model)
     counts, medusa = batch.counts, heads.kind == "medusa"
-    length = counts.shape[1]
-    reached = torch.stack([ahead(counts, i, length) for i in range(heads.max_depth)])  # [K, B, R]
-    following = () if medusa else (ahead(batch.tokens[:, 1:], 0, length + len(reached) - 1),)
-    embedded = [target.embeddings(tokens).float() for tokens in following]
-    states = model(batch.features[:, :-2].float(), *embedded, reached)
+    given = batch.tokens, precise(batch.features[:, :-2]), counts, heads.max_depth
+    states = model(*given, target.embeddings)
 
     # 2. What they learn, and their losses.
     teacher = teacher_of(target, batch.states(batch.features))
@@ -180,12 +159,6 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
         teacher = text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
     guesses = Guess.by_layers(states, heads.output_layers, STEP_DECAY if medusa else 1.0)
     return token_losses(guesses, teacher, batch.places, config.loss)
-
-
-def ahead(x: Tensor, i: int, length: int) -> Tensor:
-    """[B, T] -> [B, length] from position i on, padded with zeros."""
-    part = x[:, i : i + length]
-    return F.pad(part, (0, length - part.shape[1]))
 
 
 def teacher_of(

@@ -146,12 +146,18 @@ def export(config: ExportConfig) -> None:
     remove_leftovers(place.parent)
     served = load_config(*load)
     served.name_or_path = name_elsewhere(config.target)
-    written, compared = write(head, config.to, place, served, embedding)
+    exported = write(head, config.to, place, served, embedding)
+    written = exported.head
     end_notice()
     print(
-        f"{place} holds the {written.kind} head. Read back it gives the same {compared} "
+        f"{place} holds the {written.kind} head. Read back it gives the same {exported.logits} "
         "logits: difference 0."
     )
+    if exported.left_out is not None:
+        print(
+            f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
+            f"{ENGINES[config.to]} would take the target's output layer, not the head's."
+        )
     if (own / "draft_vocab.json").exists():
         print(
             "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"

@@ -94,9 +94,24 @@ def rollout(
     A sequence of fewer than steps + 2 tokens yields nothing.
     """
     if len(tokens) - steps - 1 > 0:
-        drafted = proposer_of(head, target).steps(tokens, features, steps)
-        for depth, logits in enumerate(drafted):
+        for depth, logits in enumerate(draft_along(head, target, tokens, features, steps)):
             yield whole(sharpened(logits, depth, sharpness), head, target)
+
+
+@torch.no_grad()
+def draft_along(
+    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """The [R, N] draft logits over the head's own tokens, by the forward that training learns on.
+
+    Arguments as for `rollout`; the text has at least steps + 2 tokens.
+    """
+    rows, device = len(tokens) - steps - 1, target.output_device
+    inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
+    counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
+    drafted = head(tokens[None].to(device), inputs, counts, steps, target.embeddings)
+    for step, states in enumerate(drafted):
+        yield head.project(states[:rows], step, target)
 
 
 def draft_steps(head: Head, steps: int) -> int:

@@ -8,7 +8,7 @@ EAGLE's heads, block heads and MTP layers read a sequence as pairs. Five tokens,
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,6 @@ class PairProposer(Proposer):
         """[B, 1, N] draft logits for the children of the roots [B].
 
         last: [B, H] the states of the sequences' last pairs.
-        """
-
-    @abstractmethod
-    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """For draft step 1, 2, … the [R, N] draft logits from each of R = T - steps - 1 positions.
-
-        tokens: [T]. features: [T, F]. R > 0. `rollout` says what a draft step is.
         """
 
     @torch.no_grad()

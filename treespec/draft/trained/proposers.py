@@ -6,7 +6,7 @@ position: Medusa's logits of a level are the same at all its nodes, Hydra's depe
 path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -129,12 +129,6 @@ class EagleProposer(DeepeningProposer):
     def logits(self, states: Tensor) -> Tensor:
         return self.head.logits(states, self.target)
 
-    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """From position t: true pairs up to t, then its own features with the sequence's tokens."""
-        fused = self.fused(features[None, :-2].to(self.head.dtype))
-        for hidden in self.head.unrolled(tokens[None], fused, steps):
-            yield self.logits(hidden[0, : len(tokens) - steps - 1].to(features.dtype))
-
 
 @final
 class MedusaProposer(AtOnceProposer):
@@ -144,11 +138,6 @@ class MedusaProposer(AtOnceProposer):
 
     def all_levels(self, last: Tensor) -> Tensor:
         return torch.stack([self.head.step(i, last) for i in range(self.head.max_depth)], dim=1)
-
-    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Step d is head d - 1, applied to the same states."""
-        states = features[: len(tokens) - steps - 1].to(self.head.dtype)
-        return (self.head.step(i, states) for i in range(steps))
 
 
 @final
@@ -182,16 +171,6 @@ class HydraProposer(DeepeningProposer):
     def logits(self, states: Tensor) -> Tensor:
         return self.head.step(self.level, states)
 
-    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Step d is head d - 1, given the sequence's own tokens."""
-        rows, dtype = len(tokens) - steps - 1, self.head.dtype
-        embedded = self.target.embeddings(tokens[1:]).to(dtype)
-        places = torch.arange(rows, device=features.device)
-        inputs = self.head.states(features[None, :rows].to(dtype), places)[0]
-        for step in range(steps):
-            inputs = torch.cat([inputs, embedded[step : step + rows]], dim=-1)
-            yield self.head.step(step, inputs)
-
 
 @final
 class BlockProposer(AtOnceProposer):
@@ -206,17 +185,6 @@ class BlockProposer(AtOnceProposer):
 
     def all_levels(self, last: Tensor) -> Tensor:
         return self.head.logits(self.head.drafted(last, self.block), self.target)
-
-    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Step d is level d of the block below each position."""
-        rows = len(tokens) - 2
-        text, given = (
-            tokens[None].to(self.target.output_device),
-            features[None, :rows].to(self.head.dtype),
-        )
-        counts = torch.ones(1, rows, dtype=torch.bool, device=given.device)
-        levels = self.head(text, given, counts, steps, self.target.embeddings)
-        return (self.head.logits(level[: rows + 1 - steps], self.target) for level in levels)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         """The block stands after the last chunk. Positions and what the rows see are of all columns.

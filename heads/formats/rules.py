@@ -1,0 +1,219 @@
+"""How other projects read the heads that `export` writes: a rule for each project and kind, after its own code.
+
+`treespec.heads.formats.upstream` reads a folder by a rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+NO_DEFAULT = object()  # a field that a project demands, or on whose default its readers differ
+PATHS = (  # names of the first layer, and of a norm of later ones: the head's
+    (r"^layers\.0\.", "midlayer."),
+    (r"^(layers\.\d+\.)hidden_norm\.", r"\1input_layernorm."),
+)
+LLAMA_CPP = (  # llama.cpp's names of tensors: the head's, below the start of its layer
+    (r"attn_norm_2\.", "hidden_norm."),
+    (r"attn_norm\.", "input_layernorm."),
+    (r"attn_(q|k)_norm\.", r"self_attn.\1_norm."),
+    (r"attn_(q|k|v)\.", r"self_attn.\1_proj."),
+    (r"attn_output\.", "self_attn.o_proj."),
+    (r"ffn_norm\.", "post_attention_layernorm."),
+    (r"ffn_(gate|up|down)\.", r"mlp.\1_proj."),
+    (r"^token_embd\.", "embed_tokens."),
+    (r"^output_norm\.", "norm."),
+    (r"^output\.", "lm_head."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one project reads one kind of head.
+
+    source: the project's files that say so.
+    layer: where the fields of a Llama stand; "" is the top.
+    family: the class of transformers that gives them defaults.
+    rotary: the field that tells the rotary positions.
+    aux: the field of the aux layers; "" is a project that takes the published ones in any case.
+    entered: whether it names the layers that the features enter, not those that they leave.
+    fields: of treespec's config, each with its place in the project's and the value where that is absent. "a|b" are
+    flags of which one is enough; "" is no place, and the value always holds.
+    names: (pattern, replacement) from the file's names of tensors to the head's. unused: tensors that it skips.
+    biases: a flag without which it skips biases; "" is none.
+    embedding: "target", always the target's; "file", the target's where the file has none; "demanded", the file's.
+    output: "own"; "target"; "own if smaller", the target's where the file's is of all tokens.
+    """
+
+    source: str
+    layer: str = ""
+    family: type[PretrainedConfig] = LlamaConfig
+    rotary: str = "rope_scaling"
+    aux: str = ""
+    entered: bool = True
+    fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    names: tuple[tuple[str, str], ...] = ()
+    unused: str = r"t2d|verifier_.*"
+    biases: str = ""
+    embedding: str = "file"
+    output: str = "own"
+
+
+def eagle3_fields(drafted: Any, **places: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Of EAGLE-3. drafted: `draft_vocab_size` where it is absent. places: of the parts that a project knows."""
+    parts = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    own = {"draft_vocab_size": ("draft_vocab_size", drafted)}
+    own["target_hidden_size"] = ("target_hidden_size", None)
+    return own | dict.fromkeys(parts, ("", False)) | places
+
+
+def same_places(*names: str) -> dict[str, tuple[str, Any]]:
+    """Flags at the top, false where they are absent."""
+    return {name: (name, False) for name in names}
+
+
+NESTED_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+TOP_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = "transformer_layer_config"
+SPECULATORS_EAGLE3 = Rule(
+    source="speculators 0.9: models/eagle3/config.py, model.py; vLLM: configs/speculators/algos.py",
+    layer=LAYER,
+    family=Qwen3Config,
+    rotary="rope_parameters",
+    aux=TOP_IDS,
+    # speculators takes false where `norm_before_residual` is absent, vLLM true.
+    fields=eagle3_fields(
+        32000,
+        norm_before_residual=("norm_before_residual", NO_DEFAULT),
+        **same_places("norm_before_fc", "fc_norm", "norm_output"),
+    ),
+    names=PATHS,
+)
+LEVELS = "speculators_config.proposal_methods.0.speculative_tokens"
+RULES: dict[tuple[str, str], Rule] = {
+    ("sglang", "eagle"): Rule(
+        source="SGLang: models/llama_eagle.py, llama.py",
+        fields={"bias": ("", True), "qkv_bias": ("attention_bias|bias", False)},
+        embedding="target",
+        output="target",
+    ),
+    ("vllm", "eagle"): Rule(
+        source="vLLM: models/llama_eagle.py, llama.py",
+        fields={"bias": ("", False), "qkv_bias": ("qkv_bias|attention_bias|bias", False)},
+        unused=r"fc\.bias",
+        embedding="target",
+        output="target",
+    ),
+    ("eagle", "eagle"): Rule(
+        source="SafeAILab/EAGLE: model/cnets1.py, ea_model.py",
+        fields={"bias": ("bias", True), "qkv_bias": ("qkv_bias", False)},
+        output="target",
+    ),
+    ("sglang", "eagle3"): Rule(
+        source="SGLang: models/llama_eagle3.py, speculative/eagle_worker.py",
+        aux=NESTED_IDS,
+        entered=False,
+        fields=eagle3_fields(NO_DEFAULT, **same_places("fc_norm", "norm_output")),
+        names=PATHS,
+        embedding="target",
+    ),
+    ("tensorrt-llm", "eagle3"): Rule(
+        source="TensorRT-LLM: _torch/models/modeling_speculative.py",
+        aux=NESTED_IDS,
+        entered=False,
+        fields=eagle3_fields(
+            None,
+            norm_before_fc=("eagle_config.norm_before_fc", False),
+            **same_places("fc_norm", "norm_output"),
+        ),
+        names=PATHS,
+        embedding="target",
+    ),
+    ("vllm", "eagle3"): Rule(
+        source="vLLM: models/llama_eagle3.py",
+        aux=TOP_IDS,
+        fields=eagle3_fields(
+            None,
+            **same_places("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        ),
+        names=PATHS,
+    ),
+    ("eagle", "eagle3"): Rule(
+        source="SafeAILab/EAGLE: model/cnets.py, ea_model.py",
+        fields=eagle3_fields(NO_DEFAULT),
+        names=PATHS,
+    ),
+    ("mlx", "eagle3"): Rule(
+        source="mlx-vlm 0.7.10: speculative/drafters/eagle3/config.py",
+        layer=LAYER,
+        rotary="rope_theta",
+        aux=TOP_IDS,
+        fields=eagle3_fields(32000, **same_places("norm_before_residual", "norm_before_fc")),
+        names=PATHS,
+        embedding="demanded",
+    ),
+    ("gguf", "eagle3"): Rule(
+        source="llama.cpp: src/models/eagle3.cpp",
+        rotary="rope_theta",
+        aux="target_layers",
+        fields=eagle3_fields(None, **same_places("norm_before_residual", "norm_before_fc")),
+        names=((r"^blk\.0\.", "midlayer."), *LLAMA_CPP, (r"^enc\.output_norm\.", "input_norm.")),
+    ),
+    ("gguf", "dflash"): Rule(
+        source="llama.cpp: src/models/dflash.cpp",
+        rotary="rope_theta",
+        aux="target_layers",
+        fields={
+            "target_hidden_size": ("target_hidden_size", None),
+            "block_size": ("block_size", NO_DEFAULT),
+            "mask_token_id": ("mask_token_id", NO_DEFAULT),
+            "draft_vocab_size": ("draft_vocab_size", None),
+        },
+        names=((r"^blk\.", "layers."), *LLAMA_CPP, (r"^enc\.output_norm\.", "hidden_norm.")),
+    ),
+    ("speculators", "eagle3"): SPECULATORS_EAGLE3,
+    ("speculators", "p-eagle"): Rule(
+        source="speculators 0.9: models/peagle/config.py",
+        layer=LAYER,
+        family=Qwen3Config,
+        rotary="rope_parameters",
+        aux=TOP_IDS,
+        fields={
+            **SPECULATORS_EAGLE3.fields,
+            "mask_token_id": ("mask_token_id", NO_DEFAULT),
+            "levels": (LEVELS, NO_DEFAULT),
+        },
+        names=PATHS,
+    ),
+    ("speculators", "dflash"): Rule(
+        source="speculators 0.9: models/dflash/config.py, core.py",
+        layer=LAYER,
+        family=Qwen3Config,
+        rotary="rope_parameters",
+        aux="aux_hidden_state_layer_ids",
+        fields={
+            "draft_vocab_size": ("draft_vocab_size", 32000),
+            "target_hidden_size": ("target_hidden_size", None),
+            "block_size": ("block_size", 8),
+            "mask_token_id": ("mask_token_id", NO_DEFAULT),
+            "sample_from_anchor": ("sample_from_anchor", False),
+        },
+        embedding="target",
+        output="own if smaller",
+    ),
+    ("vllm", "medusa"): Rule(
+        source="vLLM: models/medusa.py, transformers_utils/configs/medusa.py",
+        fields={
+            "medusa_num_heads": ("medusa_num_heads", 5),
+            "medusa_num_layers": ("medusa_num_layers", 1),
+            "hidden_size": ("hidden_size", 4096),
+            "vocab_size": ("truncated_vocab_size", NO_DEFAULT),
+        },
+        names=(
+            (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
+            (r"^lm_heads\.(\d+)\.", r"\1.{medusa_num_layers}."),
+        ),
+        biases="medusa_fc_bias",
+    ),
+}

@@ -1,0 +1,182 @@
+"""What training learns and what measures see are what a head drafts: all kinds, every parameter random, in float64."""
+
+from copy import deepcopy
+
+import faults
+import pytest
+import torch
+from equality import close, seeded
+from models import CONFIGS, follow, random_model
+from training import options
+
+from treespec.api.spec import Spec, trace
+from treespec.draft.drafter import Frontier
+from treespec.draft.trained.kinds import new_head, proposer_of, rollout
+from treespec.draft.vocabulary import restrict, whole
+from treespec.heads.registry import HEADS, TRAINING
+from treespec.model.target import Target
+from treespec.train.losses.objectives import Batch
+
+STEPS = 3
+SOME = torch.arange(1, 64, 2)  # a draft vocabulary, of which all texts are
+NEW_EAGLE3 = {"fc_norm": True, "norm_output": True, "qk_norm": True, "num_hidden_layers": 2}
+SPECULATORS = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+# by name: the kind, fields of its config, and whether it drafts SOME alone
+VARIANTS: dict[str, tuple[str, dict, bool]] = {
+    **{kind: (kind, {}, False) for kind in HEADS},
+    **{f"{kind} of some tokens": (kind, {}, True) for kind in HEADS},
+    "eagle with biases": ("eagle", {"qkv_bias": True}, False),
+    "EAGLE-3.1": ("eagle3", NEW_EAGLE3, True),
+    "EAGLE-3 with biases": ("eagle3", {"qkv_bias": True}, False),
+    "speculators' EAGLE-3": ("eagle3", SPECULATORS | WINDOW, True),
+    "EAGLE-3, half of it rotated": ("eagle3", {"partial_rotary_factor": 0.5}, False),
+    "DFlash from its anchor": ("dflash", {"sample_from_anchor": True, "own_output": False}, True),
+    "DFlash with windows": ("dflash", {"num_hidden_layers": 1} | WINDOW, False),
+    "P-EAGLE, normed": ("p-eagle", NEW_EAGLE3, True),
+}
+
+
+def shaken(module, by=0.2):
+    """Every parameter away from its start: norms and biases too."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "embed" not in name:
+                parameter.add_((2 if parameter.ndim == 1 else 1) * by * torch.randn_like(parameter))
+    return module
+
+
+def pair_of(name):
+    """A target and a head in float64."""
+    kind, fields, some = VARIANTS[name]
+    torch.manual_seed(5)
+    target = Target(shaken(random_model(CONFIGS["llama"]()).double()))
+    levels = {"levels": STEPS} if kind in ("dflash", "p-eagle") else {}
+    head = shaken(new_head(kind, target, **levels, **fields).double().eval())
+    if some:
+        restrict(head, target, SOME)
+    return target, head
+
+
+def drafted_along(proposer, tokens, features):
+    """For each step s the [T - 2 - s, N] draft logits of tokens s + 2 and on, by one proposer that goes along a text.
+
+    Below each root its chain is the text's own tokens. Every second time the proposer drafts after three other
+    tokens first and goes back, as for a text with the same beginning.
+    """
+    found, names, first = [[] for _ in range(STEPS)], proposer.head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    cache = proposer.target.new_cache()
+    numbers = tokens if names is None else torch.searchsorted(names, tokens)  # as the head numbers its tokens
+    for row in range(len(tokens) - 2):
+        if row % 2:
+            follow(proposer, features[row : row + 3].flip(0), tokens[row : row + 3])
+            proposer.begin(tokens[:1], cache)
+            proposer.rewind([row])
+        follow(proposer, features[row : row + 1], tokens[row + 1 : row + 2])
+        (logits,) = proposer.begin(tokens[row + 1 : row + 2], cache)
+        for step in range(min(STEPS, len(tokens) - row - 2)):
+            if step:
+                (logits,) = proposer.extend([Frontier(numbers[row + step + 1 : row + step + 2], first)])
+            found[step].append(logits[0])
+    return [torch.stack(rows) for rows in found]
+
+
+def text_of(length, seed=7):
+    """Tokens that every variant drafts."""
+    return SOME[torch.randint(len(SOME), (length,), generator=seeded(seed))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_measures_is_what_drafts_at_every_position(name):
+    """Draft logits of three steps to 1e-5."""
+    target, head = pair_of(name)
+    tokens = text_of(14)
+    features = target.features(tokens[None], head.aux_layers)[0]
+    measured = list(rollout(head, target, tokens, features, STEPS))
+    found = drafted_along(proposer_of(head, target), tokens, features)
+    assert len(measured) == STEPS
+    for ours, drafts in zip(measured, found, strict=True):
+        assert drafts.dtype == torch.float64
+        close(ours, whole(drafts[: len(ours)], head, target), 1e-5)
+
+
+LAYERED = ["eagle", "eagle3", "EAGLE-3.1", "dflash", "p-eagle"]
+PLANTED = [
+    *((faults.drafts_one_position_ahead, name) for name in LAYERED),
+    *((faults.normed_twice, name) for name in ("eagle3", "p-eagle")),
+    *((faults.features_one_behind, kind) for kind in HEADS),
+    *((faults.draft_tokens_read_as_the_targets, f"{kind} of some tokens") for kind in ("eagle", "eagle3", "hydra")),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault, name", PLANTED)
+def test_a_fault_in_drafting_is_found(fault, name):
+    """Draft logits are off by a thousand times what the test above allows."""
+    target, head = pair_of(name)
+    tokens = text_of(14)
+    features = target.features(tokens[None], head.aux_layers)[0]
+    measured = list(rollout(head, target, tokens, features, STEPS))
+    proposer = proposer_of(deepcopy(head), target)
+    fault(proposer)
+    found = drafted_along(proposer, tokens, features)
+    off = [
+        (ours - whole(drafts[: len(ours)], head, target)).nan_to_num().abs().max()
+        for ours, drafts in zip(measured, found, strict=True)
+    ]
+    assert max(off) > 1e-2
+
+
+def trained_alone(name):
+    """Whether a kind is trained on other tokens, or with another output layer, than it drafts by."""
+    kind, fields, some = VARIANTS[name]
+    return fields.get("own_output") is False or (some and kind in ("medusa", "hydra", "hydra++"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not trained_alone(name)])
+def test_what_training_lowers_is_the_loss_of_what_drafts(name):
+    """Of each of three steps the mean of 1 - Σ min(p, q) over the counted positions, one after another: to 1e-5."""
+    # 1. By the objective.
+    target, head = pair_of(name)
+    tokens, mask = text_of(14), torch.rand(14, generator=seeded(3)) < 0.6
+    features = target.features(tokens[None], head.aux_layers, last=True)
+    names = head.vocabulary
+    given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)
+    config = options(head=head.kind, loss="tv", noise=0.0)
+    with torch.enable_grad():
+        parts = TRAINING[head.kind].loss()(config, target, head, Batch(*given)).parts
+
+    # 2. From what is drafted. EAGLE-1's target is its distribution on the draft vocabulary, that of the others
+    #    its part of the whole, and 0 where its most likely token is outside.
+    inputs, last = (part[0] for part in target.parted(features, head.aux_layers))
+    own = target.output_logits(last)
+    p = own.softmax(-1)
+    if names is not None:
+        inside = torch.isin(own.argmax(-1), names)[:, None]
+        p = own[:, names].softmax(-1) if head.kind == "eagle" else p[:, names] * inside
+    for step, logits in enumerate(drafted_along(proposer_of(head, target), tokens, inputs)):
+        law = p[step + 1 : step + 1 + len(logits)]
+        missed = 1 - torch.minimum(law, logits.softmax(-1)).sum(-1)
+        counted = missed.where(law.sum(-1) > 0, 0.0)[mask[step + 2 :]]
+        assert len(counted) > 3
+        assert float(parts[f"token_{step + 1}"]) == pytest.approx(float(counted.mean()), abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_the_loop_draws_from_is_what_measures(name):
+    """Of each node of the chains of a few cycles: q of its token to 1e-5."""
+    target, head = pair_of(name)
+    text, found = text_of(5).tolist(), []
+    for cycle in trace(Spec(target, head, f"chain:{STEPS}", "single"), text, temperature=1.0, max_new_tokens=8, seed=1):
+        path = cycle.tokens[1:]
+        tokens = torch.tensor(text + path)
+        features = target.features(tokens[None], head.aux_layers)[0]
+        measured = rollout(head, target, tokens, features, len(path))
+        wanted = [float(rows[-1].softmax(-1)[token]) for rows, token in zip(measured, path, strict=True)]
+        assert cycle.q[1:] == pytest.approx(wanted, abs=1e-5)
+        found += wanted
+        text += [token for piece in cycle.answer for token in piece.token_ids]
+    assert len(found) > 2 * STEPS

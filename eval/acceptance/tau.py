@@ -276,7 +276,9 @@ def rows_of(
     drawn = np.tensordot(leave_one_out(len(summed)), summed, 1)  # [1 + groups, pairs, …]
 
     # 2. Ratios.
-    with np.errstate(divide="ignore", invalid="ignore"):  # one group alone leaves nothing without it
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # one group alone leaves nothing without it
         taus = drawn[..., 0] / drawn[..., 3]
         bounds = drawn[..., 0] / drawn[..., 2]
     first = 3 + 2 * len(costs[0])

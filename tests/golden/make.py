@@ -276,7 +276,8 @@ def write_json(path: Path, fields: object) -> None:
     path.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-UNWANTED = shutil.ignore_patterns("*.py", "*.md", "__pycache__", ".*")  # of the folder, which are no golden files
+# Of the folder: what is no golden file. Of what commands write: locks, and pages for people, which nothing reads.
+UNWANTED = shutil.ignore_patterns("*.py", "*.md", "__pycache__", ".*")
 GROWING = ("expected.json", "names.json", "digests.json")
 
 

@@ -89,7 +89,8 @@ def list_yaml_keys(known: Known) -> Known:
         flags = (flag for option in command.params for flag in option.opts)
         found[name] = [flag[2:] for flag in flags if flag not in ("--config", "--help", "-h")]
     for name, keys in (known or {}).items():
-        found[name] = [key for key in keys if key not in find_unknown_keys(name, keys)]
+        unknown = find_unknown_keys(name, keys)
+        found[name] = [key for key in keys if key not in unknown]
     return found
 
 
@@ -98,8 +99,10 @@ def find_unknown_keys(command: str, keys: Iterable[str]) -> set[str]:
     unknown = set[str]()
     while END not in unknown:
         Path("keys.yaml").write_text("".join(f"{key}:\n" for key in (*keys, END) if key not in unknown))
-        (wrong,) = re.findall(r"keys\.yaml: '(.*?)' is no option", get_refusal(f"{command} --config keys.yaml"))
-        unknown.add(wrong)
+        wrong = re.search(r"keys\.yaml: '(.*?)' is no option", get_refusal(f"{command} --config keys.yaml"))
+        if wrong is None:  # there is no such command
+            return set(keys)
+        unknown.add(wrong[1])
     return unknown
 
 

@@ -30,11 +30,10 @@ SEVERAL_STREAMS = {"gemma3n_text", "hy_v4", "qwen4_exp", "qwen4_exp_text"}  # of
 TAKEN = {
     "bailing_hybrid", "bamba", "cohere", "cohere2", "dbrx", "deepseek_v3", "doge", "falcon", "falcon_h1",
     "falcon_mamba", "gemma2", "gemma3", "gemma3n_text", "gemma4", "gemma4_text", "git", "glm4", "gpt2",
-    "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "hy_v4", "hyperclovax", "jamba", "jetmoe",
-    "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mistral",
-    "mixtral", "moshi", "nemotron_h", "olmo3", "olmo_hybrid", "opt", "phi", "phi3", "phimoe", "qwen2",
-    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "smollm3", "starcoder2",
-    "youtu", "zamba", "zamba2", "zaya",
+    "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "hy_v4", "hyperclovax", "jamba", "jetmoe", "kimi_linear",
+    "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mistral", "mixtral", "moshi", "nemotron_h",
+    "olmo3", "olmo_hybrid", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_next", "qwen4_exp_text", "smollm3", "starcoder2", "youtu", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 
 

@@ -95,13 +95,13 @@ class Target:
             self._end_texts(self.context_length, why)
         self.longest_short_text = longest_short_text(self.config)
         self.device = self.output_device = device_of(model)
-        self.decoder = decoder_of(model)
-        self.output_path = OutputPath(model, self.decoder)
+        self.output_path = OutputPath(model, decoder_of(model))
 
     def _read_layers(self, model: PreTrainedModel) -> None:
         """Find the layers, and make the model ready for trees."""
         take_trees(model)
         unpack_compressed(model)
+        self.decoder = decoder_of(model)
         self.takes = arguments_taken(self.decoder)
         self.stack = layers_of(self.decoder, self.layers, self.device)
         self.recurrent = recurrent_layers(model, self.decoder, self.layers)

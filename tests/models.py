@@ -85,7 +85,7 @@ def random_model(config, seed=0):
             vectors.append(parameter)
     with torch.no_grad():
         for vector in vectors:
-            vector += 0.2 * torch.randn_like(vector)
+            vector += 0.1 * torch.randn_like(vector)
     return model.eval()
 
 

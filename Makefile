@@ -18,7 +18,7 @@ test: setup
 
 # Without the package the tests are skipped, and pytest says so.
 upstream: setup
-	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators is not to be had from the package index"
+	@$(MAKE) --no-print-directory $(UPSTREAM)/ready || echo "upstream: speculators could not be installed, as pip says above: its tests are skipped"
 	$$(test -e $(UPSTREAM)/ready && echo $(UPSTREAM) || echo .venv)/bin/python -m pytest -rs tests/test_upstream.py
 
 $(UPSTREAM)/ready: Makefile constraints.txt .venv/ready

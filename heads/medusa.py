@@ -131,6 +131,7 @@ class MedusaHead(DepthHeads):
         embed: Embed | None = None,
     ) -> list[Tensor]:
         """As `Head.forward`; a step is a head, which sees the features alone."""
-        heads, rows = min(steps, self.max_depth), features.shape[1]
+        heads = min(steps, self.max_depth)
+        rows = features.shape[1]
         seen = [features[:, : max(0, rows - i)][counts[:, i:]] for i in range(heads)]
         return [self.hidden(i, inputs) for i, inputs in enumerate(seen)]

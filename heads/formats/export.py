@@ -180,11 +180,11 @@ def outputs(head: Head, ends: Ends | None = None) -> Tensor:
     ends: the target's; default: any.
     """
     ends = ends or ends_of(head)
-    generator, rows = torch.Generator().manual_seed(0), TOKENS
+    generator = torch.Generator().manual_seed(0)
     if head.lacks_embedding:
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
-    features = torch.randn(1, rows, head.feature_size, generator=generator)
-    tokens = torch.randint(head.vocab_size, (1, rows + 2), generator=generator)
-    counts = torch.ones(1, rows, dtype=torch.bool)
+    features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
+    tokens = torch.randint(head.vocab_size, (1, TOKENS + 2), generator=generator)
+    counts = torch.ones(1, TOKENS, dtype=torch.bool)
     states = head(tokens, features, counts, head.max_depth or 2, ends.embed)
     return torch.cat([head.project(one, step, ends) for step, one in enumerate(states)])

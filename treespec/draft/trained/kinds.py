@@ -106,7 +106,8 @@ def draft_along(
 
     Arguments as for `rollout`; the text has at least steps + 2 tokens.
     """
-    rows, device = len(tokens) - steps - 1, target.output_device
+    rows = len(tokens) - steps - 1
+    device = target.output_device
     inputs = features[None, : len(tokens) - 2].to(device, head.dtype)
     counts = torch.ones(inputs.shape[:2], dtype=torch.bool, device=device)
     drafted = head(tokens[None].to(device), inputs, counts, steps, target.embeddings)

@@ -62,7 +62,7 @@ def measure():
 
     # 1. A target on the device, and what drafts for it.
     torch.set_num_threads(1)  # the tensors are small
-    plain_model = Target(random_model(CONFIGS["llama"]()))  # a moved weight is no plain matrix
+    plain_model = Target(random_model(CONFIGS["llama"](), spread=0))  # a moved weight is no plain matrix
     heads = {}
     for name in {setup[0] for setup in SETUPS} & {*HEADS}:
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def measure():
     graphs.Recorder, graphs.MET = lambda: far_device.again, 2
     for method in ((TreeDrafter, "draft_trees", 1), (EagleProposer, "extend", -1), (EagleProposer, "pairs", -1)):
         far_device.counted(*method)
-    target = Target(far_device.moved(random_model(CONFIGS["llama"]())))
+    target = Target(far_device.moved(random_model(CONFIGS["llama"](), spread=0)))
     target.eos = plain_model.eos = frozenset()
     assert not has_equal_bits(target)
 
@@ -144,7 +144,7 @@ def test_nothing_mixes_devices_and_waits_do_not_grow(found, setup):
 
 
 def test_a_cycle_launches_little_beside_its_forwards(found):
-    most = {"topk": (40, 51, 54, 93), "gumbel": (59, 88, 106, 293)}
+    most = {"topk": (40, 51, 54, 93), "gumbel": (59, 89, 106, 293.5)}
     for setup in GRAPHED:
         alone, batch, graphed, graphed_batch = found[str(setup)]
         counts = alone[3], batch[3], graphed[1], graphed_batch[1]

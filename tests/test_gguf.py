@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers as hf
 from gguf_files import write_gguf
-from models import change, save_model
+from models import change, random_head, save_model, target
 from offline import cached, said_offline
 from refusals import complains
-from safetensors.torch import save_file
 from training import small_run, write_data
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from treespec.api.load import load
 from treespec.cli import app
+from treespec.heads.checkpoint import save_head
 from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
@@ -210,10 +210,9 @@ def test_no_command_asks_standard_input(trap, tmp_path, command):
     folder, witness = trap
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "messages": talk}) + "\n")
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "config.json").write_text("{}")
-    save_file({}, tmp_path / "head" / "model.safetensors")
-    places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": tmp_path / "head"}
+    head = tmp_path / "head"
+    save_head(random_head(target("llama")), head)
+    places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": head}
     arguments = [str(places.get(word, word)) for word in command.split()]
     done = CliRunner().invoke(app, arguments, input="y\ny\ny\n")
     assert not witness.exists()

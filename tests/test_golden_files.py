@@ -94,11 +94,26 @@ def test_regenerated_answers_are_not_asked_for_again(files):
     assert not [*find_differences(read_json("regenerated/config.json"), json.loads(before["regenerated/config.json"]))]
 
 
+def keep_known_rows(rows, expected):
+    """The rows of acceptance's methods and cases that are expected, without gaps to an α* that was not known."""
+    known = [(row["at"], row["method"]) for row in expected]
+    kept = [row for row in rows if (row["at"], row["method"]) in known]
+    for row, before in zip(kept, expected, strict=True):
+        if before["gap"] is None:
+            row["gap"] = None
+    return kept
+
+
 @pytest.mark.parametrize("place, file", [("tau", "tau.json"), ("acceptance", "acceptance.json")])
 def test_measurements_along_kept_texts_give_the_same_rates(place, file, files):
+    """There may be more rows, and α* of draws for which it was not known."""
     expected, before = read_json(Path(place, file)), read_content(place)
     capture(RUNS[place])
-    assert not [*find_differences(read_json(Path(place, file)), expected, 1e-4)]
+    found = read_json(Path(place, file))
+    if "sweeps" in expected:
+        pairs = zip(found["sweeps"], expected["sweeps"], strict=True)
+        found["sweeps"] = [keep_known_rows(rows, known) for rows, known in pairs]
+    assert not [*find_differences(found, expected, 1e-4)]
     for name in (name for name in before if "texts" in name):
         assert read_content(place)[name] == before[name]
 

@@ -135,7 +135,7 @@ def test_without_a_tokenizer_only_token_ids_are_taken(given):
         wordless.generate(given)
     with complains("no tokenizer"):
         wordless.generate(IDS, stop="x")
-    assert len(answer(wordless, IDS)) == NEW
+    assert 0 < len(answer(wordless, IDS)) <= NEW
 
 
 NOT = {  # an option, and what it may not be
@@ -182,7 +182,7 @@ def test_seeds_are_one_for_each_prompt(spec):
         ([7, 8], "2 seeds for 3 prompts"),
         ([7, 8, 9, 10], "4 seeds for 3 prompts"),
         ([7, 8, -9], "prompt 3 of 3: seed is -9"),
-        ((1 << 64) - 2, "prompt 3 of 3: seed is 18446744073709551616"),
+        ((1 << 64) - 2, "3 answers take it and the next ones: it must be at most"),
         ("789", "seed is '789'"),
     ):
         with complains(complaint):

@@ -10,6 +10,7 @@ from treespec.heads.head import Config
 
 COMMON_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 MULTIMODAL_FIELDS = ("mrope_section", "mrope_interleaved")  # in text the three positions are one
+PHIMOE_FIELDS = ("short_mscale", "long_mscale")  # of PhiMoE's own layers: heads have Llama's
 SCALED_FIELDS = ("factor", "original_max_position_embeddings")
 ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "default": (),
@@ -22,6 +23,11 @@ ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "longrope": (*SCALED_FIELDS, "attention_factor", "short_factor", "long_factor"),
     "proportional": ("factor",),
     "llama3": (*SCALED_FIELDS, "low_freq_factor", "high_freq_factor"),
+}
+NEUTRAL_VALUES: dict[
+    str, dict[str, tuple[Any, ...]]
+] = {  # by type: fields that may only say nothing
+    "default": {"factor": (1,)},
 }
 OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
@@ -89,9 +95,11 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
     if kind not in ROPE_TYPE_FIELDS:
         types = ", ".join(ROPE_TYPE_FIELDS)
         raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {types}, and mrope in text")
-    neutral: dict[str, tuple[Any, ...]] = {"factor": (1,)} if kind == "default" else {}
+    neutral = NEUTRAL_VALUES.get(kind, {})
     used = frozenset((*COMMON_FIELDS, *ROPE_TYPE_FIELDS[kind]))
     if not copied:
-        FieldTable(used, frozenset(MULTIMODAL_FIELDS), neutral).check(value, f"{path}.")
+        FieldTable(used, frozenset((*MULTIMODAL_FIELDS, *PHIMOE_FIELDS)), neutral).check(
+            value, f"{path}."
+        )
     kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL_FIELDS)}
     return kept | {"rope_type": kind}

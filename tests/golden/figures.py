@@ -26,7 +26,10 @@ PROMPTS = [f"{how} is the {what} ?" for what in ("sea", "moon", "river", "tree")
 HEADS = ("eagle", "eagle-few", "eagle3", "eagle3-parts", "medusa", "hydra", "hydra++", "dflash", "p-eagle")
 LOSSES = ("step", "total", "token_", "feature_", "learning_rate")  # of a training's metrics; others count or time
 
-IGNORED = ("environment", "seconds", "time", "checksum")  # keys whose values are of the machine and the clock
+IGNORED = (  # keys whose values are of the machine and the clock, and the ends of intervals, whose method may change
+    *("environment", "seconds", "time", "checksum"),
+    *("low", "high"),
+)
 
 TARGET = "--target target --dtype float32"
 HEAD = f"{TARGET} --head heads/eagle"

@@ -73,8 +73,8 @@ CANNOT_BRANCH = {
 def random_model(config, seed=0, spread=0.1):
     """A model of that architecture whose logits are far from flat, so that a wrong mask shows.
 
-    The vectors of norms and biases are random too, by numbers that bfloat16 holds, so that one in another's place
-    shows. spread: of these numbers; 0 leaves the vectors as a new model has them.
+    The vectors of norms and biases are random too, so that one in another's place shows. spread: of these
+    numbers; 0 leaves the vectors as a new model has them.
     """
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config)
@@ -86,7 +86,7 @@ def random_model(config, seed=0, spread=0.1):
             vectors.append(parameter)
     with torch.no_grad():
         for vector in vectors:
-            vector.copy_((vector + spread * torch.randn_like(vector)).bfloat16())
+            vector += spread * torch.randn_like(vector)
     return model.eval()
 
 

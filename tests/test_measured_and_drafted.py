@@ -170,7 +170,8 @@ def test_what_the_loop_draws_from_is_what_measures(name):
     """Of each node of the chains of a few cycles: q of its token to 1e-5."""
     target, head = pair_of(name)
     text, found = text_of(5).tolist(), []
-    for cycle in trace(Spec(target, head, f"chain:{STEPS}", "single"), text, temperature=1.0, max_new_tokens=8, seed=1):
+    spec = Spec(target, head, f"chain:{STEPS}", "single")
+    for cycle in trace(spec, text, temperature=1.0, max_new_tokens=8, seed=1, ignore_eos=True):
         path = cycle.tokens[1:]
         tokens = torch.tensor(text + path)
         features = target.features(tokens[None], head.aux_layers)[0]

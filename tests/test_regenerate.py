@@ -247,6 +247,7 @@ def questioned(model, tmp_path_factory):
 
 
 PROBLEMS = {f"question: {name}" for name in ("no end", "empty", "broken characters", "repeats itself", "repeated")}
+PROBLEMS.add("an answer is empty")
 
 
 def test_each_question_is_answered_or_left_out_and_no_two_are_the_same(questioned):

@@ -50,4 +50,6 @@ def write_demo(path):
         if weight.ndim > 1:
             read = gguf.dequantize(gguf.quantize(weight.numpy(), blocks), blocks)
             weight.copy_(torch.from_numpy(read).bfloat16())
+        else:
+            weight.copy_(weight.bfloat16())
     return model

@@ -46,7 +46,8 @@ def ask(
     """
     messages: list[list[dict[str, str]]] = [[] for _ in group]
     turns: list[list[Turn]] = [[] for _ in group]
-    room, name = spec.target.context_length, one.name.removesuffix(f"-b{one.batch}")
+    room = spec.target.context_length
+    name = one.name.removesuffix(f"-b{one.batch}")
     for number in range(max(len(question.turns) for question in group)):
         # 1. The conversations that have this turn.
         asks: dict[int, Ask] = {}
@@ -87,7 +88,8 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
     tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
     "model", "max_new_tokens" or "context". time: Unix's.
     """
-    total, stats = Stats(), [output.stats for _, output, _ in turns]
+    total = Stats()
+    stats = [output.stats for _, output, _ in turns]
     for one in stats:
         total.add(one)
     cut = ["max_new_tokens" if one.new_tokens >= most else "context" for one in stats]

@@ -96,7 +96,8 @@ def peers_of(config: EvalConfig) -> list[str]:
     """`transformers`, and servers as `URL` or `URL,model`. Raises InputError for anything else."""
     peers = (config.peers or "").strip()
     parts = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", peers) if peers else []
-    if bad := [part for part in parts if not PEER.fullmatch(part)]:
+    bad = [part for part in parts if not PEER.fullmatch(part)]
+    if bad:
         raise InputError(
             f"--peers {bad[0]!r} is not understood: give transformers, or a server's address with "
             "its model, as in http://localhost:8000/v1,MODEL"

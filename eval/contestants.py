@@ -23,7 +23,9 @@ from treespec.trees.policy import policy
 from treespec.verify.facts import known_verifier
 
 BASELINE = "baseline"
-GENERATE, ASSISTED, EARLY_EXIT = "generate", "assisted generation", "early exit"
+GENERATE = "generate"
+ASSISTED = "assisted generation"
+EARLY_EXIT = "early exit"
 SERVED = "what it serves"  # the model of a server that `--peers` does not name
 # transformers' methods: the arguments of `model.generate` that choose each
 METHODS: dict[str, dict[str, int]] = {
@@ -103,7 +105,8 @@ def contestants(config: EvalConfig) -> list[Contestant]:
         if row.peer != TRANSFORMERS or batch == 1
     ]
     names = [one.name for one in found]
-    if twice := [name for name in names if names.count(name) > 1]:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
         raise InputError(
             f"two configurations would both be called {twice[0]}: rename a tree file or a "
             "drafter's folder"
@@ -115,7 +118,8 @@ def named(one: Contestant, config: EvalConfig) -> Contestant:
     """With labels, and a name that can be a file's."""
     several = one.drafter and len(drafters_of(config)) > 1
     drafter = DrafterSpec.parse(one.drafter).short if one.drafter and several else ""
-    tree, again = PurePath(one.tree or "").name, " again" * one.again
+    tree = PurePath(one.tree or "").name
+    again = " again" * one.again
     batch = str(one.batch) if len(numbers_of("batch", config.batch)) > 1 else ""
     mark = "" if one.lossless else " (lossy)"
     server = (one.peer or "").rpartition("//")[2]
@@ -150,7 +154,8 @@ def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
     reasons: list[str] = []
     for drafter in drafters:
         # 1. The verifiers and trees that this drafter fits.
-        one_hot, name = drafter.kind.one_hot and len(drafters) > 1, drafter.written
+        one_hot = drafter.kind.one_hot and len(drafters) > 1
+        name = drafter.written
         rows: list[Contestant] = []
         for (verifier, _, own), other in product(verifiers, trees):
             tree = None if one_hot else drafter.tree or own or other
@@ -191,6 +196,7 @@ def planned(
                 one for one in chosen if one.batch == batch and (number in again or not one.again)
             ]
             for one in Random(number).sample(own, len(own)):
-                if left := [q for q in group if (one.name, q.question_id) not in there]:
+                left = [q for q in group if (one.name, q.question_id) not in there]
+                if left:
                     plan.append((number * size // max(sizes.values()), left, one))
     return [(group, one) for _, group, one in sorted(plan, key=itemgetter(0))]

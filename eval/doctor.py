@@ -77,7 +77,8 @@ def diagnosed(
     # 1. As it is, with each fault undone, and with features that say nothing.
     rows = list(rows_of(spec, passages))
 
-    own, tried = agreeing(spec, rows), list[tuple[Trial, Tensor]]()
+    own = agreeing(spec, rows)
+    tried = list[tuple[Trial, Tensor]]()
     for number, trial in enumerate(trials(spec, passages, rows)):
         say(Step(number, number + 1, f"trying {trial.change}"))
         tried.append((trial, agreeing(trial.spec, trial.rows)))
@@ -122,16 +123,20 @@ NOTE = (
 @torch.no_grad()
 def agreeing(spec: Spec, rows: Sequence[Row]) -> Tensor:
     """[completions, D, 2]: the share of drafts that are the target's token, and the mean log q of that token."""
-    head, target, found = spec.head, spec.target, list[Tensor]()
+    head = spec.head
+    target = spec.target
+    found = list[Tensor]()
     assert head
     for tokens, counts, known in rows:
         features, last = target.parted(known, head.aux_layers)
-        wanted, steps = target.output_logits(last).argmax(-1), list[Tensor]()
+        wanted = target.output_logits(last).argmax(-1)
+        steps = list[Tensor]()
         for d, logits in enumerate(
             rollout(head, target, tokens, features, draft_steps(head, DEPTH)), 1
         ):
             chosen = counts[d + 1 : d + 1 + len(logits)].nonzero().squeeze(1)
-            own, token = logits[chosen].log_softmax(-1), wanted[chosen + d, None]
+            own = logits[chosen].log_softmax(-1)
+            token = wanted[chosen + d, None]
             both = own.argmax(-1, keepdim=True) == token, own.gather(1, token).clamp(min=LEAST)
             steps.append(torch.cat(both, 1).double().mean(0))
         found.append(torch.stack(steps))
@@ -143,7 +148,8 @@ def causes(
 ) -> Iterator[str]:
     """The fault that figures show, if any. own, lost, those of trials: `agreeing` [completions, D, 2]."""
     # 1. The change that helps most. Log q is less noisy than agreement, so that says whether it is certain.
-    mean, blind = float(own[..., 0].mean()), float(lost[..., 0].mean())
+    mean = float(own[..., 0].mean())
+    blind = float(lost[..., 0].mean())
     gains = [(rates - own).mean(1) for _, rates in tried]
     best = max(range(len(tried)), key=lambda i: float(gains[i][:, 0].mean()))
     gain, likelier = gains[best].mean(0).tolist()
@@ -186,11 +192,15 @@ class FirstStep(NamedTuple):
 def first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) -> FirstStep:
     """The first drafts on rows. sharpness: the factors of a calibration."""
     # 1. By position: the largest probability of both, whether they agree, what is accepted as it is and sharper.
-    params, known, head = SamplingParams(1.0), (sharpness or (1.0,))[0], spec.head
+    params = SamplingParams(1.0)
+    known = (sharpness or (1.0,))[0]
+    head = spec.head
     assert head is not None
-    (factor,), columns = sharpest(head, spec.target, rows, (1, ALL)), list[Tensor]()
+    (factor,) = sharpest(head, spec.target, rows, (1, ALL))
+    columns = list[Tensor]()
     for step in drafted(head, spec.target, rows, (1, ALL)):
-        p, logits = probs(step.target[step.chosen], params), step.draft[step.chosen]
+        p = probs(step.target[step.chosen], params)
+        logits = step.draft[step.chosen]
         q, calibrated, sharp = (probs(logits * x, params) for x in (1.0, known, factor))
         same = (q.argmax(-1) == p.argmax(-1)).float()
         overlaps = (torch.minimum(p, x).sum(-1) for x in (calibrated, sharp))

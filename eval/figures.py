@@ -49,7 +49,8 @@ def summarise(ledger: Ledger) -> Summary:
     head = ledger.head
     if head is None:
         raise InputError(f"{ledger.file} holds no evaluation")
-    config, timed = EvalConfig(**head["options"]), head["processes"] == 1
+    config = EvalConfig(**head["options"])
+    timed = head["processes"] == 1
     asked = [Contestant(**fields) for fields in head["contestants"]]
     every: dict[str, dict[Id, Completion]] = {one.name: {} for one in asked}
     for entry in ledger.of("completion"):
@@ -72,9 +73,11 @@ def summarise(ledger: Ledger) -> Summary:
 
     # 3. A row for each contestant, and one for the baseline's second time.
     plain = {(o.method, o.temperature, o.batch): every[o.name] for o in asked if not o.again}
-    rows, again = [], []
+    rows = []
+    again = []
     for one in (one for one in asked if one.name not in failed):
-        mine, at = every[one.name], (one.temperature, one.batch)
+        mine = every[one.name]
+        at = (one.temperature, one.batch)
         base, generate = (
             other if (other := plain.get((method, *at))) is not mine else None
             for method in (BASELINE, GENERATE)
@@ -115,7 +118,8 @@ def row_of(
     verdicts = [(a["right"], b["right"]) for a, b in pairs if a["right"] is not None]
     right = None
     if verdicts:
-        number, of = sum(ours for ours, _ in verdicts), len(verdicts)
+        number = sum(ours for ours, _ in verdicts)
+        of = len(verdicts)
         alike = base and sum(ours == theirs for ours, theirs in verdicts)
         right = {"answers": of, "right": number, "share": share_of(number, of), "same": alike}
     return {
@@ -155,7 +159,9 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None) -> Ro
     own = totals(mine, weights)
     with np.errstate(divide="ignore", invalid="ignore"):
         # 1. Ratios of totals, of all questions and without each.
-        tokens, wall, cycles = own["new_tokens"], own["wall"], own["cycles"]
+        tokens = own["new_tokens"]
+        wall = own["wall"]
+        cycles = own["cycles"]
         ratios = {"acceptance_length": tokens / cycles, "tokens_per_second": tokens / wall}
         if base is not None:
             plain = totals(base, weights)
@@ -173,7 +179,8 @@ def figures(mine: Sequence[Completion], base: Sequence[Completion] | None) -> Ro
 
         # 3. Numbers; a server or transformers tells no cycles.
         value = {name: samples[0] for name, samples in own.items()}
-        turns, forwards = sum(len(one["turns"]) for one in mine), value["cycles"]
+        turns = sum(len(one["turns"]) for one in mine)
+        forwards = value["cycles"]
         cycle_ms = {stage: 1000 * value[stage] / forwards for stage in STAGES}
         first_token = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
         if forwards:

@@ -38,7 +38,8 @@ def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Pa
     short.
     """
     # 1. The file.
-    file, coverage = Path(config.head) / FILE, None
+    file = Path(config.head) / FILE
+    coverage = None
     if not file.parent.is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
 
@@ -76,7 +77,8 @@ def make_tree(config: TreeConfig, report: Report = silent) -> tuple[StaticTree, 
         )
 
     # 2. The best tree of the kind and size; without a size the fastest by the times measured here.
-    rates, depth = table.mean(0).numpy(), len(table)
+    rates = table.mean(0).numpy()
+    depth = len(table)
     if config.kind == "medusa":
         tree = most_likely(table.tolist(), config.nodes)
     elif config.nodes:
@@ -110,10 +112,13 @@ def accuracies(
     is the target's choice. D: `depth`, or less if the head drafts less. R: `ranks`, or V if that is
     less. rows: texts with their features (see `Row`). Raises InputError if they are too short.
     """
-    head, target = spec.head, spec.target
+    head = spec.head
+    target = spec.target
     assert head
-    depth, ranks = draft_steps(head, depth), min(ranks, target.vocab_size)
-    total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
+    depth = draft_steps(head, depth)
+    ranks = min(ranks, target.vocab_size)
+    total = torch.zeros(depth, ranks, dtype=torch.float64)
+    positions = 0
     for tokens, counts, features in rows:
         # 1. The target's probabilities of token t + 1 in row t, [T, V].
         inputs, last = target.parted(features, head.aux_layers)

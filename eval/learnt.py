@@ -43,7 +43,8 @@ def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
     if config.data is None and not kept.is_file():
         return []
     length = min(config.max_length, spec.target.context_length)
-    passages, first = from_file(config.data or str(kept), spec, SAMPLED, length), []
+    passages = from_file(config.data or str(kept), spec, SAMPLED, length)
+    first = []
     for one in passages:
         for root, end in list(runs(one))[:1]:
             end = min(end, root + 1 + config.max_new_tokens)
@@ -60,10 +61,12 @@ def told(
 ) -> tuple[list[Table], list[str]]:
     """What the text that a head learnt on shows. own: completions of prompts as they are here."""
     # 1. What stands before an answer.
-    learnt, tokenizer = learnt_text(config, spec), spec.target.tokenizer
+    learnt = learnt_text(config, spec)
+    tokenizer = spec.target.tokenizer
     if len(learnt) < 2 or tokenizer is None:
         return [], []
-    verdict, ending = [], shared_ending([one.tokens[~one.counts].tolist() for one in own])
+    verdict = []
+    ending = shared_ending([one.tokens[~one.counts].tolist() for one in own])
     before = [one.tokens[~one.counts].tolist() for one in learnt]
     if ending and 2 * sum(ids[-len(ending) :] == ending for ids in before) < len(before):
         verdict.append(
@@ -126,7 +129,9 @@ def excess(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[float, float]
     Each [n, 2]: entropy and cost of an answer to the same n prompts.
     """
     # 1. The line from the samples down to greedy answers; beyond them text costs what its entropy says.
-    mean, (low, least), (high, most) = text[:, 0].mean(), greedy.mean(0), sampled.mean(0)
+    mean = text[:, 0].mean()
+    (low, least) = greedy.mean(0)
+    (high, most) = sampled.mean(0)
     slope = ((most - least) / (high - low).clamp(min=1e-3)).clamp(0, STEEPEST)
     expected = most - slope * (high - mean).clamp(min=0) + (mean - high).clamp(min=0)
 

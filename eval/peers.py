@@ -30,7 +30,8 @@ def peer_answerers(
     """What answers for each peer. Raises InputError for models that do not load, and silent servers."""
     servers = [one for one in chosen if one.peer and one.peer != TRANSFORMERS]
     answerers: dict[Contestant, Answerer] = {one: Server(one, config).answer for one in servers}
-    if stock := [one for one in chosen if one.peer == TRANSFORMERS]:
+    stock = [one for one in chosen if one.peer == TRANSFORMERS]
+    if stock:
         assistant = load_assistant(config, target) if config.assistant else None
         model = load_stock(config)
         answerers |= {one: Stock(model, assistant, target, one, config).answer for one in stock}
@@ -47,7 +48,8 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
 
     Raises InputError if it cannot be loaded.
     """
-    path, how = str(config.assistant), Placement(trust_remote_code=config.trust_remote_code)
+    path = str(config.assistant)
+    how = Placement(trust_remote_code=config.trust_remote_code)
     try:
         if is_dflash(load_config(path, how)):
             with loading(path):
@@ -77,9 +79,11 @@ def plain_tokens(
     # transformers fills gaps from the model's own generation config: empty that one
     sampled = {"top_k": 0} if fields.get("do_sample") else {}  # transformers' default is 50
     settings = GenerationConfig(**{"pad_token_id": 0, "do_sample": False} | sampled | dict(fields))
-    models_own, model.generation_config = model.generation_config, GenerationConfig()
+    models_own = model.generation_config
+    model.generation_config = GenerationConfig()
     try:
-        ids, generate = torch.tensor([prompt], device=model.device), cast(Any, model.generate)
+        ids = torch.tensor([prompt], device=model.device)
+        generate = cast(Any, model.generate)
         mask = torch.ones_like(ids)
         rows = generate(ids, attention_mask=mask, generation_config=settings, **more)
         return rows[:, len(prompt) :].tolist()
@@ -99,7 +103,9 @@ class Stock:
         one: Contestant,
         config: EvalConfig,
     ) -> None:
-        self.model, self.tokenizer, self.eos = model, target.tokenizer, target.eos
+        self.model = model
+        self.tokenizer = target.tokenizer
+        self.eos = target.eos
         self.method: dict[str, Any] = {**METHODS[one.method]}
         if one.method == EARLY_EXIT:
             self.method["assistant_early_exit"] = len(target.stack) // 2
@@ -143,7 +149,8 @@ class Server:
 
     def __init__(self, one: Contestant, config: EvalConfig) -> None:
         assert one.peer
-        self.address, self.batch = one.peer.rstrip("/"), one.batch
+        self.address = one.peer.rstrip("/")
+        self.batch = one.batch
         self.body: dict[str, object] = {"temperature": one.temperature, "top_p": config.top_p}
         if config.top_k:  # not OpenAI's, but vLLM's, SGLang's and llama.cpp's
             self.body["top_k"] = config.top_k
@@ -166,7 +173,8 @@ class Server:
             raise InputError(said_by(error)) from error
         if not reply.usage:
             raise InputError("the server reports no usage at the end of its stream")
-        prompt, new = reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
+        prompt = reply.usage["prompt_tokens"]
+        new = reply.usage["completion_tokens"]
         stats = Stats(prompt_tokens=prompt, new_tokens=new, truncated=reply.cut)
         stats.seconds |= {"total": reply.seconds, "first": (reply.times or [0.0])[0]}
         return Output(reply.text, [], stats)

@@ -78,7 +78,8 @@ def load_questions(
         raise InputError(f"no question in {spec}: {'; '.join(problems[:3]) or 'the file is empty'}")
 
     # 2. Those of the categories.
-    names, every = {*categories}, questions.values()
+    names = {*categories}
+    every = questions.values()
     there = dict.fromkeys(question.group for question in every)
     for name in names - {*there} - {question.category for question in every}:
         raise InputError(

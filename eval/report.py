@@ -86,7 +86,8 @@ def markdown_lines(table: Table, width: int | None = None) -> list[str]:
     # 1. Columns whose cells are equally wide.
     aligned: dict[str, list[str]] = {}
     for name, column in table.columns.items():
-        cells, left = [cell.replace("|", "\\|") for cell in column], name in table.labels
+        cells = [cell.replace("|", "\\|") for cell in column]
+        left = name in table.labels
         widest = max(2, *map(cell_len, cells))
         gaps = [" " * (widest - cell_len(cell)) for cell in cells]
         lines = [c + gap if left else gap + c for c, gap in zip(cells, gaps, strict=True)]
@@ -155,6 +156,8 @@ def shown(cell: Cell) -> str:
         return one_line("".join(" " if c.isspace() else c for c in cell))
     if cell is None or cell["value"] is None:
         return ""
-    low, high, digits = cell["low"], cell["high"], 1 if abs(cell["value"]) >= 10 else 2
+    low = cell["low"]
+    high = cell["high"]
+    digits = 1 if abs(cell["value"]) >= 10 else 2
     limits = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
     return f"{cell['value']:.{digits}f}{limits}"

@@ -39,7 +39,8 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     """
     # 1. Who is asked what.
     rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
-    chosen, reasons = contestants(config), pairs(config)[1]
+    chosen = contestants(config)
+    reasons = pairs(config)[1]
     every, left_out = load_questions(config.questions, listed("categories", config.categories))
     some = first_of_each(every, config.per_category)[: config.limit]
     questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
@@ -81,7 +82,8 @@ class Run:
     def measure(self, chosen: list[Contestant]) -> None:
         """Ask what is left to ask. A finished evaluation needs no models."""
         # 1. What is left; the models must be those of the completions that are there.
-        config, before = self.config, self.ledger.head
+        config = self.config
+        before = self.ledger.head
         self.check(self.head["same"])
         there = {(e["contestant"], e["question_id"]) for e in self.ledger.of("completion")}
         plan = planned(self.questions, chosen, there)
@@ -115,7 +117,9 @@ class Run:
         A resumed run keeps the dtype that `auto` chose; several processes share out the GPUs.
         """
         # 1. treespec's own.
-        config, before, place = self.config, self.ledger.head, self.config.device_map
+        config = self.config
+        before = self.ledger.head
+        place = self.config.device_map
         drafters = drafters_of(config)
         for folder in (drafter.cache_folder for drafter in drafters):
             if folder and not Path(folder).expanduser().is_dir():
@@ -127,7 +131,8 @@ class Run:
             place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.plain, self.fresh = load_own(config, dtype, place)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        fit, reasons = [], []
+        fit = []
+        reasons = []
         for one in chosen:
             try:
                 self.fresh(one)
@@ -154,7 +159,8 @@ class Run:
     def ask_all(self, plan: Plan) -> None:
         """Warm up, then keep each completion as it comes. A peer that raises is asked no more."""
         # 1. Warm up.
-        config, first = self.config, {one: group for group, one in reversed(plan)}
+        config = self.config
+        first = {one: group for group, one in reversed(plan)}
         few = min(WARM_UP_TOKENS, config.max_new_tokens)
         short = replace(config, max_new_tokens=few)
         for one, group in first.items() if config.warm_up else ():

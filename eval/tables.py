@@ -24,7 +24,8 @@ def write_report(ledger: Ledger, out: Path) -> Summary:
     # 1. The figures, the report, and the page with what the figures depend on.
     said = json.dumps(summarise(ledger))
     summary = json.loads(said, parse_constant=lambda _: None)  # no times where none were measured
-    report, config = report_of(summary), EvalConfig(**summary["options"])
+    report = report_of(summary)
+    config = EvalConfig(**summary["options"])
     setup = {"command": command_line("eval", EvalConfig, summary["options"])}
     setup |= {what: str(value) for what, value in summary["environment"].items()}
     title = f"{PurePath(config.target).name}: acceptance and speed"
@@ -49,7 +50,8 @@ def answer_of(completion: Completion) -> dict[str, object]:
     """
     names = {name: name for name in ("turns", "new_tokens", "accept_lengths")}
     names |= {"decoding_steps": "cycles", "wall_time": "wall"}
-    question, model = completion["question_id"], completion["contestant"]
+    question = completion["question_id"]
+    model = completion["contestant"]
     return {
         "question_id": question,
         "category": completion["category"],
@@ -62,7 +64,8 @@ def answer_of(completion: Completion) -> dict[str, object]:
 
 def report_of(summary: Summary) -> Report:
     """Tables, notes and verdict."""
-    rows, noises = summary["rows"], [(a, noise_of(a["speedup"])) for a in summary["again"]]
+    rows = summary["rows"]
+    noises = [(a, noise_of(a["speedup"])) for a in summary["again"]]
     own = [row for row in rows if not row["peer"]]
     on_gpu = "cuda" in summary["environment"]["device"]  # the host does not wait for each stage
     timed = own if summary["timed"] and not on_gpu else []
@@ -118,7 +121,8 @@ def by_category(row: Row) -> Cells:
 
 
 def right(row: Row) -> Cells:
-    right, of = row["right"], f"of {row['right']['answers']}"
+    right = row["right"]
+    of = f"of {row['right']['answers']}"
     return {
         "right": f"{right['right']} {of}",
         "%": shown(percent(right["share"])),
@@ -147,7 +151,8 @@ def cycle(row: Row) -> Cells:
 
 def bound(row: Row) -> Cells:
     overall = row["overall"]
-    speedup, most = overall["decoding_speedup"], overall["bound"]
+    speedup = overall["decoding_speedup"]
+    most = overall["bound"]
     share = f"{speedup['value'] / most['value']:.0%}"
     tau = overall["acceptance_length"]
     return {"τ": tau, "speedup": speedup, "bound": most, "speedup/bound": share}

@@ -85,11 +85,13 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
 
     It answers by one-token decoding: no head or verifier affects them.
     """
-    questions, baseline = load_questions(config.questions)[0][: config.limit], spec.baseline()
+    questions = load_questions(config.questions)[0][: config.limit]
+    baseline = spec.baseline()
     chats: list[list[dict[str, str]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
         # 1. The prompts of those that have this turn, and room for it.
-        asked, prompts = [], []
+        asked = []
+        prompts = []
         for number, question in enumerate(questions):
             if turn < len(question.turns):
                 chats[number].append({"role": "user", "content": question.turns[turn]})
@@ -115,7 +117,8 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
 def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
     """Conversations, of which the answers count, or pieces of plain text, of which all counts."""
     # 1. Conversations.
-    path, tokenizer = Path(name), spec.target.tokenizer
+    path = Path(name)
+    tokenizer = spec.target.tokenizer
     if tokenizer is None:
         raise InputError("the target has no tokenizer to read --text with")
     if path.suffix in CONVERSATIONS:

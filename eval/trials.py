@@ -25,13 +25,15 @@ class Trial(NamedTuple):
 def trials(spec: Spec, passages: Sequence[Passage], rows: Sequence[Row]) -> Iterator[Trial]:
     """The usual faults of the spec's head, each undone. rows: of the passages."""
     # 1. Layers of the target that it reads. A head without aux layers reads what leaves the last one.
-    head, target = spec.head, spec.target
+    head = spec.head
+    target = spec.target
     assert head is not None
 
     def make(**fields: Any) -> Spec:
         return Spec(target, remade(head, target, **fields))
 
-    layers, count = head.aux_layers, target.layers
+    layers = head.aux_layers
+    count = target.layers
     for shift in (-1, 1):
         moved = tuple(layer + shift for layer in layers or (count,))
         if all(0 <= layer < count for layer in moved):

@@ -55,7 +55,8 @@ def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list
 
 def side_of(row: Row, noise: float) -> tuple[int, str]:
     """`beyond` of the speedup, and why nothing can be said where it is 0."""
-    speedup, tau = row["overall"]["speedup"], row["overall"]["acceptance_length"]["value"] or 1.0
+    speedup = row["overall"]["speedup"]
+    tau = row["overall"]["acceptance_length"]["value"] or 1.0
     if tau < LEAST_TAU:
         return 0, f", as drafts brought nothing (τ {tau:.3f})"
     if not beyond(speedup, 0.0):

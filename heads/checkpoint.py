@@ -48,13 +48,15 @@ def load_head(
     """
     # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
-    config, tensors = config_of(folder), tensors_in(folder)
+    config = config_of(folder)
+    tensors = tensors_in(folder)
     try:
         tensors = strip_all_wrappers(tensors)
         kind = HEADS[kind_of(config, tensors)]
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
-    build, named = kind.build(), ", ".join(find_names(config))
+    build = kind.build()
+    named = ", ".join(find_names(config))
     try:
         config, tensors = resolve_name(kind.read)(config, tensors)
         with torch.device("meta"):
@@ -74,7 +76,8 @@ def load_head(
     except ValueError as error:
         reading = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
         raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
-    if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
+    broken = [name for name, value in tensors.items() if not value.isfinite().all()]
+    if broken:
         raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
     return head.to(device=device, dtype=dtype)
 
@@ -138,9 +141,11 @@ def check_shapes(
     optional: names that may be missing. in_file: a tensor's name in its file, by the module's.
     """
     shapes = {name: value.shape for name, value in module.state_dict().items()}
-    if missing := shapes.keys() - tensors.keys() - set(optional):
+    missing = shapes.keys() - tensors.keys() - set(optional)
+    if missing:
         raise ValueError(f"it lacks {listed(map(in_file, missing))}")
-    if unknown := tensors.keys() - shapes.keys():
+    unknown = tensors.keys() - shapes.keys()
+    if unknown:
         raise ValueError(f"it holds unknown tensors {listed(map(in_file, unknown))}")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
@@ -154,7 +159,8 @@ def tensors_in(folder: Path) -> Tensors:
 
     Raises InputError where there is none, or it holds something else.
     """
-    index, tensors = tensor_file(folder), Tensors()
+    index = tensor_file(folder)
+    tensors = Tensors()
     files = [index]
     if index.name == GGUF:
         return tensors_of_gguf(index)

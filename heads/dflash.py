@@ -49,7 +49,8 @@ class DFlashHead(BlockHead):
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
         super().__init__(config)
-        width, eps = self.hidden_size, self.llama.rms_norm_eps
+        width = self.hidden_size
+        eps = self.llama.rms_norm_eps
         self.aux_layers = check_distinct_layers(config["aux_hidden_state_layer_ids"])
         self.block, self.from_anchor = (
             config.get("block_size") or 0,
@@ -87,7 +88,8 @@ class DFlashHead(BlockHead):
     ) -> tuple[Tensor, Tensor]:
         # 1. The features as every layer takes them, and the rows of the block.
         context = self.hidden_norm(self.fc(pairs.features))
-        x, rows = context[:, :0], pairs.seen.shape[1]
+        x = context[:, :0]
+        rows = pairs.seen.shape[1]
         if roots is not None:
             block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
             x = (self.embed_tokens or embed)(block).to(context.dtype)
@@ -95,7 +97,8 @@ class DFlashHead(BlockHead):
 
         # 2. The layers. Without a block they take the keys and values of the features alone.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            layer, mask = cast(Layer, module), self._mask(number, pairs, x.shape[1])
+            layer = cast(Layer, module)
+            mask = self._mask(number, pairs, x.shape[1])
             x = layer(
                 x, partial(layer.self_attn, angles=angles, mask=mask, cache=cache, context=context)
             )
@@ -115,13 +118,17 @@ class DFlashHead(BlockHead):
             slot 2            m  m  m        at positions 3 4 5, gives level 2: d e
         """
         # 1. Positions and rows of all slots, [S B, R, …].
-        context, size, dtype = self.hidden_norm(self.fc(features)), self.block, features.dtype
+        context = self.hidden_norm(self.fc(features))
+        size = self.block
+        dtype = features.dtype
         texts, n = counts.shape
         roots = tokens[:, 1 : n + 1]
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
-        x, at = (self.embed_tokens or embed)(x).to(dtype), torch.arange(n, device=tokens.device)
+        x = (self.embed_tokens or embed)(x).to(dtype)
+        at = torch.arange(n, device=tokens.device)
         slots = torch.arange(1, size + 1, device=tokens.device).repeat_interleave(texts)
-        angles, before = self.rotary(at + slots[:, None], dtype), self.rotary(at, dtype)
+        angles = self.rotary(at + slots[:, None], dtype)
+        before = self.rotary(at, dtype)
 
         # 2. The layers.
         for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
@@ -139,7 +146,8 @@ class DFlashHead(BlockHead):
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""
-        columns, window = pairs.seen.shape[2], self.windows[number]
+        columns = pairs.seen.shape[2]
+        window = self.windows[number]
         first = columns - size
         seen = pairs.seen[:, pairs.seen.shape[1] - size :]
         if self.causal[number]:
@@ -163,7 +171,8 @@ def blocks(
     """One layer's attention for `DFlashHead.forward`. context: its keys and values. x: [S B, R, H]."""
     size = len(x) // len(context[0])
     q, *own = (part.chunk(size) for part in attention.project(x, angles))
-    columns, out = [*zip(*own, strict=True)], []
+    columns = [*zip(*own, strict=True)]
+    out = []
     for slot, rows in enumerate(q, start=1):
         seen = columns[:slot] if causal else columns
         wide = window and window + len(seen) - slot  # later slots take none of an earlier one's

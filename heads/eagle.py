@@ -37,7 +37,8 @@ class FeatureHead(LlamaHead):
 
     @classmethod
     def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
-        if (scale := target.embed_scale) != 1.0:
+        scale = target.embed_scale
+        if scale != 1.0:
             fields = {"embed_scale": scale} | fields
         return super().config_for(target, **fields)
 

@@ -55,7 +55,8 @@ class Eagle3Head(FeatureHead):
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
         super().__init__(config)
-        width, eps = self.hidden_size, self.llama.rms_norm_eps
+        width = self.hidden_size
+        eps = self.llama.rms_norm_eps
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
@@ -135,7 +136,8 @@ def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:
     Layer 0 may: the published layers of a target of one or two layers repeat it.
     """
     layers = tuple(int(k) for k in ids)
-    if repeated := [k for k in layers if k and layers.count(k) > 1]:
+    repeated = [k for k in layers if k and layers.count(k) > 1]
+    if repeated:
         raise ValueError(
             f"the head's layer ids name a layer twice (layer {repeated[0]} is entered by two of them): each has "
             "features of its own; take the ids from the head's repository"

@@ -58,7 +58,8 @@ def cached_alone(path: str | Path) -> bool:
 
     Raises InputError where there is none.
     """
-    if problem := mistyped(path, "head directory"):
+    problem = mistyped(path, "head directory")
+    if problem:
         raise InputError(problem)
     if str(path).count("/") != 1:
         raise InputError(f"no head directory at {path}, and hub ids are of the form OWNER/NAME")

@@ -80,7 +80,8 @@ class Head(nn.Module, ABC):
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
+        self.vocab_size = vocab_size
         self.lm_head = self.output = self.embed_tokens = None
         self.draft(None)
 
@@ -148,7 +149,8 @@ class Head(nn.Module, ABC):
         the final norm. Aux layer L of L layers is what the last one gives.
         """
         self.settle_aux_layers(layers)
-        if beyond := [k for k in self.aux_layers if not 0 <= k <= layers]:
+        beyond = [k for k in self.aux_layers if not 0 <= k <= layers]
+        if beyond:
             raise ValueError(
                 f"it reads layer {beyond[0]}, the target has {layers}: it is for another target"
             )
@@ -232,7 +234,8 @@ def check_mapping(d2t: Tensor, t2d: Tensor) -> None:
     for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
-    tokens, marked = d2t + torch.arange(len(d2t)), t2d.nonzero().flatten()
+    tokens = d2t + torch.arange(len(d2t))
+    marked = t2d.nonzero().flatten()
     if not torch.equal(tokens.sort().values, marked):
         other = sorted({*tokens.tolist()} ^ {*marked.tolist()})
         raise ValueError(

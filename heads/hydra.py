@@ -44,11 +44,13 @@ class HydraHead(DepthHeads):
     def __init__(self, config: Config) -> None:
         # 1. The architecture, the number of heads, and their blocks.
         super().__init__(config)
-        if (named := config.get("hydra_head_arch", "mlp")) != self.architecture:
+        named = config.get("hydra_head_arch", "mlp")
+        if named != self.architecture:
             raise ValueError(f"hydra_head_arch is {named!r}, must be one of mlp, prefix-mlp")
 
         # 2. Hydra++'s view of the sequence: a Llama of one layer over the target's hidden states.
-        width, self.cached_layers = self.hidden_size, int(self.plus)
+        width = self.hidden_size
+        self.cached_layers = int(self.plus)
         if self.plus:
             llama = LlamaConfig(**config)
             self.rotary = Rotary(llama)
@@ -117,4 +119,6 @@ class HydraPlusHead(HydraHead):
     """With a prefix layer. config: as for `HydraHead`, and Llama's fields for the layer."""
 
     kind: str = "hydra++"
-    architecture, plus, new_blocks = "prefix-mlp", True, 4
+    architecture = "prefix-mlp"
+    plus = True
+    new_blocks = 4

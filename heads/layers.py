@@ -19,7 +19,8 @@ from treespec.files.atomic import Fields as Config
 
 Attend = partial[Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 Angles = Sequence[Tensor]  # cos and sin, as `Rotary` gives them
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 class KeyValues(Protocol):
@@ -85,11 +86,14 @@ class Attention(nn.Module):
         window: int | None = None,
     ) -> None:
         super().__init__()
-        heads, size = config.num_attention_heads, config.head_dim
+        heads = config.num_attention_heads
+        size = config.head_dim
         kv_heads = config.num_key_value_heads
         assert size is not None  # LlamaConfig fills both in
         assert kv_heads is not None
-        self.head_dim, self.grouped, self.window = size, heads != kv_heads, window
+        self.head_dim = size
+        self.grouped = heads != kv_heads
+        self.window = window
         self.q_proj = nn.Linear(in_features, heads * size, bias=qkv_bias)
         self.k_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.v_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
@@ -136,7 +140,9 @@ class Attention(nn.Module):
             layer(inputs).unflatten(-1, (-1, self.head_dim))  # [B, T, heads, D]
             for layer, inputs in ((self.q_proj, x), (self.k_proj, both), (self.v_proj, both))
         )
-        q, k, v = self.q_norm(q), self.k_norm(k), v.transpose(1, 2)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        v = v.transpose(1, 2)
         if context is None:  # the same positions: turned together
             turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), *angles)
             return [*turned.split([q.shape[2], k.shape[2]], dim=1), v]
@@ -182,7 +188,8 @@ class Layer(nn.Module):
         self, config: LlamaConfig, *, inputs: int = 1, normed: bool = True, **attention: Any
     ) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps) if normed else nn.Identity()
         self.self_attn = Attention(config, inputs * width, **attention)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
@@ -226,7 +233,8 @@ def windows_of(config: Config) -> list[int | None]:
 
     Raises ValueError for layer types that no EAGLE-3 head has, and for a window that is missing.
     """
-    layers, window = config.get("num_hidden_layers", 1), config.get("sliding_window")
+    layers = config.get("num_hidden_layers", 1)
+    window = config.get("sliding_window")
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
     types: Sequence[str] = config.get("layer_types") or [FULL] * layers

@@ -24,7 +24,8 @@ class LlamaHead(Head):
     def __init__(self, config: Config) -> None:
         llama = LlamaConfig(**{name: config[name] for name in config if name != "model_type"})
         super().__init__(config, llama.vocab_size)
-        self.llama, self.hidden_size = llama, llama.hidden_size
+        self.llama = llama
+        self.hidden_size = llama.hidden_size
         self.rotary = Rotary(llama)
         embedding = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.embed_tokens = embedding.requires_grad_(False)
@@ -46,7 +47,8 @@ class LlamaHead(Head):
         For targets without rotary positions or gated layers it takes Llama's defaults.
         """
         # 1. Sizes. As attributes, those that differ by layer raise an error.
-        known, width = target.config.to_dict(), target.feature_width
+        known = target.config.to_dict()
+        width = target.feature_width
         known |= {name: known.get(stored) for name, stored in target.config.attribute_map.items()}
         inner = known.get("intermediate_size") or 4 * width
         heads = known.get("num_attention_heads") or max(1, width // 64)  # Mamba: none

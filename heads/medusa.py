@@ -59,7 +59,8 @@ class DepthHeads(Head):
     max_depth: int
 
     def __init__(self, config: Config) -> None:
-        heads, blocks = f"{self.name}_num_heads", f"{self.name}_num_layers"
+        heads = f"{self.name}_num_heads"
+        blocks = f"{self.name}_num_layers"
         super().__init__(config, int(config["vocab_size"]))
         self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
         self.hidden_size = self.feature_size = int(config["hidden_size"])

@@ -67,7 +67,8 @@ def mtp_layer(names: Collection[str], layers: int) -> tuple[Layout, Mapping[str,
     that is not known, with the name of a tensor.
     """
     for layout in LAYOUTS:
-        starts, tensors = layout.starts(layers), {}
+        starts = layout.starts(layers)
+        tensors = {}
         for name in names:
             plain = name.replace(WITHIN, "", 1)
             ours = next((key for key in PARTS if plain.startswith(starts[key])), None)
@@ -75,7 +76,8 @@ def mtp_layer(names: Collection[str], layers: int) -> tuple[Layout, Mapping[str,
                 tensors[ours + plain.removeprefix(starts[ours])] = name
         if any(ours.startswith("block.") for ours in tensors):
             return layout, tensors
-    if unknown := sorted(name for name in names if MARK.search(name)):
+    unknown = sorted(name for name in names if MARK.search(name))
+    if unknown:
         raise InputError(
             f"--drafter mtp: {unknown[0]} belongs to an MTP layer of a layout that is not known; known are those "
             f"of {KNOWN}"

@@ -54,7 +54,8 @@ class PEagleHead(Eagle3Head, BlockHead):
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor, Tensor]:
         # 1. The rows of the block: the mask token and the learnt feature.
-        n, size = pairs.tokens.shape[1], 0 if roots is None else self.block
+        n = pairs.tokens.shape[1]
+        size = 0 if roots is None else self.block
         tokens = pad(pairs.tokens, (0, size), value=self.mask_token)
         learnt = self.mask_hidden.to(pairs.features.dtype).expand(len(tokens), size, -1)
         features = self.fuse(torch.cat([pairs.features, learnt], dim=1))

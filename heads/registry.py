@@ -21,7 +21,9 @@ from treespec.heads.folder import written
 FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
 PROPOSERS = "treespec.draft.trained.proposers"
-DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
+# model_type of treespec's own directories
+DFLASH = "dflash"
+P_EAGLE = "p-eagle"
 KIND = architectures.SPECULATORS_TYPE
 
 

@@ -64,7 +64,8 @@ def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = N
     rows, size = q.shape[2:]
     (keys, values), *later = [[part[:, :, :rows] for part in step] for step in steps]
     own = [[part[:, :, None] for part in step] for step in later[-(window or len(steps)) :]]
-    grouped, count = q.unflatten(1, (keys.shape[1], -1)), len(own)
+    grouped = q.unflatten(1, (keys.shape[1], -1))
+    count = len(own)
 
     # 2. Scores of the own columns, behind the queries in two parts: bfloat16 would round one.
     scores = [(grouped.float() * k).sum(-1).flatten(1, 2) for k, _ in own]  # [B, heads, R]
@@ -74,7 +75,8 @@ def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = N
 
     # 3. Columns of unit vectors, which find the scores and carry the weights.
     unit = torch.eye(count, dtype=q.dtype, device=q.device)
-    found, carried = torch.cat([unit, unit], 1), F.pad(unit, (0, count))
+    found = torch.cat([unit, unit], 1)
+    carried = F.pad(unit, (0, count))
     keys, values = (
         torch.cat(
             [
@@ -103,10 +105,8 @@ def attend(q: Tensor, steps: list[tuple[Tensor, Tensor]], window: int | None = N
     )[:, :, count:]
 
     # 5. The own values by their weights.
-    total, weights = (
-        out[..., :size].unflatten(1, grouped.shape[1:3]),
-        out[..., size:].unflatten(1, grouped.shape[1:3]),
-    )
+    total = out[..., :size].unflatten(1, grouped.shape[1:3])
+    weights = out[..., size:].unflatten(1, grouped.shape[1:3])
     for column, (_, v) in enumerate(own):
         total = total + weights[..., column, None] * v
     return total.flatten(1, 2)

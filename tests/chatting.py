@@ -89,7 +89,8 @@ class Terminal:
                 self.written += os.read(self.screen, 1 << 16)
             except OSError as error:  # the process has closed its side
                 raise AssertionError(self.written.decode(errors="replace")) from error
-        text, self.written = self.written[: found.end()], self.written[found.end() :]
+        text = self.written[: found.end()]
+        self.written = self.written[found.end() :]
         return text.decode(errors="ignore")  # the last character may not be there yet
 
     def say(self, line):

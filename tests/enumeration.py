@@ -141,7 +141,8 @@ def enumerate_plans(scheme, p, q, ks):
     laws = [outcomes(scheme.name, q, k) for k in ks]
     tokens = [draws + (-1,) * (width - len(draws)) for found in laws for draws, _ in found]
     draws = torch.tensor(tokens)
-    rows, sizes = len(tokens), [len(found) for found in laws]
+    rows = len(tokens)
+    sizes = [len(found) for found in laws]
     plan = scheme.plan(p.expand(rows, -1), q.expand(rows, -1), Draws(draws))
     assert plan.dtype == p.dtype
     assert (plan >= 0).all()

@@ -151,7 +151,8 @@ def run(operation, args, options):
 
     # 2. Devices do not mix. A number without dimensions may come from the host.
     tensors = list(inside((args, *options.values())))
-    far, others = [x for x in tensors if is_far(x)], [x for x in tensors if not is_far(x)]
+    far = [x for x in tensors if is_far(x)]
+    others = [x for x in tensors if not is_far(x)]
     device = options.get("device")
     to_far = is_far(device) if device is not None else bool(far)
     if name in ("_to_copy", "copy_"):

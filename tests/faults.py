@@ -61,7 +61,8 @@ def phantoms_dropped(spec):
     def dropped(tree):
         if tree.drafts is None:
             return tree
-        nodes, draws = tree.drafts.nodes, tree.drafts.draws
+        nodes = tree.drafts.nodes
+        draws = tree.drafts.draws
         child = (tree.parents == nodes[:, None, None]) & (tree.tokens == draws.tokens[..., None])  # [I, K, N]
         repeat = (draws.tokens[:, :, None] == draws.tokens[:, None]).tril(-1).any(-1)
         kept = draws.tokens.masked_fill(~child.any(-1) | repeat, -1)
@@ -77,7 +78,9 @@ def coins_reused(spec):
     verifier = spec.decoder.verifier
 
     class Reusing:
-        name, scheme, coupled = verifier.name, verifier.scheme, verifier.coupled
+        name = verifier.name
+        scheme = verifier.scheme
+        coupled = verifier.coupled
 
         def __call__(self, tree, p, generator):
             after = generator.get_state()
@@ -130,7 +133,8 @@ def drafts_one_position_ahead(proposer):
 
         proposer.first = ahead
         return
-    head, run = proposer.head, proposer.head.run
+    head = proposer.head
+    run = proposer.head.run
 
     def run_ahead(pairs, roots, caches, embed):
         places = pairs.places.clone()
@@ -148,7 +152,8 @@ def normed_twice(proposer):
 
 def features_one_behind(proposer):
     """Each token comes with the feature of the position before its own."""
-    observe, last = proposer.observe, []
+    observe = proposer.observe
+    last = []
 
     def behind(features, tokens):
         (new,) = features

@@ -10,7 +10,8 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more
 
     factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them. more: adds fields to the writer.
     """
-    config, writer = model.config, gguf.GGUFWriter(file, "llama")
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -26,7 +27,8 @@ def write_gguf(model, file, kind="Q4_1", of_embedding="Q8_0", factors=None, more
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         own = names.get_name(name.removesuffix(".weight")) + ".weight"
-        values, wanted = value.float().numpy(), of_embedding if "embed" in name else kind
+        values = value.float().numpy()
+        wanted = of_embedding if "embed" in name else kind
         for part, heads in PERMUTED.items():
             if part in own:
                 values = permuted(values, getattr(config, heads))

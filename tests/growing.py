@@ -9,9 +9,11 @@ TEXTS = ([7, 9, 4, 30, 11, 52, 8], [5], [20, 21, 3, 44, 17, 60, 33, 12, 6, 58, 4
 
 def joined(target, proposer, texts=TEXTS):
     """The target's cache of all texts but for their roots, and a proposer that has observed them."""
-    caches, proposers = [], []
+    caches = []
+    proposers = []
     for text in texts:
-        cache, one = target.new_cache(capacity=8), proposer.new()
+        cache = target.new_cache(capacity=8)
+        one = proposer.new()
         if len(text) > 1:
             features = target.prefill(cache, torch.tensor([text[:-1]]))
             one.observe([features[0]], [torch.tensor(text)])
@@ -24,7 +26,8 @@ def joined(target, proposer, texts=TEXTS):
 
 def level_logits(proposer, cache, texts=TEXTS):
     """(text, drafted tokens, logits) at every node that is reached: the frontiers of the texts differ in width."""
-    nodes, found = [[()] for _ in texts], []
+    nodes = [[()] for _ in texts]
+    found = []
     logits = proposer.begin(torch.tensor([text[-1] for text in texts]), cache)
     for level, widths in enumerate([(3, 1, 2), (2, 0, 3), ()]):
         for text, paths, rows in zip(texts, nodes, logits, strict=True):

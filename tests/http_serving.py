@@ -44,10 +44,12 @@ def serving(spec, columns=None, **options):
     usual = {"name": NAME, "batch": 4, "queue": 8, "grace": 5.0}
     state = State(spec, ServeConfig(**usual | options), columns)
     with state.engine:
-        listening, server = bound("127.0.0.1", 0), Server(state)
+        listening = bound("127.0.0.1", 0)
+        server = Server(state)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
-        state.url, state.server = f"http://127.0.0.1:{listening.getsockname()[1]}", server
+        state.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        state.server = server
         try:
             yield state
         finally:

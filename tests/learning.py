@@ -17,7 +17,8 @@ def learnt_answers(examples):
     """[(tokens before an answer, its tokens)] of each unbroken run under the masks."""
     learnt = []
     for example in examples:
-        ids, place = example.input_ids.tolist(), 0
+        ids = example.input_ids.tolist()
+        place = 0
         for counts, run in groupby(example.loss_mask.tolist()):
             end = place + len([*run])
             if counts:

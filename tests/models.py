@@ -112,7 +112,8 @@ def plain_generate(target, ids, new):
 
 def as_undrafted(spec, prompts, new, **options):
     """The greedy completions of several prompts: drafts change no token of each alone."""
-    outputs, plain = spec.generate(prompts, max_new_tokens=new, **options), spec.baseline()
+    outputs = spec.generate(prompts, max_new_tokens=new, **options)
+    plain = spec.baseline()
     alone = [plain.generate(one, max_new_tokens=new).token_ids for one in prompts]
     assert [output.token_ids for output in outputs] == alone
     return outputs
@@ -143,9 +144,12 @@ class TableConfig(hf.PreTrainedConfig):
     attribute_map: ClassVar = {"num_hidden_layers": "layers"}
 
     def __init__(self, vocab_size=4, seed=0, eos_token_id=None, **kwargs):
-        self.vocab_size, self.seed, self.layers = vocab_size, seed, 1
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.layers = 1
         self.max_position_embeddings = 4096
-        self.hidden_size, self.num_attention_heads = vocab_size, 1
+        self.hidden_size = vocab_size
+        self.num_attention_heads = 1
         super().__init__(eos_token_id=eos_token_id, **kwargs)
 
 
@@ -176,7 +180,9 @@ class TableDecoder(nn.Module):
         marks = torch.stack([input_ids, position_ids], dim=-1).float()[:, None]  # [B, 1, N, 2]
         if past_key_values is not None:
             marks, _ = past_key_values.update(marks, marks, 0)
-        tokens, positions = marks[:, 0, :, 0].long(), marks[:, 0, :, 1].long()  # [B, T]
+        # [B, T]
+        tokens = marks[:, 0, :, 0].long()
+        positions = marks[:, 0, :, 1].long()
         seen = torch.ones(1, n, n).tril() > 0 if attention_mask is None else attention_mask[:, 0] == 0
         is_before = seen & (positions[:, None] == position_ids[..., None] - 1)  # [B, N, T]
         assert (is_before.sum(-1) <= 1).all()

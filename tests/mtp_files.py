@@ -64,7 +64,8 @@ def mtp_tensors(model, layout, layers=1, seed=3):
     def drawn(*shape):
         return 0.25 * torch.randn(*shape, generator=generator)
 
-    tensors, width = {}, model.config.hidden_size
+    tensors = {}
+    width = model.config.hidden_size
     for number in range(layers):
         before, parts = names_of(layout, number, model.config.num_hidden_layers)
         sizes = ((width,), (width,), (width, 2 * width), (width,))

@@ -36,7 +36,9 @@ class Oracle(torch.Generator):
         return super().__new__(cls)
 
     def __init__(self, script):
-        self.script, self.taken, self.forks = script, [], []
+        self.script = script
+        self.taken = []
+        self.forks = []
         self.probability = self.before = 1.0  # of all outcomes so far, and of those before this cycle
         self.cycles: tuple[Text, ...] = ()  # nodes and path of each
         self.state = START
@@ -121,7 +123,9 @@ class Outcomes:
 
     def distribution(self):
         """{text: probability}, and the mean number of cycles."""
-        texts, mean, weights = Counter(), 0.0, defaultdict(float, {START: 1.0})
+        texts = Counter()
+        mean = 0.0
+        weights = defaultdict(float, {START: 1.0})
         for state in sorted(self.states, key=lambda state: len(state[0])):
             for probability, after in self.states[state]:
                 mass = weights[state] * probability
@@ -138,8 +142,12 @@ class Outcomes:
         first = len(text.prompt)
         tokens = tuple([*text.committed, text.root][first : first + text.stats.new_tokens])
         after = tokens, oracle.cycles
-        forks, share = oracle.forks, oracle.probability / oracle.before
-        state, oracle.state, oracle.before, oracle.forks = oracle.state, after, oracle.probability, []
+        forks = oracle.forks
+        share = oracle.probability / oracle.before
+        state = oracle.state
+        oracle.state = after
+        oracle.before = oracle.probability
+        oracle.forks = []
         if len(oracle.taken) >= len(oracle.script):
             self.states[state].append((share, End(tokens) if text.ended else after))
             if not text.ended:
@@ -161,14 +169,18 @@ def outcomes(
     recall: whether it is drafted from the suffix cache.
     reuse: whether a sequence takes over the cache of one that has ended.
     """
-    found, scripts, running, decoder = Outcomes(), [()], [], spec.decoder
+    found = Outcomes()
+    scripts = [()]
+    running = []
+    decoder = spec.decoder
     with behind_every_draw(), torch.inference_mode():
         while scripts or running:
             # 1. Sequences whose scripts end in an outcome that none has had.
             entering = []
             while scripts and len(entering) + len(running) < batch:
                 text = spec.request(prompt, seed=0, remember=False, **options)
-                text.generator, text.distribution.seeded = Oracle(scripts.pop()), not recall
+                text.generator = Oracle(scripts.pop())
+                text.distribution.seeded = not recall
                 entering.append(text)
                 found.replays += 1
 
@@ -186,7 +198,8 @@ def outcomes(
 
 def chances_of(run):
     """{what `run` gives with a generator: probability}, over all draws."""
-    found, scripts = Counter(), [()]
+    found = Counter()
+    scripts = [()]
     with behind_every_draw():
         while scripts:
             oracle = Oracle(scripts.pop())

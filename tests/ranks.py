@@ -27,7 +27,8 @@ def by_two(line, folder):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     files = [Path(folder) / f"said-{number}" for number in (0, 1)]
-    words, ranks = line.split(), []
+    words = line.split()
+    ranks = []
     for number, file in enumerate(files):
         ranks.append(FORKED.Process(target=rank, args=(number, port, words, file), daemon=True))
         ranks[-1].start()

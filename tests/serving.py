@@ -54,9 +54,11 @@ def soak(engine, prompts, clients, options, cut=0.1, seed=0):
                 threading.Event().wait(0.002)
 
     def client(own):
-        coins, answers = random.Random(seed + own), []
+        coins = random.Random(seed + own)
+        answers = []
         for number in range(own, len(prompts), clients):
-            answer, pieces = submitted(number, prompts[number]), []
+            answer = submitted(number, prompts[number])
+            pieces = []
             left = coins.randrange(1, 8) if coins.random() < cut else None  # pieces until it is cut off
             for piece in answer:
                 pieces.append(piece)

@@ -24,7 +24,8 @@ def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
     """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
     values = torch.randn(30, dtype=torch.float64, generator=seeded(3))
     for means, groups in ((values.view(6, 5).mean(1), torch.arange(30) // 5), (values, torch.arange(30))):
-        found, by_scipy = average(values, groups), t.interval(0.95, len(means) - 1, means.mean(), sem(means))
+        found = average(values, groups)
+        by_scipy = t.interval(0.95, len(means) - 1, means.mean(), sem(means))
         assert (found["value"], found["low"], found["high"]) == pytest.approx((means.mean().item(), *by_scipy))
     assert average(values, torch.zeros(30, dtype=torch.int64))["high"] is None
     assert average(torch.full((3,), 0.5), torch.arange(3), noise=0.2)["low"] == 0.5 - Z * 0.2
@@ -49,7 +50,8 @@ def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
     model = target("llama")
     head = random_head(model)
     whole = text(12, prompt=5)
-    tokens, features = whole.tokens, model.features(whole.tokens[None])[0]
+    tokens = whole.tokens
+    features = model.features(whole.tokens[None])[0]
     found = logits_of(Spec(model, head), [whole], step)
     places = [place for place in range(5, 12) if place > step]  # tokens whose laws are wanted
     assert len(found.q) == len(places)
@@ -64,7 +66,8 @@ def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
 def test_fewer_positions_are_some_of_all_evenly_spread():
     spec = Spec(target("llama"), random_head(target("llama")))
     texts = [text(12, 4, seed=0), text(4, seed=1), text(20, 3, seed=2)]
-    whole, some = logits_of(spec, texts, 1), logits_of(spec, texts, 1, positions=9)
+    whole = logits_of(spec, texts, 1)
+    some = logits_of(spec, texts, 1, positions=9)
     assert whole.group.bincount().tolist() == [8, 2, 17]
     rows = [int((whole.p - p).abs().sum(-1).argmin()) for p in some.p]
     assert rows == [round(i * 26 / 8) for i in range(9)]
@@ -104,7 +107,8 @@ def test_every_verifier_has_the_optimum_of_its_own_draws_beside_it(home, tmp_pat
 
 def test_given_text_is_read_as_what_it_is(home, tmp_path):
     """One token a byte: the pieces of a text without their first two, and the answers with what ends them."""
-    words, turns = "the assistant answers the question " * 40, {"user": "the question", "assistant": "the user answers"}
+    words = "the assistant answers the question " * 40
+    turns = {"user": "the question", "assistant": "the user answers"}
     messages = [{"role": role, "content": content} for role, content in turns.items()]
     (tmp_path / "words.txt").write_text(words)
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 3))

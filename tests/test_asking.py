@@ -53,7 +53,8 @@ def test_samples_are_the_answers_alone_from_one_prefill(spec, monkeypatch, batch
     one = spec.new() if drafts else spec.baseline()
     options = {"temperature": 1.0, "max_new_tokens": 9}
     alone = [one.new().generate(PROMPT, seed=7 + i, **options).token_ids for i in range(4)]
-    filled, kind = [], type(spec.target)
+    filled = []
+    kind = type(spec.target)
     prefill = kind.prefill
 
     def counted(self, cache, ids, *rest):

@@ -61,7 +61,8 @@ def first_children(parents):
 
 def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     """Chances of other children take nothing from the first's, however high both were before."""
-    model, tree = CostModel(times(1e-4, 1e-3), (0.88, 0.1, 0.05)), AutoTree()
+    model = CostModel(times(1e-4, 1e-3), (0.88, 0.1, 0.05))
+    tree = AutoTree()
     for _ in range(60):
         model.predict(shape_for(model, tree).prediction, model.by_rates)
         model.update(first_children(model.prediction.parents.tolist()))
@@ -79,7 +80,8 @@ def grown(node, step, temperature=0.0):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(temperature):
-    cheap, dear = grown(1e-5, 1e-5, temperature), grown(3e-3, 1e-5, temperature)
+    cheap = grown(1e-5, 1e-5, temperature)
+    dear = grown(3e-3, 1e-5, temperature)
     assert dear[0] < cheap[0] / 2
     assert grown(1e-5, 3e-2, temperature)[1] < cheap[1]
     assert grown(1e-5, 1.0, temperature)[1] <= 1
@@ -87,8 +89,11 @@ def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(tempera
 
 def test_the_fixed_shape_is_nearly_the_fastest_by_what_was_accepted_so_far_and_one_of_few():
     """For 121 corrections of first children by 0.37 to 1.5: at most 12 trees, within 5 % of the best speed."""
-    cost, rates, tree = times(5e-4, 1e-3), (0.7, 0.1, 0.05), AutoTree(nodes=20, depth=5)
-    model, met = CostModel(cost, rates), set()
+    cost = times(5e-4, 1e-3)
+    rates = (0.7, 0.1, 0.05)
+    tree = AutoTree(nodes=20, depth=5)
+    model = CostModel(cost, rates)
+    met = set()
     model.by_rates.predicted = np.ones((2, 2))
     for firsts in product(np.exp(np.linspace(-1, 0.4, 11)), repeat=2):
         model.by_rates.accepted = np.array([firsts, (1.0, 1.0)]).T
@@ -167,7 +172,8 @@ def test_the_batch_decides_the_trees_and_never_the_text():
 
 
 def test_an_engine_measures_before_the_first_request():
-    asked, model = [], target("llama")
+    asked = []
+    model = target("llama")
     spec = Spec(model, random_head(model), "auto", times=lambda texts: asked.append(texts) or times())
     with Engine(spec, batch=6):
         assert asked == [1]

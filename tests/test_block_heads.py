@@ -69,7 +69,8 @@ def attended(attention, queries, keys, places, seen, rotary):
 
 def plain_dflash(head, model, text):
     """[D, V] the draft logits after a text, without a cache."""
-    n, size = len(text) - 1, head.block
+    n = len(text) - 1
+    size = head.block
     context = head.hidden_norm(head.fc(model.features(text[None, :-1], head.aux_layers)[0]))
     x = model.embeddings(torch.tensor([int(text[-1]), *[head.mask_token] * (size - 1)]))
     places = torch.arange(n + size)
@@ -117,8 +118,10 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_training_sees_below_every_pair_what_a_draft_there_does(name):
     make, plain, changes = HEADS[name]
-    head, model = make(**changes), target("llama")
-    counts, features = torch.ones(1, len(TEXT) - 2, dtype=torch.bool), model.features(TEXT[None], head.aux_layers)
+    head = make(**changes)
+    model = target("llama")
+    counts = torch.ones(1, len(TEXT) - 2, dtype=torch.bool)
+    features = model.features(TEXT[None], head.aux_layers)
     states = head(TEXT[None], features[:, :-2], counts, head.max_depth, model.embeddings)
     levels = [head.project(level, target=model) for level in states]
     for row in range(len(TEXT) - 2):
@@ -131,7 +134,8 @@ def test_training_sees_below_every_pair_what_a_draft_there_does(name):
 def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name, monkeypatch):
     """Of a text that was observed in pieces after another one, and of one beside it in a batch."""
     make, plain, changes = HEADS[name]
-    head, model = make(**changes), target("llama")
+    head = make(**changes)
+    model = target("llama")
     other = torch.tensor([4, 44, 2])
     monkeypatch.setattr(model, "rows_beside", lambda columns: 3)
     proposer = BlockProposer(head, model)
@@ -166,7 +170,8 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
 )
 @pytest.mark.parametrize("make", [dflash, p_eagle])
 def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
-    head, calls = make(), []
+    head = make()
+    calls = []
     run = head.run
     monkeypatch.setattr(head, "run", lambda *args: calls.append(1) or run(*args))
     (output,) = as_undrafted(Spec(target("llama"), head, tree, verifier), [TEXT.tolist()], 24)
@@ -174,7 +179,8 @@ def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
 
 
 def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
-    head, model = dflash(), target("llama")
+    head = dflash()
+    model = target("llama")
     drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter
     follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
     tree = draft_tree(drafter, TEXT[-1:], SamplingParams(), torch.Generator())
@@ -190,11 +196,14 @@ def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
 
 def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
     """Whatever is drawn, the numbers of draws are the same; a head that drafts level by level is refused."""
-    head, model = p_eagle(), target("llama")
+    head = p_eagle()
+    model = target("llama")
     spec = Spec(model, head, "ddtree:nodes=12", "rrs")
     drafter = spec.decoder.drafter
     follow(drafter, model.features(TEXT[None, :-1], head.aux_layers)[0], TEXT[1:])
-    params, shapes, tokens = SamplingParams(temperature=1.0), set(), set()
+    params = SamplingParams(temperature=1.0)
+    shapes = set()
+    tokens = set()
     for seed in range(4):
         tree = draft_tree(drafter, TEXT[-1:], params, seeded(seed))
         shapes.add(tuple(tree.parents.tolist()))

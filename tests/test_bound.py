@@ -39,7 +39,8 @@ def draws_at(verifier, q, k):
         name = "rrs-wo" if verifier == "gumbel" else scheme.name
         return dict(outcomes(name, q, k))
     tops, number, rest = scheme.allot(q[None], torch.tensor([[k]]), k)
-    sure, rest = [top for top in tops[0].tolist() if top >= 0], (rest[0] / rest[0].sum()).tolist()
+    sure = [top for top in tops[0].tolist() if top >= 0]
+    rest = (rest[0] / rest[0].sum()).tolist()
     found = {}
     for draws in product([token for token, mass in enumerate(rest) if mass > 0], repeat=int(number)):
         children = tuple([*sure, *dict.fromkeys(draws), *[-1] * k][:k])
@@ -106,7 +107,8 @@ class Tables:
         for y in self.texts:
             steps = [(self.p[y[:d]], self.q[y[:d]], y[d]) for d in range(self.tree.max_depth)]
             along = kept_along(verifier, self.shape, steps)
-            kept, limit = kept + self.chance(y) * along[0], limit + self.chance(y) * along[1]
+            kept = kept + self.chance(y) * along[0]
+            limit = limit + self.chance(y) * along[1]
         return kept, limit
 
 
@@ -157,8 +159,10 @@ def test_where_a_draw_lies_is_its_enumeration(verifier):
 def test_draws_of_a_large_vocabulary_lie_where_sums_say(power):
     """Masses r^-power of 1,000 tokens: the second and third draw without replacement as sums over those before."""
     q = torch.arange(1, 1001, dtype=torch.float64) ** -power
-    q, y = q / q.sum(), torch.tensor([0, 1, 20, 400, 999])
-    found, others = located("rrs-wo", q, y, 3), q.expand(len(y), -1).scatter(1, y[:, None], 0)
+    q = q / q.sum()
+    y = torch.tensor([0, 1, 20, 400, 999])
+    found = located("rrs-wo", q, y, 3)
+    others = q.expand(len(y), -1).scatter(1, y[:, None], 0)
     second = q[y] * (others / (1 - q)).sum(1)
     left = 1 - q[:, None] - q
     left[range(1000), range(1000)] = torch.inf
@@ -170,7 +174,8 @@ def test_draws_of_a_large_vocabulary_lie_where_sums_say(power):
 def test_distinct_draws_of_a_large_vocabulary_lie_where_sums_say(power):
     """Four independent draws of 1,000 tokens have a fourth distinct one where none repeats; in all they have y."""
     q = torch.arange(1, 1001, dtype=torch.float64) ** -power
-    q, y = q / q.sum(), torch.arange(1000)
+    q = q / q.sum()
+    y = torch.arange(1000)
     found = located("optimal:threshold=1,extra=0", q, y, 4)
     torch.testing.assert_close(found.sum(1), -torch.expm1(4 * torch.log1p(-q)), rtol=1e-9, atol=0)
     sums = [float((q**n).sum()) for n in range(5)]
@@ -186,7 +191,8 @@ def test_no_lossless_verifier_keeps_more_than_the_bound_of_its_draws(verifier, s
         return
     for seed in (1, 2):
         tables = Tables(shape, 3, seed, flat_law if seed == 1 else law_without_a_token)
-        best, (_, limit) = tables.best(verifier), tables.measured(verifier)
+        best = tables.best(verifier)
+        (_, limit) = tables.measured(verifier)
         assert best <= limit * (1 + CLOSE)
         if shape == "chain:2" or verifier == "topk":
             assert best == pytest.approx(limit, rel=CLOSE)
@@ -237,7 +243,8 @@ def test_where_branches_come_first_other_verifiers_keep_more_than_block_optimal(
 
 
 def test_at_a_node_draws_without_replacement_may_keep_more_than_block_optimal():
-    p, q = law([0, 0, 0.5, 0.5]), law([0.4, 0.3, 0.2, 0.1])
+    p = law([0, 0, 0.5, 0.5])
+    q = law([0.4, 0.3, 0.2, 0.1])
     [(_, in_turn)] = enumerate_plans(scheme_by_name("rrs-wo"), p, q, [2])
     kept = sum(float(p[y]) * kept_along("block-optimal:exact=1", "2x1", [(p, q, y)])[0] for y in (2, 3))
     assert (in_turn.item(), kept) == pytest.approx((0.6286, 0.5), abs=1e-4)

@@ -96,11 +96,13 @@ def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
     for step, chosen in enumerate(found):
         rates = dict.fromkeys(FACTORS, 0.0)
         for tokens, _, features in rows:
-            own, drafted = model.output_logits(features), [*rollout(head, model, tokens, features, 2)][step]
+            own = model.output_logits(features)
+            drafted = [*rollout(head, model, tokens, features, 2)][step]
             for at in range(0, len(drafted), 3):  # one in three counts, as for the two models
                 for factor in rates:
                     for t in (0.3, 0.6, 1.0):
-                        p, q = (own[at + step + 1] / t).softmax(-1), (drafted[at] * factor / t).softmax(-1)
+                        p = (own[at + step + 1] / t).softmax(-1)
+                        q = (drafted[at] * factor / t).softmax(-1)
                         rates[factor] += float(torch.minimum(p, q).sum())
         assert rates[chosen] > max(rates.values()) - 1e-4
 
@@ -108,7 +110,8 @@ def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
 def test_drafts_are_drawn_from_the_sharpened_distributions(table):
     """Of both levels of a chain, to 1e-5; and the rollout says the same."""
     model, head = table
-    calibration, seen = Calibration(sharpness=(1.5, 0.7)), []
+    calibration = Calibration(sharpness=(1.5, 0.7))
+    seen = []
     spec = Spec(model, head, "chain:2", "rrs", calibration=calibration)
     request = spec.request([1, 2, 3], seed=1, temperature=0.5, max_new_tokens=2)
     request.listener = seen.append

@@ -80,7 +80,8 @@ def test_what_the_models_own_config_adds_is_left_out_and_said(headed, monkeypatc
     first = headed.generate(PROMPTS[0], max_new_tokens=1).token_ids
     own = GenerationConfig(repetition_penalty=3.0, suppress_tokens=first, no_repeat_ngram_size=2, num_beams=2)
     monkeypatch.setattr(headed.target.model, "generation_config", own)
-    model, prompt = headed.target.model, torch.tensor([PROMPTS[0]])
+    model = headed.target.model
+    prompt = torch.tensor([PROMPTS[0]])
     assert model.generate(prompt, max_new_tokens=1, pad_token_id=0)[0, -1].item() not in first
     assert all(greedy_output(headed, prompt, 12)["different_at"] is None for prompt in PROMPTS)
     assert model.generation_config is own

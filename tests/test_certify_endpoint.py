@@ -84,7 +84,8 @@ def test_ids_are_read_as_each_server_tells_them():
     server = Server()
     threading.Thread(target=server.serve_forever).start()
     try:
-        side, asked = Served("endpoint", server.url, 4, {}), Asked("hi", SamplingParams(1.0), 0)
+        side = Served("endpoint", server.url, 4, {})
+        asked = Asked("hi", SamplingParams(1.0), 0)
         server.troubles = {1: in_logprobs, 2: in_logprobs, 3: in_part}
         assert [side.reply(asked).token_ids for _ in range(2)] == [[5, 7], [5, 7]]
         assert side.reply(asked).text == "HI"
@@ -122,8 +123,10 @@ class Repeating:
     """A verifier that begins every cycle with the text's seed."""
 
     def __init__(self, verifier):
-        self.verifier, self.name = verifier, verifier.name
-        self.scheme, self.coupled = verifier.scheme, verifier.coupled
+        self.verifier = verifier
+        self.name = verifier.name
+        self.scheme = verifier.scheme
+        self.coupled = verifier.coupled
 
     def __call__(self, tree, p, generator):
         generator.manual_seed(generator.initial_seed())

@@ -21,7 +21,8 @@ from treespec.eval.certify.statistics import (
 from treespec.trees.tree import Drafts
 from treespec.verify.registry import SCHEMES
 
-ROUNDS, ERROR = 200, 0.05
+ROUNDS = 200
+ERROR = 0.05
 
 
 def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
@@ -42,7 +43,8 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
 
 def test_exact_texts_fail_as_often_as_stated():
     """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial law's ends."""
-    generator, failures = seeded(1), torch.zeros(3)
+    generator = seeded(1)
+    failures = torch.zeros(3)
     for _ in range(ROUNDS):
         by_p, by_number, ranks = texts(generator, 24)
         failures[0] += uniform(by_p.flatten()) < ERROR
@@ -54,8 +56,10 @@ def test_exact_texts_fail_as_often_as_stated():
 
 def test_the_stated_correlation_is_found():
     """Pairs of which a share is twice the same number have that share as their correlation."""
-    n, error = 400, 1e-3
-    share, generator = least_correlation(n, error), seeded(1)
+    n = 400
+    error = 1e-3
+    share = least_correlation(n, error)
+    generator = seeded(1)
     pairs = torch.rand(300, n, 2, generator=generator)
     same = torch.rand(300, n, generator=generator) < share
     pairs[..., 1] = torch.where(same, pairs[..., 0], pairs[..., 1])
@@ -68,10 +72,12 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
     How likely an event is depends on whether the one before it happened.
     """
     chance = torch.tensor([0.1, 0.3])
-    by_odds, by_power = [], []
+    by_odds = []
+    by_power = []
     law = torch.randn(8, generator=seeded(0)).softmax(-1)
     for _ in range(runs):
-        uniforms, happened = torch.rand(n, generator=generator).tolist(), [0]
+        uniforms = torch.rand(n, generator=generator).tolist()
+        happened = [0]
         for number in uniforms:
             told = float(chance[happened[-1]])
             happened.append(int(number < odds * told / (1 - told + odds * told)))

@@ -96,7 +96,8 @@ def test_what_is_saved_is_read_for_training(begun, tmp_path):
 def test_totals_are_sums_over_the_answers(conversation, capsys):
     for text in ("Hello there", "And then?"):
         conversation.answer(text)
-    total, said = conversation.total, capsys.readouterr()
+    total = conversation.total
+    said = capsys.readouterr()
     assert said.err.count("prompt tokens reused") == 2
     assert sum(int(line.split()[0]) for line in said.err.splitlines() if line) == total.new_tokens
     shown = run(conversation, "/stats")
@@ -135,7 +136,8 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(begun, config):
     run(begun, "/retry")
     fresh = load_spec(config).generate([*begun.opening, *asked], **(config.requested | {"seed": 77}))
     assert begun.messages == [*asked, {"role": "assistant", "content": fresh.text.strip()}]
-    before, cycles = list(begun.messages), begun.total.cycles
+    before = list(begun.messages)
+    cycles = begun.total.cycles
     run(begun, "/retry")  # with the same seed the same answer
     assert begun.messages == before
     assert begun.total.cycles == 2 * cycles

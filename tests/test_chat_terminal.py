@@ -24,7 +24,8 @@ FIGURES = re.compile(
 )
 GREEN = "\x1b[32m"
 CODES = re.compile(r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[()][0-9A-B]|[=>])")
-WARM, SURE = "/temperature 100", "/temperature 0"
+WARM = "/temperature 100"
+SURE = "/temperature 0"
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
 
 def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
     """An output layer in bfloat16 under autocast; the target's laws in its own float32."""
-    layer, wanted = torch.nn.Linear(8, 20), torch.randn(6, 8)
+    layer = torch.nn.Linear(8, 20)
+    wanted = torch.randn(6, 8)
     seen = []
 
     def logits(states):
@@ -82,7 +83,8 @@ def test_in_float16_small_gradients_are_rounded_and_not_lost():
 def test_eagles_later_steps_are_those_of_each_position_alone():
     """Training's three unrolled steps and validation's, against the head over that position's own pairs: 1e-5."""
     model = target("llama")
-    head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=seeded(1))
+    head = random_head(model)
+    tokens = torch.randint(3, 64, (1, 9), generator=seeded(1))
     features = model.features(tokens)
     rolled = list(rollout(head, model, tokens[0], features[0], 3))
     steps = list(head.unrolled(tokens, features[:, :-2], 3))
@@ -105,7 +107,8 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     total = 0.0
     for step, given in enumerate(head.unrolled(tokens, features[:, :-2], 2)):
         counts = mask[:, 2 + step :]
-        own, wanted = given[counts], features[:, 1 + step : -1][counts]
+        own = given[counts]
+        wanted = features[:, 1 + step : -1][counts]
         token = F.cross_entropy(model.output_logits(own), model.output_logits(wanted).softmax(-1))
         total += STEP_DECAY**step * (F.smooth_l1_loss(own, wanted) + 0.3 * token)
     assert found.total.item() == pytest.approx(total.item(), rel=1e-5)

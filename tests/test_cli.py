@@ -39,7 +39,8 @@ def test_generate_answers_one_prompt_or_several_together_as_the_api_does(pair, c
 
 def test_a_head_from_elsewhere_gets_a_calibration_and_a_draft_vocabulary(pair, tmp_path, capsys):
     target, head = pair
-    own, text = shutil.copytree(head, tmp_path / "head"), tmp_path / "text.txt"
+    own = shutil.copytree(head, tmp_path / "head")
+    text = tmp_path / "text.txt"
     text.write_text("no")
     models = f"--target {target} --head {own}"
     line = f"calibrate {models} --depth 3 --positions 40"

@@ -201,7 +201,8 @@ class Given(CommandOptions):
 
 
 def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
-    heard, app = [], typer.Typer()
+    heard = []
+    app = typer.Typer()
     app.command("go")(takes(Given)(heard.append))
     app.command("other")(print)
     lines = "out: here\nsteps: 3\nrate: 1e-1\ncalibrate: false\nclip:\nprecision: 'no'\nstop: [--odd text, b]\n"

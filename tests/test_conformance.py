@@ -17,7 +17,8 @@ CYCLES = {"runs": 700}
 
 def ours(name):
     """A verifier of treespec, on the kit's trees."""
-    verifier, generator = verifier_by_name(name), torch.Generator().manual_seed(0)
+    verifier = verifier_by_name(name)
+    generator = torch.Generator().manual_seed(0)
 
     def judge(p, q, tokens, parents):
         nodes = parents[1:].unique()
@@ -88,7 +89,8 @@ def test_speculative_sampling_of_transformers_passes():
     ends = [False] * ("last_assistant_token_is_eos" in signature(_speculative_sampling).parameters)  # older versions
 
     def theirs(p, q, tokens, parents):
-        chain, length = tokens[None, 1:], len(tokens) - 1
+        chain = tokens[None, 1:]
+        length = len(tokens) - 1
         kept, matches = _speculative_sampling(chain, q[None, :-1].log(), length, p[None].log(), *ends)
         return kept[0, : int(matches) + 1].tolist()
 

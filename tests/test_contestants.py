@@ -141,7 +141,8 @@ def test_a_suffix_cache_reads_its_folder_and_no_completion_is_drafted_from_anoth
         own = next(own for name, own in answered(tmp_path / out).items() if "baseline" not in name)
         return [sum(one["cycles"]) for one in own]
 
-    alone, folder = cycles("none"), tmp_path / "kept"
+    alone = cycles("none")
+    folder = tmp_path / "kept"
     assert alone[0] == alone[1]  # warm-up, baseline and the question before told nothing
     (tokens, *_), *_ = tokens_of(tmp_path / "none").values()
     spec = load(f"{home}/target", drafter=f"suffix:{folder}", verifier="topk")

@@ -44,7 +44,8 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
         with complains("drops the thoughts"):
             encode_rows(tokenizer, messages)
         return
-    examples, rows = encode_rows(tokenizer, messages), rows_by_hand(name, CONVERSATIONS[conversation])
+    examples = encode_rows(tokenizer, messages)
+    rows = rows_by_hand(name, CONVERSATIONS[conversation])
     for example, parts in zip(examples, rows, strict=True):
         ids = example.input_ids.tolist()
         assert tokenizer.decode(ids) == "".join(text for text, _ in parts)
@@ -186,7 +187,8 @@ def test_a_cut_conversation_is_a_prefix_and_one_without_an_answer_left_is_report
     tokenizer = byte_tokenizer(CHATML)
     conversation = Conversation(turns(CONVERSATIONS["system"]), "f:1")
     whole = encode_conversation(tokenizer, conversation.messages)
-    total, begin = len(whole.input_ids), whole.loss_mask.tolist().index(True)
+    total = len(whole.input_ids)
+    begin = whole.loss_mask.tolist().index(True)
     for length in range(begin + 1, total + 2):
         (example,), report = encode_conversations(tokenizer, [conversation], None, length)
         assert example.input_ids.tolist() == whole.input_ids[:length].tolist()

@@ -153,7 +153,8 @@ def test_a_choice_follows_what_the_draft_model_brings_now():
 
 def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
     """As a batch empties: with the same tokens a cycle, the speed of the last cycles counts."""
-    choice, cost = Choice(), times()
+    choice = Choice()
+    cost = times()
     cycle = cost.seconds(6, 0)  # of the cache's tree, which predicts two tokens
     brought(choice, 2, 300, 2 * cycle)
     assert choice.prefers_cache(2.0, 6, cost)
@@ -166,7 +167,8 @@ def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
 def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_are_the_sequences():
     by_batch = {batch: times(node=1e-3 * batch) for batch in (1, 8)}
     models = CostModels(lambda batch: by_batch[batch], (0.5, 0.2))
-    alone, among = models.among(1), models.among(8)
+    alone = models.among(1)
+    among = models.among(8)
     assert (alone.cost, among.cost) == (by_batch[1], by_batch[8])
     assert among is models.present is not alone
     assert among.by_law is alone.by_law
@@ -183,7 +185,8 @@ def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
     text = "processor : 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 fma sse\n\nmodel name\t: AMD EPYC\n"
     (tmp_path / "old").write_text(text)
     (tmp_path / "new").write_text(text.replace("avx2", "avx2 avx512_bf16"))
-    old, new = processor(tmp_path / "old"), processor(tmp_path / "new")
+    old = processor(tmp_path / "old")
+    new = processor(tmp_path / "new")
     assert old.startswith("AMD EPYC, ")
     assert old.endswith("avx2 fma")
     assert new.endswith("avx2 avx512_bf16 fma")

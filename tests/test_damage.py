@@ -83,8 +83,10 @@ def damaged(whole, seed):
 def test_damage_is_told_or_changes_nothing(tmp_path, name):
     write, read = FILES[name]
     write(tmp_path)
-    file, before = tmp_path / name, read(tmp_path)
-    whole, told = file.read_bytes(), []
+    file = tmp_path / name
+    before = read(tmp_path)
+    whole = file.read_bytes()
+    told = []
     for content in damaged(whole, zlib.crc32(name.encode())):
         file.write_bytes(content)
         try:

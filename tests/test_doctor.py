@@ -44,7 +44,8 @@ def learnt():
     head = new_head("eagle3", model, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     fit(head, model, "it")
     texts = torch.stack([passage.tokens for passage in completions(model, 600, 24, temperature=0)])
-    features, wanted = model.features(texts, head.aux_layers), model.output_logits(model.features(texts)).argmax(-1)
+    features = model.features(texts, head.aux_layers)
+    wanted = model.output_logits(model.features(texts)).argmax(-1)
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
     for step in range(250):
         if step == 80:

@@ -28,7 +28,8 @@ LONG = [*TEXTS[:2], [(7 * i) % 60 + 3 for i in range(31)]]
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "qwen3_next"])
 def test_logits_at_every_node_are_those_of_plain_models_along_the_path(name):
-    whole, config = target("llama"), CONFIGS[name]() if name in CONFIGS else tiny(MODELS[name])
+    whole = target("llama")
+    config = CONFIGS[name]() if name in CONFIGS else tiny(MODELS[name])
     proposer = ModelProposer(Target(random_model(config, seed=5)), whole)
     cache, together = joined(whole, proposer, LONG)
     for _ in range(2):  # a second time from the same roots, as after an interrupt
@@ -62,7 +63,9 @@ def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost()
 
 
 def test_it_runs_over_every_committed_token_once(monkeypatch):
-    proposer, seen, original = ModelProposer(small(), target("llama")), [], Target.prefill
+    proposer = ModelProposer(small(), target("llama"))
+    seen = []
+    original = Target.prefill
     monkeypatch.setattr(Target, "prefill", lambda self, *a, **k: seen.append((self, a[1])) or original(self, *a, **k))
     out = Spec(target("llama"), proposer, "chain:3").generate(prompt(length=50), max_new_tokens=20)
     run = torch.cat([tokens[0] for model, tokens in seen if model is proposer.model]).tolist()
@@ -83,12 +86,14 @@ def test_padding_of_either_embedding_is_no_difference(vocab_size, missing):
 
 
 def test_another_tokenizer_is_noticed_by_the_first_token_that_differs(tmp_path):
-    words, others = save_model(tmp_path / "target"), save_model(tmp_path / "others")
+    words = save_model(tmp_path / "target")
+    others = save_model(tmp_path / "others")
     table = tokenizer().get_vocab()
     a, b = (next(token for token, i in table.items() if i == number) for number in (40, 42))
     text = tokenizer().backend_tokenizer.to_str()
     (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
-    target, model = Target.load(str(words)), Target.load(str(others))
+    target = Target.load(str(words))
+    model = Target.load(str(others))
     assert tokens_differ(target.tokenizer, model.tokenizer, 400, 400) == f"token 40 is '{b}', the target's '{a}'"
 
 

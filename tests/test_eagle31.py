@@ -51,7 +51,8 @@ def made(parts, model=EIGHT, drafted=DRAFTED):
 
 
 def test_the_norms_stand_where_their_names_say():
-    features, plain = torch.randn(2, 5, 96), made({})
+    features = torch.randn(2, 5, 96)
+    plain = made({})
 
     def rms(x):
         return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
@@ -63,7 +64,8 @@ def test_the_norms_stand_where_their_names_say():
     torch.testing.assert_close(each.fuse(features), each.fc(torch.cat(aux_layers, -1)))
     after = made({"norm_output": True})
     after.load_state_dict(plain.state_dict())
-    tokens, fused = torch.randint(3, 64, (2, 5)), plain.fuse(features)
+    tokens = torch.randint(3, 64, (2, 5))
+    fused = plain.fuse(features)
     raw, normed = (head.step(tokens, fused, torch.arange(5)) for head in (plain, after))
     torch.testing.assert_close(normed, plain.norm(raw))
     torch.testing.assert_close(after.logits(normed), plain.logits(raw))
@@ -75,7 +77,8 @@ def test_the_norms_stand_where_their_names_say():
 def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window):
     """Row t of step s stands at t + s. Its path: pairs 0 to t, then its own draft of each step."""
     head = made(SLIDING | {"sliding_window": window})
-    (attention,), inputs = head.attentions, torch.randn(4, 7, 64)
+    (attention,) = head.attentions
+    inputs = torch.randn(4, 7, 64)
     unrolled = UnrolledAttention(attention)
     for step in range(4):
         rows = 7 - step
@@ -92,7 +95,8 @@ def test_training_drafting_and_rollouts_are_one_head(name):
 
     Gradients of every weight, through the features that the head drafted: to 1e-3 of the largest.
     """
-    model, steps = target("llama"), 3
+    model = target("llama")
+    steps = 3
     head = made(VARIANTS[name] if name else {}, model)
     tokens = text(9, seed=2)
     features = model.features(tokens, head.aux_layers)
@@ -138,10 +142,13 @@ def text(length, seed=0, batch=2):
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
-    attention, rotary = Attention(config, 16), Rotary(config)
+    attention = Attention(config, 16)
+    rotary = Rotary(config)
 
     def kept(rows):
-        unrolled, x, storages = UnrolledAttention(attention), torch.randn(1, rows, 16), {}
+        unrolled = UnrolledAttention(attention)
+        x = torch.randn(1, rows, 16)
+        storages = {}
 
         def pack(tensor):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -200,7 +207,8 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
 def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config):
     trained(config, head="eagle3", max_steps=1, learning_rate=0.0, draft_vocab=40)
     assert not Path(config.out, "draft_vocab.json").exists()
-    head, model = load_head(config.out), Target.load(config.target, dtype="float32")
+    head = load_head(config.out)
+    model = Target.load(config.target, dtype="float32")
     assert len(head.vocabulary) == head.config["draft_vocab_size"] == 40
     assert model.eos <= set(head.vocabulary.tolist())
     assert torch.equal(head.lm_head.weight, model.model.get_output_embeddings().weight[head.vocabulary])

@@ -50,14 +50,16 @@ def in_specforge(parts):
 @pytest.mark.parametrize("layout", [in_speculators, in_vllm, in_sglang, in_specforge])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_directory_of_each_layout_gives_the_logits_of_its_head(name, layout, tmp_path):
-    head, (config, told) = made(VARIANTS[name]), layout(VARIANTS[name])
+    head = made(VARIANTS[name])
+    (config, told) = layout(VARIANTS[name])
     loaded = load_head(write(tmp_path, config, told(head.state_dict())))
     assert torch.equal(outputs(loaded), outputs(head))
     assert parts_of(loaded) == parts_of(head)
 
 
 def test_the_older_names_of_sglangs_norms_are_read(tmp_path):
-    head, names = made({"fc_norm": True}), ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    head = made({"fc_norm": True})
+    names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
     tensors = head.state_dict()
     for i, name in enumerate(names):
         tensors[f"{name}.weight"] = tensors.pop(f"fc_norm.{i}.weight")

@@ -71,7 +71,8 @@ def by_definition(words, ids, stop, least):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_add_up_to_the_decoded_text(name, text):
-    words, rng = TOKENIZERS[name](), random.Random(0)
+    words = TOKENIZERS[name]()
+    rng = random.Random(0)
     ids = words.encode(text, add_special_tokens=False)
     for _ in range(20):
         # special tokens anywhere: they have no text, and take none from their neighbours
@@ -87,7 +88,8 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_text_is_too_long_by_its_length_only_where_its_tokens_are_too_many(name):
-    words, rng = TOKENIZERS[name](), random.Random(4)
+    words = TOKENIZERS[name]()
+    rng = random.Random(4)
     for text in [*TEXTS, *("".join(rng.choices("the user我 \n", k=99)) for _ in range(20))]:
         tokens = len(words.encode(text, add_special_tokens=False))
         assert fitting(text, words, tokens) == text
@@ -119,7 +121,8 @@ def test_what_stays_incomplete_is_shown_at_the_end():
 @pytest.mark.parametrize("least", [0, 12])
 def test_stop_strings_among_random_bytes_cut_as_by_definition(name, least):
     """And text is held back only as far as a stop string may begin with it. Two letters make overlaps frequent."""
-    words, rng = TOKENIZERS[name](), random.Random(3)
+    words = TOKENIZERS[name]()
+    rng = random.Random(3)
     letters = [words.encode(letter, add_special_tokens=False)[-1] for letter in "ab"]
     for number in range(400):
         ids = rng.choices(letters if number % 2 else [*range(3, 12), 200, 201, 202], k=30)
@@ -128,10 +131,12 @@ def test_stop_strings_among_random_bytes_cut_as_by_definition(name, least):
         stop = tuple(text[at : at + rng.randint(1, 9)] for at in starts)
         stop = (*stop[:2], stop[2] + "b")
         ending = Ending(words, NEVER, stop, 30, least)
-        kept, shown = [], ""
+        kept = []
+        shown = ""
         for cycle in grouped(ids, rng):
             new, piece = ending.take(cycle)
-            kept, shown = kept + new, shown + piece
+            kept = kept + new
+            shown = shown + piece
             if not ending.finished:
                 said = decode(words, kept).rstrip(INCOMPLETE)
                 held = [n for s in stop for n in range(1, len(s)) if said.endswith(s[:n])]

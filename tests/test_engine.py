@@ -47,7 +47,8 @@ def alone(spec, prompt, **options):
 
 def held_up(engine, prompt, **options):
     """A request that runs, and an event that lets the engine's thread go on after its first piece."""
-    begun, go = Event(), Event()
+    begun = Event()
+    go = Event()
 
     def on_piece(piece):
         begun.set()
@@ -106,7 +107,8 @@ def test_a_full_queue_is_busy_and_takes_requests_again_once_one_has_ended(spec):
 
 
 def test_several_samples_of_a_prompt_share_its_prefill_and_enter_together_or_not_at_all(spec, around):
-    prompt, prefilled = random_prompts(1)[0], []
+    prompt = random_prompts(1)[0]
+    prefilled = []
 
     def counted(prefill, cache, tokens, *_):
         prefilled.append(tokens.shape[1])
@@ -145,7 +147,8 @@ def test_memory_bounds_how_many_run_at_a_time(head, around):
 
 def test_what_fails_for_one_request_ends_that_one_alone(head, around):
     """Its prefill, its processor, its caller."""
-    prompts, bad = random_prompts(4), [7, 7, 7, 7]
+    prompts = random_prompts(4)
+    bad = [7, 7, 7, 7]
 
     def without_room(prefill, cache, tokens, *_):
         if tokens[0, :3].tolist() == bad[:3]:
@@ -180,7 +183,8 @@ def test_what_fails_for_one_request_ends_that_one_alone(head, around):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, around, temperature):
-    prompts, options = random_prompts(3), {"temperature": temperature, "seed": 4} | NEW
+    prompts = random_prompts(3)
+    options = {"temperature": temperature, "seed": 4} | NEW
 
     def broken(forward, cache, trees, *_):
         outs = forward()
@@ -200,7 +204,9 @@ def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, around, temperature
 
 
 def test_an_error_of_the_models_ends_all_that_run_and_the_next_are_answered(spec, around):
-    prompts, lost, options = random_prompts(3), Event(), {"max_new_tokens": 40}
+    prompts = random_prompts(3)
+    lost = Event()
+    options = {"max_new_tokens": 40}
 
     def losing(forward, cache, trees, *_):
         if len(trees) == 2 and not lost.is_set():
@@ -237,7 +243,8 @@ def test_bad_input_is_refused_at_once(head):
 
 @pytest.mark.parametrize("finish", [True, False])
 def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, finish):
-    before, prompts = held(), random_prompts(3)
+    before = held()
+    prompts = random_prompts(3)
     engine = Engine(head, batch=2)
     first, go = held_up(engine, prompts[0], **NEW)
     others = [engine.submit(prompt, **NEW) for prompt in prompts[1:]]

@@ -14,7 +14,8 @@ from treespec.draft import tree_drafter
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.static import StaticTree
 
-EXACT, SAME = 1e-6, 1e-4
+EXACT = 1e-6
+SAME = 1e-4
 PARAMS = {"temperature", "top_k", "top_p", "min_p"}
 FROZEN = Path(__file__).with_name("enumerated.json")  # mean cycles of each set-up below
 CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}

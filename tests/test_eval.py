@@ -35,7 +35,8 @@ from treespec.model.target import Target
 @pytest.fixture(scope="module")
 def finished(home, tmp_path_factory):
     """(OUT, summary, steps) of a whole evaluation: the baseline and two verifiers, greedy, float32."""
-    out, steps = tmp_path_factory.mktemp("finished"), []
+    out = tmp_path_factory.mktemp("finished")
+    steps = []
     summary = evaluate(config_in(home, out), steps.append)
     return out, summary, steps
 
@@ -48,7 +49,8 @@ def test_every_greedy_completion_is_the_baselines_and_entries_add_up(finished):
         assert [one["question_id"] for one in own] == [1, "b", 3]
         for one, reference in zip(own, by_name["target-baseline-t0"], strict=True):
             assert (one["token_ids"], one["turns"]) == (reference["token_ids"], reference["turns"])
-            lengths, depths = one["accept_lengths"], range(1, len(one["drafted"]) + 1)
+            lengths = one["accept_lengths"]
+            depths = range(1, len(one["drafted"]) + 1)
             assert one["new_tokens"] == [len(ids) for ids in one["token_ids"]]
             assert sum(lengths) == sum(one["new_tokens"])
             assert len(lengths) == sum(one["cycles"])
@@ -60,7 +62,8 @@ def test_every_greedy_completion_is_the_baselines_and_entries_add_up(finished):
 
 def test_the_second_turn_follows_the_contestants_own_first(home, finished):
     spec = Spec(Target.load(f"{home}/target"), None)
-    (first, second), own = QUESTIONS[0]["turns"], answered(finished[0])["target-topk-t0"][0]
+    (first, second) = QUESTIONS[0]["turns"]
+    own = answered(finished[0])["target-topk-t0"][0]
     messages = [{"role": "user", "content": first}]
     assert spec.generate(messages, max_new_tokens=12).token_ids == own["token_ids"][0]
     messages += [{"role": "assistant", "content": own["turns"][0]}, {"role": "user", "content": second}]
@@ -154,7 +157,8 @@ def test_sampled_completions_repeat_with_the_seed_and_differ_by_turn_and_contest
     assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
     assert len({seed for own in by_name.values() for one in own for seed in one["seeds"]}) == 3 * TURNS
     spec = Spec(Target.load(str(home / "target")), None)
-    prompt, own = [{"role": "user", "content": QUESTIONS[0]["turns"][0]}], by_name["target-baseline-t1"][0]
+    prompt = [{"role": "user", "content": QUESTIONS[0]["turns"][0]}]
+    own = by_name["target-baseline-t1"][0]
     again = spec.generate(prompt, temperature=1.0, max_new_tokens=6, seed=own["seeds"][0])
     assert again.token_ids == own["token_ids"][0]
 
@@ -205,7 +209,8 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
 
 
 def test_a_process_that_begins_after_another_has_its_own_head(home, tmp_path):
-    out, other = tmp_path / "out", tmp_path / "out" / "process-1" / "ledger.jsonl"
+    out = tmp_path / "out"
+    other = tmp_path / "out" / "process-1" / "ledger.jsonl"
     config = config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
     first = evaluate(config)["rows"]
     other.parent.mkdir()

@@ -43,7 +43,9 @@ def equal_or_refused(model):
         target = Target(model)
     except InputError as error:
         return str(error)
-    cache, text, tree = target.new_cache(capacity=4), prefix(length=PREFIX), random_tree()
+    cache = target.new_cache(capacity=4)
+    text = prefix(length=PREFIX)
+    tree = random_tree()
     for part in text.split(7, 1):
         target.prefill(cache, part)
     logits = target.forward_tree(cache, tree).logits
@@ -109,7 +111,8 @@ def test_a_window_far_beyond_the_check_is_seen():
     def sixteen(*args, **kwargs):
         if kwargs.get("past_key_values") is not None:
             return plain_forward(*args, **kwargs)
-        before, model.config.sliding_window = model.config.sliding_window, 16
+        before = model.config.sliding_window
+        model.config.sliding_window = 16
         try:
             return plain_forward(*args, **kwargs)
         finally:

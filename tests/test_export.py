@@ -38,7 +38,9 @@ def saved(head, folder, **config):
     return str(folder)
 
 
-whole, unbiased, medusa = partial(three, drafted=None), partial(one, bias=False), depth_heads("medusa")
+whole = partial(three, drafted=None)
+unbiased = partial(one, bias=False)
+medusa = depth_heads("medusa")
 
 
 def biased():
@@ -113,9 +115,11 @@ WRITTEN = {  # (format, head): fields of config.json, tensors that are there, an
 @pytest.mark.parametrize("to, make", WRITTEN)
 def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_same_head(to, make, tmp_path):
     # 1. Read back.
-    head, out = make(), tmp_path / "out"
+    head = make()
+    out = tmp_path / "out"
     exported = export(saved(head, tmp_path / "head"), to, out, SERVED)
-    loaded, kept = load_head(out), torch.arange(outputs(head).shape[1])
+    loaded = load_head(out)
+    kept = torch.arange(outputs(head).shape[1])
     assert exported.head.kind == loaded.kind == head.kind
     assert loaded.aux_layers == head.aux_layers
     if to == "speculators" and make is dflash:
@@ -227,7 +231,8 @@ def test_an_out_that_is_there_or_cannot_be_written_is_left_alone(tmp_path):
 
 @torch.no_grad()
 def test_one_number_that_differs_is_found():
-    head, other = three(), three()
+    head = three()
+    other = three()
     assert compare(head, other) == (8 + 7) * 32
     other.midlayer.mlp.up_proj.weight[3, 5] += 0.01
     with pytest.raises(ValueError, match="read back its logits differ by up to"):
@@ -281,7 +286,9 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
 def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, monkeypatch):
     random_model(LlamaConfig(**GROUPED)).save_pretrained(tmp_path / "target")
     head = saved(random_eagle3(Target.load(tmp_path / "target")), tmp_path / "head")
-    card, there, told = tmp_path / "head" / "README.md", tmp_path / "out" / "README.md", []
+    card = tmp_path / "head" / "README.md"
+    there = tmp_path / "out" / "README.md"
+    told = []
     line = f"export --target {tmp_path}/target --head {head} --to mlx --out {tmp_path}/out --push me/mine"
     monkeypatch.setattr(HfApi, "create_repo", lambda api, name, exist_ok: f"https://hub/{name}")
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **given: told.append((given, there.read_text())))

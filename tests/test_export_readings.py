@@ -106,7 +106,8 @@ def test_there_is_a_rule_for_each_project_and_kind_that_is_exported():
 
 def test_speculators_takes_the_targets_output_in_place_of_one_of_all_tokens(tmp_path):
     """So a head of all tokens goes out with all but its mask token; one that drafts some as it is."""
-    head, folder = dflash(), tmp_path / "out"
+    head = dflash()
+    folder = tmp_path / "out"
     exported = export(saved(head, tmp_path / "head"), "speculators", folder, SERVED)
     assert exported.left_out == head.mask_token
     ends = ends_of(head)

@@ -62,7 +62,8 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Where the tutorial's package is installed, with other entries beside its drafter."""
-    source, site = tmp_path_factory.mktemp("package"), tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("package")
+    site = tmp_path_factory.mktemp("site")
     for name in ("pyproject.toml", "echo.py", "echo_row.py"):
         shutil.copy(EXAMPLES / name, source)
     project = source / "pyproject.toml"

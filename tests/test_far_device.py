@@ -68,7 +68,8 @@ def measure():
         torch.manual_seed(0)
         heads[name] = new_head(name, plain_model).eval()
     keep = far_device.install()
-    graphs.Recorder, graphs.MET = lambda: far_device.again, 2
+    graphs.Recorder = lambda: far_device.again
+    graphs.MET = 2
     for method in ((TreeDrafter, "draft_trees", 1), (EagleProposer, "extend", -1), (EagleProposer, "pairs", -1)):
         far_device.counted(*method)
     target = Target(far_device.moved(random_model(CONFIGS["llama"](), spread=0)))
@@ -88,7 +89,8 @@ def measure():
             if first == WARM and setup not in GRAPHED:
                 continue
             target.graphs = graphs.Graphs("Llama") if first == WARM else None
-            spec, cycles = Spec(target, source(drafter), tree, verifier, times=Cost((1, 8), (1.0, 1.1))), 0
+            spec = Spec(target, source(drafter), tree, verifier, times=Cost((1, 8), (1.0, 1.1)))
+            cycles = 0
             plain = spec.decoder._cycle
 
             def counted(plain=plain, first=first):

@@ -54,7 +54,8 @@ def test_figures_of_given_times():
 
 def test_ratio_of_totals_of_a_hand_example():
     # ours: 30 tokens in 3 s and 10 in 5 s, 40 in 8; the baseline: 20 in 4 s and 20 in 20 s, 40 in 24.
-    mine, base = [answer(30, 10, 3.0), answer(10, 10, 5.0)], [answer(20, 20, 4.0), answer(20, 20, 20.0)]
+    mine = [answer(30, 10, 3.0), answer(10, 10, 5.0)]
+    base = [answer(20, 20, 4.0), answer(20, 20, 20.0)]
     got = figures(mine, base)
     assert got["tokens_per_second"]["value"] == pytest.approx(5)
     assert got["speedup"]["value"] == pytest.approx(5 / (40 / 24))  # 3
@@ -68,7 +69,8 @@ def test_the_interval_of_a_hand_example():
 
     Their mean is 2.4571, their squared distances sum to 0.33959, and t of 2 degrees of freedom is 4.3027.
     """
-    tokens, cycles = np.array([12.0, 6.0, 2.0]), np.array([4.0, 3.0, 1.0])
+    tokens = np.array([12.0, 6.0, 2.0])
+    cycles = np.array([4.0, 3.0, 1.0])
     weights = leave_one_out(3)
     got = interval((weights @ tokens) / (weights @ cycles))
     reach = 4.3027 * (2 / 3 * 0.33959) ** 0.5
@@ -89,7 +91,8 @@ RUN = json.loads(Path(__file__).with_name("questions.json").read_text())
 
 def ratios(totals):
     """Figures of totals by column."""
-    speed, plain = totals["tokens"] / totals["wall_ms"], totals["plain_tokens"] / totals["plain_wall_ms"]
+    speed = totals["tokens"] / totals["wall_ms"]
+    plain = totals["plain_tokens"] / totals["plain_wall_ms"]
     decoding = totals["tokens"] / (totals["wall_ms"] - totals["prefill_ms"])
     plain_decoding = totals["plain_tokens"] / (totals["plain_wall_ms"] - totals["plain_prefill_ms"])
     return {
@@ -106,7 +109,8 @@ def test_intervals_cover_the_truth_of_a_real_run(count, heat):
 
     93 to 97 % of the intervals hold it; the standard error of such a share is 0.34 %.
     """
-    rng, weights = np.random.default_rng(0), leave_one_out(count)
+    rng = np.random.default_rng(0)
+    weights = leave_one_out(count)
     questions = dict(zip(RUN["columns"], np.array(RUN[heat], dtype=float).T, strict=True))
     truth = ratios({column: values.sum() for column, values in questions.items()})
     covered = dict.fromkeys(truth, 0)
@@ -133,7 +137,8 @@ class BusyClock:
 
 def measured(questions, rng, speedup=1.0):
     """The verdict on plain decoding, plain decoding again, and a pair that is `speedup` times as fast."""
-    clock, answers = BusyClock(rng), {name: {} for name in ("plain", "again", "pair")}
+    clock = BusyClock(rng)
+    answers = {name: {} for name in ("plain", "again", "pair")}
     chosen = [Contestant("topk", name=name, again=name == "again") for name in answers]
     tokens = rng.integers(5, 100, questions)
     for [one], who in planned([Question(i, "c", ("?",)) for i in range(questions)], chosen, set()):

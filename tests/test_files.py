@@ -81,7 +81,10 @@ def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
 
 def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on():
     """A lock that goes to whoever is awake would let the computing thread enter again and again."""
-    model, turns, inside, over = nn.Linear(1, 1), [], threading.Event(), threading.Event()
+    model = nn.Linear(1, 1)
+    turns = []
+    inside = threading.Event()
+    over = threading.Event()
 
     def computes():
         while not over.is_set():
@@ -103,7 +106,9 @@ def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on()
 
 
 def test_turns_go_by_arrival_after_one_that_ended_with_an_error():
-    lock, order, threads = Turns(), [], []
+    lock = Turns()
+    order = []
+    threads = []
 
     def entered(number):
         with lock:

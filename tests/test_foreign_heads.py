@@ -60,7 +60,8 @@ def layer_output(w, x, residual, eps=1e-6, heads=4, groups=2, theta=1e4):
         z = torch.complex(part[..., :half], part[..., half:]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([z.real, z.imag], dim=-1)
 
-    q, k = turned(split("q_proj", heads)), turned(split("k_proj", groups)).repeat_interleave(heads // groups, 0)
+    q = turned(split("q_proj", heads))
+    k = turned(split("k_proj", groups)).repeat_interleave(heads // groups, 0)
     v = split("v_proj", groups).repeat_interleave(heads // groups, 0)
     scores = q @ k.transpose(1, 2) / k.shape[-1] ** 0.5 + torch.full((len(x), len(x)), -torch.inf).triu(1)
     out = residual + (softmax(scores, -1) @ v).transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
@@ -75,7 +76,8 @@ def below(w, name):
 
 def eagle3_states(w, embedding, aux):
     """[T, H] what EAGLE-3's output layer takes after a text. w: tensors by SafeAILab's names. aux: [T, 3 H]."""
-    layer, fused = below(w, "midlayer."), aux @ w["fc.weight"].T
+    layer = below(w, "midlayer.")
+    fused = aux @ w["fc.weight"].T
     embedded = rms_norm(embedding[IDS_OF_TEXT], (32,), layer["input_layernorm.weight"], 1e-6)
     both = torch.cat([embedded, rms_norm(fused, (32,), layer["hidden_norm.weight"], 1e-6)], dim=-1)
     return rms_norm(layer_output(layer, both, fused), (32,), w["norm.weight"], 1e-6)
@@ -339,7 +341,8 @@ def test_a_file_that_was_read_and_saved_gives_the_same_head(name, tmp_path):
 
 
 def test_jetspecs_causal_head_drafts_causally_in_all_layers(tmp_path):
-    head, model = dflash(causal=[True, True]), target("llama")
+    head = dflash(causal=[True, True])
+    model = target("llama")
     config = Z_LAB | {"dflash_config": Z_LAB["dflash_config"] | {"causal_head": True}}
     loaded = load_head(write(tmp_path, config, head.state_dict()))
     close(levels(loaded), plain_dflash(head, model, TEXT), 2e-4, 1e-4)
@@ -347,7 +350,8 @@ def test_jetspecs_causal_head_drafts_causally_in_all_layers(tmp_path):
 
 
 def test_aux_layer_l_is_what_the_last_layer_gives_before_the_norm():
-    tokens, layers = torch.arange(3, 9)[None], EIGHT.layers
+    tokens = torch.arange(3, 9)[None]
+    layers = EIGHT.layers
     features = EIGHT.features(tokens, (2, 4, layers))
     last = EIGHT.features(tokens)
     norm = EIGHT.decoder.norm

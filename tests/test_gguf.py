@@ -47,7 +47,8 @@ def loaded(folder, file="tiny.gguf", dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_has_the_weights_that_transformers_unpacks(dtype, folder):
     options = {"gguf_file": "tiny.gguf", "dtype": getattr(torch, dtype)}
-    model, plain = loaded(folder, dtype=dtype).model, hf.AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = loaded(folder, dtype=dtype).model
+    plain = hf.AutoModelForCausalLM.from_pretrained(folder, **options)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, weight in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
@@ -63,7 +64,8 @@ def test_a_file_loads_without_bars_and_transformers_own_stay(folder, capfd):
 
 def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path):
     """Features know the form of the target that they come from."""
-    data, features = write_data(tmp_path / "data.jsonl"), f"{tmp_path}/features"
+    data = write_data(tmp_path / "data.jsonl")
+    features = f"{tmp_path}/features"
     stored = small_run(folder, data, tmp_path / "b", load_in="gguf:tiny.gguf", max_steps=2, features=features)
     whole = small_run(folder, data, tmp_path / "a", load_in="gguf:tiny.gguf", max_steps=2)
     for config in (whole, stored):
@@ -150,7 +152,8 @@ AUTO_MAP = {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapM
 @pytest.fixture
 def trap(tmp_path, monkeypatch):
     """(directory of a model that brings code, the file that its code writes), with a `y` on standard input."""
-    folder, witness = tmp_path / "trap", tmp_path / "witness"
+    folder = tmp_path / "trap"
+    witness = tmp_path / "witness"
     save_model(folder)
     (folder / "trap.py").write_text(CODE.format(witness=str(witness)))
     change(folder, model_type="trap", auto_map=AUTO_MAP)

@@ -42,7 +42,8 @@ def as_llama_cpp(file, ids, aux):
         rows = torch.view_as_complex((both @ w[name].T).view(len(ids), -1, width // 2, 2))
         return torch.view_as_real(rows * turns).flatten(2)
 
-    q, k = rotated("blk.0.attn_q.weight"), rotated("blk.0.attn_k.weight")
+    q = rotated("blk.0.attn_q.weight")
+    k = rotated("blk.0.attn_k.weight")
     v = (both @ w["blk.0.attn_v.weight"].T).view(len(ids), -1, width)
     k, v = (x.repeat_interleave(heads // number("attention.head_count_kv"), 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) / width**0.5
@@ -68,7 +69,8 @@ def test_llama_cpps_arithmetic_gives_the_heads_logits(rope, before, tmp_path):
         head, tmp_path / "head", rope_parameters=rope, rope_theta=rope["rope_theta"], norm_before_residual=before
     )
     export(folder, "gguf", tmp_path / "out", SERVED)
-    head, ids = load_head(folder), torch.randint(64, (9,))
+    head = load_head(folder)
+    ids = torch.randint(64, (9,))
     aux = torch.randn(9, head.feature_size)
     hidden = head.step(ids[None], head.fuse(aux)[None], torch.arange(9))[0]
     found, d2t = as_llama_cpp(tmp_path / "out" / "model.gguf", ids, aux)

@@ -67,7 +67,8 @@ def test_it_finds_what_a_search_of_all_places_finds(seed, ngram):
 
 def test_a_batch_equals_each_text_alone():
     """Accepted numbers too: what a drafter knows of a text is of that text."""
-    spec, options = spec_of("llama", DRAFTER), {"max_new_tokens": 16, "temperature": 0.7}
+    spec = spec_of("llama", DRAFTER)
+    options = {"max_new_tokens": 16, "temperature": 0.7}
     texts = prompts((7, 40, 1, 19))
     alone = [spec_of("llama", DRAFTER).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
     assert what(spec.generate(texts, batch=3, seed=5, **options)) == what(alone)

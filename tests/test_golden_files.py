@@ -44,7 +44,8 @@ def read_json(file):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_golden_file_gives_the_same_figures(name, files):
-    figure, expected = FIGURES[name], EXPECTED[name]
+    figure = FIGURES[name]
+    expected = EXPECTED[name]
     prompt = {"prompt": expected["prompt"]} if "prompt" in inspect.signature(figure).parameters else {}
     found = json.loads(json.dumps(figure(**prompt)))
     differences = [*find_differences(found, expected, SUMS if name.startswith("training") else 1e-5)]
@@ -74,7 +75,8 @@ def test_a_finished_training_is_known_and_left_as_it_is(files):
 
 def test_an_evaluation_resumes_with_nothing_asked_again(files):
     """The target is named by another path, so that the models are compared with those of the ledger."""
-    ledger, report = read_content("evaluation")["evaluation/ledger.jsonl"], read_json("evaluation/report.json")
+    ledger = read_content("evaluation")["evaluation/ledger.jsonl"]
+    report = read_json("evaluation/report.json")
     answers = read_content("evaluation/answers")
     capture(RUNS["evaluation"].replace("--target target", "--target ./target"))
     assert Path("evaluation/ledger.jsonl").read_bytes() == ledger
@@ -107,7 +109,8 @@ def keep_known_rows(rows, expected):
 @pytest.mark.parametrize("place, file", [("tau", "tau.json"), ("acceptance", "acceptance.json")])
 def test_measurements_along_kept_texts_give_the_same_rates(place, file, files):
     """There may be more rows, and α* of draws for which it was not known."""
-    expected, before = read_json(Path(place, file)), read_content(place)
+    expected = read_json(Path(place, file))
+    before = read_content(place)
     capture(RUNS[place])
     found = read_json(Path(place, file))
     if "sweeps" in expected:

@@ -107,7 +107,8 @@ def test_masks_do_not_depend_on_the_way_to_a_node(letters):
 @pytest.mark.parametrize("regex, cycles", [(REGEX, CYCLES_OF_WORDS), (FORCED, CYCLES_OF_FORCED)])
 def test_answers_have_the_targets_distribution_among_what_is_allowed(letters, verifier, tree, regex, cycles):
     """By enumeration; the mean number of cycles is frozen."""
-    spec, params = letters.configured(tree, verifier), SamplingParams(2.0, top_k=2)
+    spec = letters.configured(tree, verifier)
+    params = SamplingParams(2.0, top_k=2)
     allowed = by_words(WORDS) if regex == REGEX else partial(allowed_by_matcher, letters, regex)
     wanted = law_of_answers(spec.target, PROMPT, allowed, params)
     texts, mean = outcomes(spec, PROMPT, temperature=2.0, top_k=2, regex=regex).distribution()

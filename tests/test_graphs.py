@@ -57,7 +57,8 @@ def recorded(monkeypatch, name, kind, record):
     monkeypatch.setattr(graphs, "MET", 3)
     monkeypatch.setattr(kernels, "library", lambda: None)  # torch does not see what they do
     target = Target(random_model(CONFIGS[name]()))
-    target.eos, found = frozenset(), []
+    target.eos = frozenset()
+    found = []
     prompts = [prompt(9, seed) for seed in range(3)]
     for used in (None, graphs.Graphs("Llama")):
         target.graphs = used
@@ -96,7 +97,8 @@ def test_a_model_that_no_graph_repeats_goes_on_without(monkeypatch, caplog, reco
 
 
 def test_what_a_run_reads_and_did_not_make_is_kept():
-    weight, table = torch.randn(3, 4), torch.arange(5)
+    weight = torch.randn(3, 4)
+    table = torch.arange(5)
     with graphs.Reading() as reading:
         made = torch.randn(2, 3) @ weight
         (made + 1)[:, table[:2]].sum()
@@ -106,7 +108,8 @@ def test_what_a_run_reads_and_did_not_make_is_kept():
 @pytest.mark.parametrize("name, kind", [("llama", None), ("llama", "eagle"), ("llama", "eagle3"), ("gemma3", "eagle")])
 def test_a_graph_serves_the_texts_that_are_left(monkeypatch, name, kind):
     """Of seven texts one ends every few cycles: a graph of eight has all of them, down to five."""
-    recordings, found = [], []
+    recordings = []
+    found = []
     monkeypatch.setattr(graphs, "Recorder", lambda: lambda run: recordings.append(run) or traced(run))
     monkeypatch.setattr(graphs, "MET", 3)
     monkeypatch.setattr(kernels, "library", lambda: None)
@@ -133,7 +136,8 @@ def test_a_rare_forward_takes_a_graph_of_more_rows_or_texts(monkeypatch):
     """After trees of nine nodes for two texts, one of four for one text does not run the model."""
     monkeypatch.setattr(graphs, "Recorder", lambda: traced)
     monkeypatch.setattr(kernels, "library", lambda: None)
-    target, runs = Target(random_model(CONFIGS["llama"]())), []
+    target = Target(random_model(CONFIGS["llama"]()))
+    runs = []
     target.graphs, cache = graphs.Graphs("Llama"), target.new_cache(60)
     cache.rewind([0, 0])
     target.prefill(cache, torch.tensor([prompt(9, 0), prompt(9, 1)]))

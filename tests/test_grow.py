@@ -15,7 +15,8 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import policy
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
-TEXT, FEATURES = torch.tensor([1, 2, 0, 3, 1]), torch.randn(5, 4, generator=seeded(0))
+TEXT = torch.tensor([1, 2, 0, 3, 1])
+FEATURES = torch.randn(5, 4, generator=seeded(0))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,12 @@ def grow(table, tree, verifier="topk", temperature=0.0, seed=0):
 def draft_logits(table, path):
     """[V] logits below a path of drafted tokens, by running the head over the whole text with the path."""
     model, head = table
-    tokens, known = TEXT, FEATURES
+    tokens = TEXT
+    known = FEATURES
     for token in path:
         hidden = head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
-        tokens, known = torch.cat([tokens, torch.tensor([token])]), torch.cat([known, hidden])
+        tokens = torch.cat([tokens, torch.tensor([token])])
+        known = torch.cat([known, hidden])
     return model.output_logits(head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
 

@@ -84,7 +84,8 @@ def circles(graph):
     """Groups of two modules or more that import each other, directly or not."""
     reach: dict[str, set[str]] = {}
     for start in graph:
-        seen, waiting = set[str](), [start]
+        seen = set[str]()
+        waiting = [start]
         while waiting:
             new = graph[waiting.pop()] - seen
             seen |= new

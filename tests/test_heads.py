@@ -74,7 +74,8 @@ def published(tmp_path):
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_published_directory_is_saved_bit_for_bit_with_checksums(kind, tmp_path):
-    folder, again = publish(tmp_path / "published", kind), tmp_path / "again"
+    folder = publish(tmp_path / "published", kind)
+    again = tmp_path / "again"
     save_head(load_head(folder), again)
     *fields, checksum = json.loads((again / "config.json").read_text()).items()
     assert fields == list(PUBLISHED[kind][0].items())
@@ -199,7 +200,8 @@ def test_a_head_without_embedding_and_aux_layers_takes_its_targets(third):
     assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
     assert head.vocabulary.tolist() == HALF.tolist()
     wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
-    head.embed_tokens, head.feature_size = None, 192
+    head.embed_tokens = None
+    head.feature_size = 192
     with complains(r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
         fit(head, wide, "h")
 

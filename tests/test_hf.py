@@ -36,7 +36,8 @@ def both(pair, trees, inputs, **options):
     """generate's tokens, and those with trees."""
     plain, changed, _, _ = pair
     options = {"pad_token_id": 0, "max_new_tokens": 24, "return_dict_in_generate": True} | options
-    own, drafted = plain.generate(inputs, **options), changed.generate(inputs, custom_generate=trees, **options)
+    own = plain.generate(inputs, **options)
+    drafted = changed.generate(inputs, custom_generate=trees, **options)
     return own.sequences.tolist(), drafted.sequences.tolist()
 
 

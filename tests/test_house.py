@@ -139,7 +139,8 @@ def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
 def is_upward(module, other):
     """Whether an import of `other` in `module` leaves its room and does not go down."""
     floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
-    room, other_room = place_of(module), place_of(other)
+    room = place_of(module)
+    other_room = place_of(other)
     if not other.startswith("treespec.") or other_room not in floor or other_room == room:
         return False
     return floor[other_room] >= floor[room]

@@ -107,9 +107,13 @@ def test_as_texts_leave_and_enter_the_others_stay_in_their_memory():
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name):
     """`rewind` to the lengths it tells makes a cache whole again, as the next prompt does."""
-    change, before, after = CHANGES[name], held(texts([3, 1, 2])), texts([3, 1, 2])
+    change = CHANGES[name]
+    before = held(texts([3, 1, 2]))
+    after = texts([3, 1, 2])
     change(after)
-    outcomes, line, done = set(), 0, False
+    outcomes = set()
+    line = 0
+    done = False
     while not done:
         cache = texts([3, 1, 2])
         try:

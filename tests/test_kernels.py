@@ -37,7 +37,8 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # 
 @pytest.mark.parametrize("sizes", [(1, 1), (33, 17), (64, 48), (576, 200), (1536, 65)])
 def test_a_product_is_the_exact_one_up_to_rounding_and_a_row_has_its_bits_alone(sizes, rows, weights):
     torch.manual_seed(0)
-    plain, x = nn.Linear(*sizes, dtype=weights), torch.randn(40, sizes[0]).to(rows)
+    plain = nn.Linear(*sizes, dtype=weights)
+    x = torch.randn(40, sizes[0]).to(rows)
     packed = packed_layer(plain)
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
     with torch.inference_mode():
@@ -79,13 +80,13 @@ def test_attention_is_the_exact_one_up_to_rounding(nodes, columns, shape, dtype)
 def test_hidden_columns_change_no_bit_of_attention():
     """Keys of a path, close together or among others: its sum takes them in the same order."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 60, 32), torch.randn(1, 2, 60, 32)
+    q = torch.randn(1, 4, 1, 32)
+    k = torch.randn(1, 2, 60, 32)
+    v = torch.randn(1, 2, 60, 32)
     alone = kernels.attention(q, k, v, torch.zeros(1, 1, 1, 60), 1.0)
     where = torch.arange(300)[torch.randperm(300) < 60]
-    spread, mask = (
-        [torch.randn(1, 2, 300, 32) for _ in range(2)],
-        torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min),
-    )
+    spread = [torch.randn(1, 2, 300, 32) for _ in range(2)]
+    mask = torch.full((1, 1, 1, 300), torch.finfo(torch.float32).min)
     for wide, x in zip(spread, (k, v), strict=True):
         wide[:, :, where] = x
     mask[..., where] = 0
@@ -126,14 +127,16 @@ del SAME_BITS["gpt-oss"]
 @pytest.mark.parametrize("name", sorted(SAME_BITS))
 def test_a_node_has_the_bits_of_one_token_decoding(name, dtype):
     """Also in a batch beside a longer text, where the prompt came in other parts, and columns were dropped."""
-    decoded, prompt = Target(random_model(SAME_BITS[name]()).to(dtype)), torch.arange(3, 40)[None] % 30
+    decoded = Target(random_model(SAME_BITS[name]()).to(dtype))
+    prompt = torch.arange(3, 40)[None] % 30
     pack(decoded.model)
     fuse(decoded.model)
     assert has_equal_bits(decoded)
     decoded.slack = 9
 
     # 1. The tree, beside a text of 60 tokens.
-    cache, other = decoded.new_cache(), decoded.new_cache()
+    cache = decoded.new_cache()
+    other = decoded.new_cache()
     for part in prompt.split(16, 1):
         decoded.prefill(cache, part)
     decoded.prefill(other, torch.arange(60)[None] % 50)
@@ -159,19 +162,23 @@ def test_a_fused_layer_has_the_output_of_its_modules(name, fused, dtype):
     """In bfloat16 to the bit; also in a batch, with biases, and wherever somebody watches a layer's input or
     leaves a part out. Layers that compute something else stay."""
     config = CONFIGS[name]()
-    config.attention_bias, config.residual_multiplier = True, 0.5  # the second is Granite's
+    # the second is Granite's
+    config.attention_bias = True
+    config.residual_multiplier = 0.5
     model = random_model(config)
     decoded = Target(model.to(dtype))
     pack(model)
 
     def outputs():
-        cache, other = decoded.new_cache(8), decoded.new_cache(8)
+        cache = decoded.new_cache(8)
+        other = decoded.new_cache(8)
         decoded.prefill(cache, torch.arange(40)[None])
         decoded.prefill(other, torch.arange(9)[None])
         cache.join([other])
         features = (decoded.forward_trees(cache, [tree(), tree()], aux) for aux in [(), (1,), (0, 2)])
         whole = torch.cat([out.features for both in features for out in both], 1)
-        mlp, decoded.stack[1].mlp = decoded.stack[1].mlp, nn.Identity()
+        mlp = decoded.stack[1].mlp
+        decoded.stack[1].mlp = nn.Identity()
         without = torch.cat([out.features for out in decoded.forward_trees(cache, [tree(), tree()])])
         decoded.stack[1].mlp = mlp
         return torch.cat([whole.flatten(), without.flatten()])
@@ -205,8 +212,11 @@ def test_pieces_of_huge_pages_are_zeros_that_do_not_meet():
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
-    head, outputs = new_head(kind, target("llama")), []
-    x, places, seen = torch.randn(2, 8, head.hidden_size), torch.arange(8), torch.ones(1, 1, 8, 8).tril() > 0
+    head = new_head(kind, target("llama"))
+    outputs = []
+    x = torch.randn(2, 8, head.hidden_size)
+    places = torch.arange(8)
+    seen = torch.ones(1, 1, 8, 8).tril() > 0
     for change in (pack, fuse):
         change(head)
         layers = TreeCache(1).tree_layers
@@ -227,7 +237,8 @@ def test_without_a_compiler_torch_computes_and_a_line_says_so():
 @pytest.mark.parametrize("name", sorted({"mixtral", "nemotron_h", "granitemoe", *CAPS_OR_SINKS}))
 def test_packed_experts_routers_caps_and_sinks_are_the_models_own(name):
     """Experts with and without gate, bias and transposed weights."""
-    model, ids = random_model(tiny(MODELS[name])), torch.arange(3, 30)[None]
+    model = random_model(tiny(MODELS[name]))
+    ids = torch.arange(3, 30)[None]
     plain = model(ids).logits
     pack(model)
     found = Target(model).model(ids).logits

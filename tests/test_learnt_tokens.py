@@ -87,7 +87,8 @@ def as_template_takes_it(message):
 def generated_conversation(family, tokenizer, kind):
     """(messages, [(prompt, answer) in token ids of each answer]) of two questions."""
     thinks, calls = KINDS[kind]
-    messages, answers = [], []
+    messages = []
+    answers = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         for calling in (True, False) if calls else (False,):
@@ -106,7 +107,8 @@ def generated_conversation(family, tokenizer, kind):
 
 @pytest.mark.parametrize("name, kind", CASES)
 def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
-    family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name].template)
+    family = FAMILIES[name]
+    tokenizer = family_tokenizer(FAMILIES[name].template)
     messages, answers = generated_conversation(family, tokenizer, kind)
     examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
     assert sorted(learnt_answers(examples)) == sorted(answers)
@@ -131,7 +133,8 @@ def test_published_templates_are_learnt_as_exactly_where_they_are_installed(name
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "thoughts" in family.kinds])
 def test_what_a_model_wrote_is_split_into_thoughts_and_words(name):
-    family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name].template)
+    family = FAMILIES[name]
+    tokenizer = family_tokenizer(FAMILIES[name].template)
     before = [{"role": "user", "content": QUESTIONS[0]}]
     if name == "Gemma 4, empty thought":  # its prompt ends the thought, unless it is asked to think
         assert split_thought(tokenizer, None, before, "abc<turn|>") is None

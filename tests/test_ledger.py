@@ -40,8 +40,10 @@ def options(home, out, **changes):
 
 
 def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp_path):
-    whole, config = evaluate(options(home, tmp_path / "whole")), options(home, tmp_path / "out")
-    file, before = tmp_path / "out" / "ledger.jsonl", b""
+    whole = evaluate(options(home, tmp_path / "whole"))
+    config = options(home, tmp_path / "out")
+    file = tmp_path / "out" / "ledger.jsonl"
+    before = b""
     for completions in (1, 4):
         begun(config, completions)
         assert file.read_bytes().startswith(before)

@@ -174,7 +174,8 @@ def test_first_and_last_bytes_of_a_large_file_count(tmp_path, monkeypatch, block
     monkeypatch.setattr(identity, "BLOCK", 1 << 10)
     monkeypatch.setattr(identity, "BLOCKS", blocks)
     content = bytes(64 << 10)
-    file, seen = tmp_path / "model.safetensors", set()
+    file = tmp_path / "model.safetensors"
+    seen = set()
     for place in (None, 0, len(content) - 1):
         changed = bytearray(content)
         if place is not None:

@@ -31,7 +31,8 @@ def test_a_tree_around_the_change_has_the_plain_models_logits_beside_a_short_tex
 
 
 def test_one_token_at_a_time_is_the_plain_forward_over_each_whole_text(target):
-    text, cache = prefix(length=ORIGINAL + 6)[0], target.new_cache()
+    text = prefix(length=ORIGINAL + 6)[0]
+    cache = target.new_cache()
     features = target.features(text[None])[0]
     for place, token in enumerate(text):
         out = target.forward_tree(cache, root_only(token[None]))
@@ -80,7 +81,8 @@ def test_texts_of_all_lengths_side_by_side_do_not_notice_each_other(target):
 
 
 def test_a_text_that_is_cut_back_to_a_short_one_has_short_factors_again(target):
-    text, cache = prefix(length=ORIGINAL + 8), target.new_cache()
+    text = prefix(length=ORIGINAL + 8)
+    cache = target.new_cache()
     target.prefill(cache, text)
     cache.rewind([10])
     target.prefill(cache, text[:, 10:15])
@@ -90,7 +92,9 @@ def test_a_text_that_is_cut_back_to_a_short_one_has_short_factors_again(target):
 
 def test_the_parts_of_a_long_prompt_are_computed_once_if_more_is_known_to_come():
     target = Target(random_model(LONGROPE["phi3"]()))
-    text, cache, forwarded = prefix(length=ORIGINAL + 8), target.new_cache(), []
+    text = prefix(length=ORIGINAL + 8)
+    cache = target.new_cache()
+    forwarded = []
     target.decoder.register_forward_pre_hook(
         lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
     )
@@ -113,7 +117,8 @@ def test_seeded_draws_go_on_across_the_change(target, verifier, tmp_path):
 def test_a_tree_without_its_deepest_nodes_keeps_the_others_and_their_draws():
     """Nodes 0 to 8; depth 2 and more go: 4 to 8, and the draws of nodes 1 and 2."""
     tree = random_tree()
-    nodes, q = torch.tensor([0, 1, 2]), torch.rand(3, 64)
+    nodes = torch.tensor([0, 1, 2])
+    q = torch.rand(3, 64)
     whole = TokenTree(tree.tokens, tree.parents, tree.depth, tree.ancestors, Drafts(nodes, q, Draws(nodes[:, None])))
     cut, numbers = cut_below(whole, 1)
     assert numbers == [0, 1, 2, 3]
@@ -128,7 +133,8 @@ def test_a_tree_without_its_deepest_nodes_keeps_the_others_and_their_draws():
 def test_nodes_out_of_order_are_numbered_anew():
     """A deep branch comes first: 0 - 1 - 2 - 3 and 0 - 4 - 5."""
     parents = torch.tensor([-1, 0, 1, 2, 0, 4])
-    depth, tokens = torch.tensor([0, 1, 2, 3, 1, 2]), torch.arange(6)
+    depth = torch.tensor([0, 1, 2, 3, 1, 2])
+    tokens = torch.arange(6)
     ancestors = torch.eye(6, dtype=torch.bool)
     for node, parent in enumerate(parents.tolist()[1:], 1):
         ancestors[node] |= ancestors[parent]

@@ -18,7 +18,8 @@ from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.losses.objectives import Batch
 
-TEXTS, LENGTH = 2, 66
+TEXTS = 2
+LENGTH = 66
 
 
 class Live(TorchDispatchMode):
@@ -61,7 +62,8 @@ def bytes_each(target, head, kind, loss):
     """The peak of a step in bytes, divided by its counted positions and the vocabulary."""
     generator = seeded(0)
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
-    counted, lengths = torch.ones_like(tokens, dtype=torch.bool), torch.full((TEXTS,), LENGTH)
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    lengths = torch.full((TEXTS,), LENGTH)
     features = target.features(tokens, head.aux_layers, last=True)
     batch = Batch(tokens, counted, features, lengths, generator, TRAINING[kind].recipe.unrolled_steps)
     with Live() as live:

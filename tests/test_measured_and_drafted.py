@@ -64,7 +64,9 @@ def drafted_along(proposer, tokens, features):
     Below each root its chain is the text's own tokens. Every second time the proposer drafts after three other
     tokens first and goes back, as for a text with the same beginning.
     """
-    found, names, first = [[] for _ in range(STEPS)], proposer.head.vocabulary, torch.zeros(1, dtype=torch.int64)
+    found = [[] for _ in range(STEPS)]
+    names = proposer.head.vocabulary
+    first = torch.zeros(1, dtype=torch.int64)
     cache = proposer.target.new_cache()
     numbers = tokens if names is None else torch.searchsorted(names, tokens)  # as the head numbers its tokens
     for row in range(len(tokens) - 2):
@@ -140,7 +142,8 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     """Of each of three steps the mean of 1 - Σ min(p, q) over the counted positions, one after another: to 1e-5."""
     # 1. By the objective.
     target, head = pair_of(name)
-    tokens, mask = text_of(14), torch.rand(14, generator=seeded(3)) < 0.6
+    tokens = text_of(14)
+    mask = torch.rand(14, generator=seeded(3)) < 0.6
     features = target.features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)
@@ -169,7 +172,8 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
 def test_what_the_loop_draws_from_is_what_measures(name):
     """Of each node of the chains of a few cycles: q of its token to 1e-5."""
     target, head = pair_of(name)
-    text, found = text_of(5).tolist(), []
+    text = text_of(5).tolist()
+    found = []
     spec = Spec(target, head, f"chain:{STEPS}", "single")
     for cycle in trace(spec, text, temperature=1.0, max_new_tokens=8, seed=1, ignore_eos=True):
         path = cycle.tokens[1:]

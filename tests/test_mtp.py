@@ -26,7 +26,9 @@ class Plain:
 
     def __init__(self, folder, layout):
         self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-        tensors, config, self.layout = load_file(folder / "model.safetensors"), self.model.config, layout
+        tensors = load_file(folder / "model.safetensors")
+        config = self.model.config
+        self.layout = layout
         before, parts = names_of(layout, 0, config.num_hidden_layers)
         self.layer = decoder_layer(self.model).eval()
         self.layer.load_state_dict({name: tensors[before + name] for name in self.layer.state_dict()})
@@ -148,7 +150,8 @@ def test_copies_of_the_embedding_and_head_are_not_read(tmp_path):
     """GLM-4.5 repeats both in its MTP layer. A multimodal model has language_model within the names."""
     held = load_file(save_with_mtp(tmp_path, "glm") / "model.safetensors")
     copies = dict.fromkeys(["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"])
-    plain, names = mtp_layer(held, 3)[1], mtp_layer(held | copies, 3)[1]
+    plain = mtp_layer(held, 3)[1]
+    names = mtp_layer(held | copies, 3)[1]
     assert names == plain
     nested = {name.replace("model.", "model.language_model.", 1): name for name in held}
     assert mtp_layer(nested, 3)[1]["project.weight"] == "model.language_model.layers.3.eh_proj.weight"

@@ -89,7 +89,8 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
     """The rest of q after a sure token of 1 - mass, where p is spread otherwise; to 0.1 points."""
     p, q = realistic(10, 2000, 1, power=0.5)
     row = q[:, :1] * 0
-    p, q = torch.cat([row + 0.3, 0.7 * p], dim=1), torch.cat([row + 1 - mass, mass * q], dim=1)
+    p = torch.cat([row + 0.3, 0.7 * p], dim=1)
+    q = torch.cat([row + 1 - mass, mass * q], dim=1)
     rates = [Optimal(threshold=0.45, extra=0, exact=exact).acceptance_rate(p, q, 3) for exact in (0, 1)]
     close(*rates, 1e-3)
     best = 0.3 + optimal_iid(p[:, 1:], q[:, 1:], 2)
@@ -100,9 +101,11 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
 @pytest.mark.parametrize("k", KS)
 def test_scores_are_uniform_and_the_selected_token_has_its_law(k, exact):
     """By Kolmogorov and Smirnov, and each token's frequency by a z-test."""
-    draws, generator = 100_000, seeded(4)
+    draws = 100_000
+    generator = seeded(4)
     for _ in range(3):
-        p, q = random_law(6, generator)[None], random_law(6, generator)[None]
+        p = random_law(6, generator)[None]
+        q = random_law(6, generator)[None]
         tokens = independent(q, draws * k, generator)
         place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
         x, cell, coupled = couple(p, q, k, exact)
@@ -148,7 +151,8 @@ def test_below_and_at_a_node_of_weight_w_the_mean_output_is_w_p(scheme):
         drawn = scheme.draw(drafts, 3, seeded(6))
         drawn = drawn.columns(drawn.sure.int().argsort(stable=True))
         *draws, (last, rest, _) = selected_first(scheme, many, drafts, drawn, torch.full_like(many[:, :1], weight))
-        reach, output = torch.ones_like(last), torch.zeros_like(many)
+        reach = torch.ones_like(last)
+        output = torch.zeros_like(many)
         for token, (accepted, _, _) in zip(drawn.tokens.split(1, 1), draws, strict=True):
             output.scatter_add_(1, token.clamp(min=0), reach * accepted)
             reach = reach * (1 - accepted)

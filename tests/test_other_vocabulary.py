@@ -32,7 +32,8 @@ def model_of(words, seed=5, **changes):
 @pytest.fixture(scope="module")
 def pair():
     """A byte-level target, and a draft model of SentencePiece's form."""
-    target, draft = model_of(tokenizer(), seed=0), model_of(sentence_piece())
+    target = model_of(tokenizer(), seed=0)
+    draft = model_of(sentence_piece())
     words = shared_vocabulary(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
     return target, OtherVocabulary(draft, target, words)
 
@@ -47,7 +48,8 @@ def test_both_forms_give_the_bytes_of_their_text():
 
 def test_shared_tokens_stand_for_the_same_text(pair):
     target, draft = pair
-    ours, theirs = bytes_of(target.tokenizer), bytes_of(draft.model.tokenizer)
+    ours = bytes_of(target.tokenizer)
+    theirs = bytes_of(draft.model.tokenizer)
     words = draft.words
     assert words.target.tolist() == sorted(words.target.tolist())
     assert [ours[n] for n in words.target.tolist()] == [theirs[n] for n in words.draft.tolist()]
@@ -94,7 +96,8 @@ def test_so_it_does_in_the_target():
 def test_no_shared_token_is_one_line(tmp_path):
     with complains("share no token"):
         shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
-    target, draft = save_model(tmp_path / "target"), save_model(tmp_path / "draft")
+    target = save_model(tmp_path / "target")
+    draft = save_model(tmp_path / "draft")
     without_shared_tokens().save_pretrained(draft)
     with complains(r"cannot draft for this target: the two vocabularies share no token"):
         load(str(target), drafter=f"model:{draft}")
@@ -144,7 +147,8 @@ def test_a_model_with_the_targets_weights_is_accepted_where_it_can_be(pair):
 
 
 def test_the_command_names_the_share(tmp_path, caplog):
-    target, draft = save_model(tmp_path / "target"), tmp_path / "draft"
+    target = save_model(tmp_path / "target")
+    draft = tmp_path / "draft"
     words = sentence_piece()
     save_model(draft, vocab_size=len(words), num_hidden_layers=1)
     words.save_pretrained(draft)

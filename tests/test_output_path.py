@@ -33,7 +33,9 @@ def model_of(name):
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_tree_has_the_logits_of_the_models_own_code(name):
-    model, tree, text = model_of(name), random_tree(), prefix()
+    model = model_of(name)
+    tree = random_tree()
+    text = prefix()
     target = Target(model)
     cache = target.new_cache()
     target.prefill(cache, text)
@@ -45,7 +47,8 @@ def test_a_tree_has_the_logits_of_the_models_own_code(name):
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_logits_of_a_part_of_the_vocabulary_are_those_of_all(name):
-    target, tokens = Target(model_of(name)), torch.tensor([3, 1, 40])
+    target = Target(model_of(name))
+    tokens = torch.tensor([3, 1, 40])
     hidden = torch.randn(2, 3, target.feature_width)
     part = target.output_logits(hidden, target.output_rows(tokens))
     close(part, target.output_logits(hidden)[..., tokens], 1e-5, 1e-5)
@@ -94,7 +97,8 @@ def test_training_gets_the_gradient_through_a_cap(drafted):
     target = Target(model_of("gemma2"))
     tokens = torch.arange(target.vocab_size) if drafted is None else torch.tensor(drafted)
     rows = None if drafted is None else target.output_rows(tokens)
-    weight, cap = target.model.lm_head.weight[tokens], FACTORS["gemma2"]["final_logit_softcapping"]
+    weight = target.model.lm_head.weight[tokens]
+    cap = FACTORS["gemma2"]["final_logit_softcapping"]
     hidden = torch.randn(5, target.feature_width, requires_grad=True)
     (found,) = torch.autograd.grad(target.output_logits(hidden, rows).square().sum(), hidden)
     capped = torch.tanh(hidden @ weight.T / cap) * cap

@@ -45,7 +45,8 @@ def test_a_packed_layer_is_the_plain_one(monkeypatch, shape, outputs, bias, dtyp
     plain = linear(shape[-1], outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, 2, dtype=dtype)[..., 0]
     with torch.inference_mode():
-        expected, found = plain(x).float(), packed_layer(plain)(x)
+        expected = plain(x).float()
+        found = packed_layer(plain)(x)
     assert (found.dtype, found.shape) == (dtype, expected.shape)
     error = (found.float() - expected).abs()
     assert bool((error <= WITHIN[dtype] * expected.abs().amax() if x.numel() else error == 0).all())
@@ -64,7 +65,8 @@ def test_a_packed_head_takes_features_of_the_same_dtype(kind):
 @pytest.mark.parametrize("own", ["forward", "hook"])
 def test_a_layer_that_does_more_than_multiply_stays(own):
     """compressed-tensors rounds the inputs of a plain linear layer in a forward that it gives to the layer."""
-    model, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(3, 8)
+    model = nn.Sequential(nn.Linear(8, 4))
+    x = torch.randn(3, 8)
     if own == "hook":
         model[0].register_forward_pre_hook(lambda module, inputs: inputs[0].round())
     else:

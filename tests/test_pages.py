@@ -21,7 +21,8 @@ from http_serving import serving, tiny_spec
 from treespec.cli import app
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS, EXAMPLES = ROOT / "docs" / "scripts", ROOT / "docs" / "examples"
+SCRIPTS = ROOT / "docs" / "scripts"
+EXAMPLES = ROOT / "docs" / "examples"
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
     for page in (ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))

@@ -113,7 +113,8 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
     spec = load(f"{home}/target", dtype="float32")
     model = spec.target.model
     model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
-    config, ask = config_in(home, tmp_path), Ask([], [3, 4, 5], 0, 200)
+    config = config_in(home, tmp_path)
+    ask = Ask([], [3, 4, 5], 0, 200)
     stock = {t: Stock(model, None, spec.target, Contestant(GENERATE, temperature=t), config) for t in (0.0, 100.0)}
     stock[100.0].sampling["temperature"] = 1e6
     assert len(set(stock[100.0].generated(ask, ()))) > 100  # 139 are expected of 259
@@ -172,7 +173,8 @@ def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     ]  # fmt: skip
     baseline = answered(tmp_path)["target-baseline-t0-b1"]
     for row in served:
-        overall, own = row["overall"], answered(tmp_path)[row["name"]]
+        overall = row["overall"]
+        own = answered(tmp_path)[row["name"]]
         assert (row["same"], row["turns"]) == (5, 5)
         for one, plain in zip(own, baseline, strict=True):
             for name in ("turns", "new_tokens", "prompt_tokens", "ended"):

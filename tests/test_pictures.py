@@ -127,7 +127,8 @@ def test_a_picture_by_http_is_answered_as_in_python(tmp_path):
     processor.save_pretrained(tmp_path)
 
     # 2. A picture of red, as a client sends it.
-    file, picture = io.BytesIO(), Image.new("RGB", (8, 8), "red")
+    file = io.BytesIO()
+    picture = Image.new("RGB", (8, 8), "red")
     picture.save(file, "PNG")
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"}}
     body = {

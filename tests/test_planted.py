@@ -114,7 +114,8 @@ def test_a_choice_that_never_forgets_is_found(monkeypatch):
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_path):
     """A fault in layer.c."""
-    old, new = "norm = key ? OF_KEYS : OF_QUERIES;", "norm = OF_QUERIES;"
+    old = "norm = key ? OF_KEYS : OF_QUERIES;"
+    new = "norm = OF_QUERIES;"
     assert sum(source.read_text().count(old) for source in kernels.SOURCES) == 1
     for source in kernels.SOURCES:
         (tmp_path / source.name).write_text(source.read_text().replace(old, new))

@@ -19,7 +19,9 @@ def test_between_two_stretches_of_long_prompts_the_batch_takes_a_step(spec):
     decoder, (short, *long) = spec.new().decoder, [[9, 4, 30], [5, 6] * 40, [8, 11, 3] * 30, [7, 13] * 30]
     limits = (60, 9, 9, 9)
     texts = [spec.request(p, max_new_tokens=n) for p, n in zip((short, *long), limits, strict=True)]
-    answers, entering, steps = {text: [] for text in texts}, texts[:1], 0
+    answers = {text: [] for text in texts}
+    entering = texts[:1]
+    steps = 0
     decoder.stretch = 7
     with torch.inference_mode():
         while entering or not all(text.ended for text in texts):
@@ -27,7 +29,8 @@ def test_between_two_stretches_of_long_prompts_the_batch_takes_a_step(spec):
             assert texts[0].ended or any(text is texts[0] for text, _ in pieces)
             for text, piece in pieces:
                 answers[text].append(piece)
-            entering, steps = ([], texts[1:])[steps == 0], steps + 1
+            entering = ([], texts[1:])[steps == 0]
+            steps = steps + 1
             if steps == 9:
                 assert all(0 < len(text.committed) <= 28 for text in texts[1:])
                 texts[3].cancelled = True
@@ -61,7 +64,8 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     """Of eight prompts one continues an earlier text, and one is a single token. All have their texts alone."""
     monkeypatch.setattr(kernels, "library", lambda: None)
     target = Target(random_model(CONFIGS[name]()))
-    target.eos, new = frozenset(), 12
+    target.eos = frozenset()
+    new = 12
     spec = Spec(target, random_head(target), "2x2", "topk")
     before = [*range(3, 30)]
     prompts = [[7 + n, 5, *range(9 + n, 9 + 3 * n)] for n in range(6)] + [[11]]
@@ -69,11 +73,14 @@ def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
     wanted = [spec.generate(one, max_new_tokens=new).token_ids for one in prompts]
 
     spec = spec.new()
-    spec.decoder.rows.keep, spec.decoder.stretch = 2, stretch
+    spec.decoder.rows.keep = 2
+    spec.decoder.stretch = stretch
     spec.generate(before, max_new_tokens=new)  # what the last one goes on from
     monkeypatch.setattr(graphs, "Recorder", lambda: None)
     monkeypatch.setattr(graphs, "MET", 10_000)  # none is recorded
-    target.graphs, forwards, prefill = graphs.Graphs(name), [], target.prefill
+    target.graphs = graphs.Graphs(name)
+    forwards = []
+    prefill = target.prefill
     monkeypatch.setattr(target, "prefill", lambda *args: forwards.append(len(args[1])) or prefill(*args))
     texts = [spec.request(one, max_new_tokens=new) for one in prompts]
     found = {text: [] for text in texts}

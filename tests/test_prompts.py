@@ -36,7 +36,8 @@ def answers(spec, prompts):
     return [output.token_ids for output in spec.generate(prompts, max_new_tokens=NEW)]
 
 
-IDS, OTHER = [5, 9, 7], [5, 9, 4]
+IDS = [5, 9, 7]
+OTHER = [5, 9, 4]
 SINGLE = {"list": IDS, "tuple": (5, 9, 7), "tensor": torch.tensor(IDS), "array": np.array(IDS, dtype=np.int32)}
 ROW = {"tensor": torch.tensor([IDS]), "array": np.array([IDS])}
 SEVERAL = {

@@ -167,7 +167,8 @@ def test_a_drafter_of_given_tokens_is_a_source_too():
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_drafter_of_ones_own_serves_texts_that_enter_and_leave(batch):
     """Its positions of each text are the cache's at every cycle, or it stops."""
-    model, texts = target("llama"), [[5, 9, 7], [4], [8, 3, 11, 30], [21, 6]]
+    model = target("llama")
+    texts = [[5, 9, 7], [4], [8, 3, 11, 30], [21, 6]]
     spec = Spec(model, NoDrafts())
     as_undrafted(spec, texts, 10, batch=batch)
     assert "nodrafts" in repr(spec)
@@ -177,7 +178,8 @@ class Rows(PerText):
     per_text = ("numbers", "inner")
 
     def __init__(self, *numbers, inner=None):
-        self.numbers, self.inner = list(numbers), inner
+        self.numbers = list(numbers)
+        self.inner = inner
 
 
 def test_rows_join_and_leave_in_every_field():
@@ -201,7 +203,9 @@ def test_a_cycle_counts_the_draft_models_seconds_apart():
 class Own:
     """A verifier with what `Verifier` names, and nothing else."""
 
-    name, scheme, coupled = "own", TopK(), False
+    name = "own"
+    scheme = TopK()
+    coupled = False
 
     def __call__(self, tree, p, generator):
         return Walk(self.scheme)(tree, p, generator)
@@ -231,7 +235,8 @@ def test_a_name_joins_a_memory_and_a_drafter(name, members):
 
 @pytest.mark.parametrize("prompts, n, answers", [([5, 6], 2, 2), ([[5], [6]], None, 2), ([[5], [6], [7]], 4, 12)])
 def test_seeds_that_leave_their_range_are_told_by_the_one_that_was_given(prompts, n, answers):
-    spec, last = Spec(target("llama"), None), 2**64 - answers
+    spec = Spec(target("llama"), None)
+    last = 2**64 - answers
     outputs = spec.generate(prompts, n=n, seed=last, temperature=1.0, max_new_tokens=1)
     assert len(outputs) == (n if answers == n else len(prompts))
     with complains(

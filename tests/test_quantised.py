@@ -79,7 +79,8 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
 
 def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
     """Rows of the output and of the embedding are those that the modules compute with."""
-    tokens, model = torch.tensor([0, 3, 17, 63]), whole.model
+    tokens = torch.tensor([0, 3, 17, 63])
+    model = whole.model
     hidden = torch.randn(2, 3, whole.feature_width, generator=seeded(1))
     own = whole.output_logits(hidden, whole.output_rows(tokens))
     close(own, whole.output_logits(hidden)[..., tokens], 1e-5)

@@ -91,7 +91,8 @@ def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
     ],
 )
 def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):
-    p, q = law([t1, t2, 1 - t1 - t2]), law([1 / 3, 1 / 3, 1 / 3])
+    p = law([t1, t2, 1 - t1 - t2])
+    q = law([1 / 3, 1 / 3, 1 / 3])
     rates = [stated(name, p, q, 2) for name in ("rrs", "kseq", "is-lp")]
     rates.append(optimal_iid(p[None], q[None], 2).item())
     assert rates == pytest.approx([rrs, kseq, best, best], rel=0, abs=1e-4)
@@ -128,14 +129,17 @@ def test_so_is_that_of_the_tops_and_draws_of_optimal(k):
 @pytest.mark.parametrize("k", [2, 4])
 def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k):
     """Tokens of three classes, equal within each, so Q is a sum over the 3^k sequences of classes; to 1e-9."""
-    sizes, masses, ratios = torch.tensor([3, 1000, 148_997]), law([0.5, 0.3, 0.2]), law([0.1, 0.5, 4])
+    sizes = torch.tensor([3, 1000, 148_997])
+    masses = law([0.5, 0.3, 0.2])
+    ratios = law([0.1, 0.5, 4])
     of_token = torch.arange(3).repeat_interleave(sizes)
     q = (masses / sizes)[of_token]
     p = q * ratios[of_token]  # ascending ratios: prefixes are prefixes of the numbering
     held = torch.nn.functional.one_hot(of_token).cumsum(0).double()  # [V, 3] of each class in the prefix
     inside = torch.zeros_like(q)
     for classes in itertools.product(range(3), repeat=k):
-        used, probability = torch.zeros(3, dtype=torch.float64), torch.ones_like(q)
+        used = torch.zeros(3, dtype=torch.float64)
+        probability = torch.ones_like(q)
         for c in classes:
             probability = probability * (held[:, c] - used[c]) * (masses / sizes)[c] / (1 - used @ (masses / sizes))
             used[c] += 1
@@ -147,7 +151,8 @@ def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k):
 
 @pytest.mark.parametrize("name, k", [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
 def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
-    rows, generator = 200 if name == "rrs-wo" else 20, seeded(6)
+    rows = 200 if name == "rrs-wo" else 20
+    generator = seeded(6)
     for p, q in every_pair(0):
         rate, error = measured(scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32)
         error = error.square().sum().sqrt() / rows

@@ -39,7 +39,8 @@ MESSAGES = [
 def test_sharegpt_and_messages_as_lines_or_as_a_list_read_the_same(tmp_path):
     read = []
     for i, entries in enumerate((SHAREGPT, MESSAGES)):
-        lines, whole = tmp_path / f"{i}.jsonl", tmp_path / f"{i}.json"
+        lines = tmp_path / f"{i}.jsonl"
+        whole = tmp_path / f"{i}.json"
         lines.write_text("\n\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries), "utf-8-sig")
         whole.write_text(json.dumps(entries, indent=2), "utf-8")
         for path in (lines, whole):

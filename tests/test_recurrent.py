@@ -61,7 +61,8 @@ def alone(name, ids):
 
     By plain forwards over the whole text where token 0 would be taken for padding.
     """
-    model, text = target(name), list(ids)
+    model = target(name)
+    text = list(ids)
     if 0 not in ids:
         return plain_generate(model, ids, NEW)
     while len(text) < len(ids) + NEW and (text[-1] not in model.eos or len(text) == len(ids)):
@@ -72,9 +73,13 @@ def alone(name, ids):
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
     """The path 0 1 5 8 is no chain: the layers compute its states again."""
-    model, tree, text, path = target(name), random_tree(), prefix(length=9), [0, 1, 5, 8]
+    model = target(name)
+    tree = random_tree()
+    text = prefix(length=9)
+    path = [0, 1, 5, 8]
     assert model.recurrent.continues == RECURRENT[name]
-    cache, again = model.new_cache(capacity=4), model.new_cache()
+    cache = model.new_cache(capacity=4)
+    again = model.new_cache()
     for part in text.split(4, 1):
         model.prefill(cache, part)
     logits = model.forward_tree(cache, tree).logits
@@ -84,14 +89,16 @@ def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
     cache.commit([path])
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     following = random_tree(seed=7)
-    ours, fresh = model.forward_tree(cache, following), model.forward_tree(again, following)
+    ours = model.forward_tree(cache, following)
+    fresh = model.forward_tree(again, following)
     close(ours.logits, fresh.logits, TOLERANCE, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in RECURRENT])
 def test_greedy_answers_are_one_token_decodings_own(name):
     """By chains and trees of a draft model that carries a state too, alone and two texts together."""
-    model, prompts = target(name), [prompt(), prompt(length=12, seed=4)]
+    model = target(name)
+    prompts = [prompt(), prompt(length=12, seed=4)]
     wanted = [alone(name, ids) for ids in prompts]
     assert model.recurrent
     accepted = 0
@@ -108,8 +115,12 @@ def test_greedy_answers_are_one_token_decodings_own(name):
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_commit_reads_no_weights_of_linear_layers(name):
     """The states of the path 0 1 5 8 from what the forward computed: the weights are gone by then."""
-    model, tree, text, path = Target(random_model(tiny(MODELS[name]))), random_tree(), prefix(length=9), [0, 1, 5, 8]
-    cache, again = model.new_cache(), model.new_cache()
+    model = Target(random_model(tiny(MODELS[name])))
+    tree = random_tree()
+    text = prefix(length=9)
+    path = [0, 1, 5, 8]
+    cache = model.new_cache()
+    again = model.new_cache()
     model.prefill(cache, text)
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     model.forward_tree(cache, tree)
@@ -125,7 +136,8 @@ def test_commit_reads_no_weights_of_linear_layers(name):
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
 def test_texts_enter_and_leave_a_batch_with_their_states(name):
     """Of five prompts two at a time; one is a single token, another begins as the one before it."""
-    model, first = target(name), prompt()
+    model = target(name)
+    first = prompt()
     prompts = [first, [7], prompt(length=12, seed=4), [*first, 9, 11], [*first, 9, 11, 5]]
     spec = Spec(model, proposer(name).new(), "2x2")
     wanted = [alone(name, ids) for ids in prompts]
@@ -137,7 +149,8 @@ def test_texts_enter_and_leave_a_batch_with_their_states(name):
 
 
 def test_a_text_that_goes_on_reuses_the_states_after_its_prompt():
-    model, first = target("qwen3_next"), prompt(length=12)
+    model = target("qwen3_next")
+    first = prompt(length=12)
     spec = Spec(model, proposer("qwen3_next").new(), "2x2")
     answer = spec.generate(first, max_new_tokens=NEW).token_ids
     longer = [*first, *answer, 5, 6]

@@ -68,7 +68,8 @@ def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
     expected = []
     for line in lines_of(whole):
         for turn in range(len(line["tokens"])):
-            prompt, options = line["messages"][: 2 * turn + 1], {"temperature": line["temperature"]}
+            prompt = line["messages"][: 2 * turn + 1]
+            options = {"temperature": line["temperature"]}
             seed = drawn(whole.seed, line["row"], turn)
             answer = spec.generate(prompt, seed=seed, max_new_tokens=whole.max_new_tokens, **options)
             expected.append((spec.encode(prompt), answer.token_ids))
@@ -251,7 +252,8 @@ PROBLEMS.add("an answer is empty")
 
 
 def test_each_question_is_answered_or_left_out_and_no_two_are_the_same(questioned):
-    rows, left_out = by_row(questioned), lines_of(questioned, LEFT_OUT)
+    rows = by_row(questioned)
+    left_out = lines_of(questioned, LEFT_OUT)
     assert len(rows) >= 4
     assert {*rows, *(line["row"] for line in left_out)} == {f"template-{number}" for number in range(12)}
     assert len({normal(line["messages"][0]["content"]) for line in rows.values()}) == len(rows)

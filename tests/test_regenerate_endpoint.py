@@ -36,7 +36,8 @@ def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
     result = regenerate(config)
     assert (result.conversations, result.tokens) == (12, 3 * len(server.requests))
     for line in lines_of(config):
-        asked, answers = line["messages"][::2], line["messages"][1::2]
+        asked = line["messages"][::2]
+        answers = line["messages"][1::2]
         assert [answer["content"] for answer in answers] == [question["content"].upper() for question in asked]
         assert line["ended"] == ["model"] * len(answers)
     for path, key, body in server.requests:

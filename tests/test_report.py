@@ -135,7 +135,9 @@ class Tags(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.tags, self.open, self.text = [], [], ""
+        self.tags = []
+        self.open = []
+        self.text = ""
         self.feed(html)
         assert self.open == []
 
@@ -160,7 +162,8 @@ def page_with(text):
 
 
 def test_text_from_outside_never_becomes_markup():
-    harmless, evil = Tags(page_with("word")), Tags(page_with(EVIL))
+    harmless = Tags(page_with("word"))
+    evil = Tags(page_with(EVIL))
     assert evil.tags == harmless.tags
     assert evil.text.count("<script>alert(1)</script>") > 8
     assert "{{ 7 * 7 }}&amp;" in evil.text

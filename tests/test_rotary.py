@@ -52,8 +52,10 @@ FIXED = {
 
 def assert_equal_to_the_plain_model(target, length):
     """A tree behind so many tokens, prefilled in chunks, beside a shorter text."""
-    text, tree = prefix(length=length), random_tree()
-    cache, beside = target.new_cache(), target.new_cache()
+    text = prefix(length=length)
+    tree = random_tree()
+    cache = target.new_cache()
+    beside = target.new_cache()
     for part in text.split(10, 1):
         target.prefill(cache, part)
     target.prefill(beside, text[:, :5])
@@ -103,10 +105,12 @@ def test_llama_4_ends_where_its_attention_scales_by_column():
 def test_a_head_with_a_partial_rotary_factor_turns_that_part_alone_as_transformers_does(rope):
     rope = rope | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = random_model(hf.NemotronConfig(**GROUPED, head_dim=8, rope_parameters=rope)).model
-    theirs, config = model.layers[0].self_attn, hf.LlamaConfig(**GROUPED, rope_parameters=rope)
+    theirs = model.layers[0].self_attn
+    config = hf.LlamaConfig(**GROUPED, rope_parameters=rope)
     own = Attention(config, qkv_bias=False, in_features=32)
     own.load_state_dict(theirs.state_dict())
-    x, places = torch.randn(1, 5, 32), torch.arange(5)
+    x = torch.randn(1, 5, 32)
+    places = torch.arange(5)
     causal = torch.full((5, 5), float("-inf")).triu(1)[None, None]
     expected = theirs(x, model.rotary_emb(x, places[None]), causal)[0]
     torch.testing.assert_close(own(x, Rotary(config)(places, x.dtype), None, None), expected)

@@ -144,7 +144,8 @@ def test_without_their_packages_parquet_and_the_hub_are_one_line(tmp_path, monke
 def test_files_packed_with_zstd_train_the_same_tokens(tmp_path, expected):
     """Also of several frames, and parquet; one that is cut off or damaged is named, whole lines or not."""
     zstandard = pytest.importorskip("zstandard")
-    packer, folder = zstandard.ZstdCompressor(), tmp_path / "folder"
+    packer = zstandard.ZstdCompressor()
+    folder = tmp_path / "folder"
     folder.mkdir()
     written = [(json.dumps(row) + "\n").encode() for row in FORMS["messages"]]
     file = folder / "rows.jsonl.zst"

@@ -52,7 +52,8 @@ def test_no_drafter_changes_the_text_of_a_seed(drafter, way):
 
 def test_texts_of_many_seeds_have_the_targets_distribution():
     """Two tokens of 4, each text by a seed of its own."""
-    spec, runs = spec_of("model", "2x2", "gumbel"), 2000
+    spec = spec_of("model", "2x2", "gumbel")
+    runs = 2000
     outputs = spec.generate([PROMPT] * runs, temperature=0.8, max_new_tokens=2, seed=list(range(runs)), batch=500)
     found = Counter(tuple(output.token_ids) for output in outputs)
     wanted = distribution(spec.target, PROMPT, 2, SamplingParams(temperature=0.8))
@@ -74,7 +75,8 @@ HELD = torch.tensor([1, 3])
 
 def half_drafted():
     """A draft model that is the target, of which it drafts HELD alone."""
-    model, names = near(2), {token: bytes([97 + token]) for token in range(VOCAB)}
+    model = near(2)
+    names = {token: bytes([97 + token]) for token in range(VOCAB)}
     words = SharedVocabulary(HELD, HELD, names, {name: token for token, name in names.items()})
     return Spec(model, OtherVocabulary(model, model, words), "chain:3", "gumbel")
 
@@ -92,11 +94,13 @@ def test_half_the_vocabulary_drafts_each_output_that_it_holds():
     """The draft model is the target, so a draft is refused where the output is none of its tokens, and only there."""
     spec = half_drafted()
     output = spec.generate(PROMPT, temperature=1.3, max_new_tokens=80, seed=1)
-    ids, held = list(output.token_ids), set(HELD.tolist())
+    ids = list(output.token_ids)
+    held = set(HELD.tolist())
     lengths = output.stats.accepted[:-1]  # the last cycle ends with the answer
     assert len({*lengths}) > 2
     for accepted in lengths:
-        cycle, ids = ids[: accepted + 1], ids[accepted + 1 :]
+        cycle = ids[: accepted + 1]
+        ids = ids[accepted + 1 :]
         assert {*cycle[:accepted]} <= held
         assert accepted == 3 or cycle[-1] not in held
 
@@ -119,7 +123,8 @@ def gumbel_number(seed, position, token):
 
 def text_by_definition(target, prompt, seed, temperature, new):
     """Whole forwards of transformers' model, no cache, no tree: the largest log-probability plus noise each time."""
-    start, ids = seed_of_noise(seed, prompt), list(prompt)
+    start = seed_of_noise(seed, prompt)
+    ids = list(prompt)
     for position in range(new):
         with torch.no_grad():
             logits = target.model(torch.tensor([ids])).logits[0, -1]
@@ -132,7 +137,8 @@ def text_by_definition(target, prompt, seed, temperature, new):
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
 def test_the_text_of_a_seed_is_that_of_its_definition(seed):
     """With drafts of depth six that are all accepted, so the noise of every depth counts."""
-    decoded, options = target("llama"), {"temperature": 0.9, "seed": seed, "ignore_eos": True}
+    decoded = target("llama")
+    options = {"temperature": 0.9, "seed": seed, "ignore_eos": True}
     spec = Spec(decoded, ModelProposer(decoded, decoded), "chain:6", "gumbel")
     output = spec.generate(PROMPT, max_new_tokens=28, **options)
     assert output.stats.accepted == [6] * 4
@@ -199,14 +205,16 @@ def half():
 def test_neighbours_and_what_was_said_before_change_no_token(half, temperature):
     """A batch of eight against each alone; then each goes on behind its own completion."""
     options = {"temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
-    prompts, plain = random_prompts(8), half.baseline()
+    prompts = random_prompts(8)
+    plain = half.baseline()
     outputs = half.generate(prompts, seed=5, batch=8, **options)
     alone = [plain.generate(prompt, seed=5 + i, **options) for i, prompt in enumerate(prompts)]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
     longer = [[*prompt, *output.token_ids, 7] for prompt, output in zip(prompts, outputs, strict=True)]
     for prompt, more in zip(prompts[:3], longer, strict=False):
         half.generate(prompt, seed=5, **options)
-        resumed, fresh = half.generate(more, seed=9, **options), plain.new().generate(more, seed=9, **options)
+        resumed = half.generate(more, seed=9, **options)
+        fresh = plain.new().generate(more, seed=9, **options)
         assert resumed.stats.cached_tokens > 0
         assert resumed.token_ids == fresh.token_ids
 

@@ -40,7 +40,8 @@ def test_probs_equal_transformers_warpers(params):
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-46, 1e-40, 1e-12, 9e-6])
 def test_a_tiny_temperature_is_0_and_one_hot(temperature):
     """Divided by it, logits are infinite."""
-    logits, params = torch.randn(9, 30, generator=seeded(0)), SamplingParams(temperature)
+    logits = torch.randn(9, 30, generator=seeded(0))
+    params = SamplingParams(temperature)
     assert params.greedy
     assert torch.equal(probs(logits, params), torch.nn.functional.one_hot(greedy_choice(logits), 30).float())
 

@@ -138,7 +138,8 @@ def test_masses_that_do_not_sum_to_1_are_normalised(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_a_scheme_cannot_draw_or_answer_is_refused(name):
-    scheme, generator = SCHEMES[name], torch.Generator()
+    scheme = SCHEMES[name]
+    generator = torch.Generator()
     q = torch.full((1, 5), 0.2)
     if scheme.max_draws:
         with complains(f"at most {scheme.max_draws} draws"):

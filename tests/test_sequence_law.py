@@ -36,7 +36,8 @@ def test_optimal_gives_the_targets_distribution():
     A text of a target of 4 tokens is cut into blocks of two. The law of a block given the two tokens before it is the
     table's, wherever the cycles began and ended, so the χ² of all contexts add up.
     """
-    spec, params = spec_of("eagle", "2x2", "optimal"), SamplingParams(temperature=0.8)
+    spec = spec_of("eagle", "2x2", "optimal")
+    params = SamplingParams(temperature=0.8)
     contexts = {pair: Counter() for pair in itertools.product(range(4), repeat=2)}
     for out in spec.generate([[1, 2]] * 2, temperature=0.8, max_new_tokens=600, seed=0):
         text = [1, 2, *out.token_ids]
@@ -46,7 +47,8 @@ def test_optimal_gives_the_targets_distribution():
     for pair, blocks in contexts.items():
         law = distribution(spec.target, list(pair), 2, params)
         one, cells = chi_square([blocks[block] for block in law], list(law.values()))
-        statistic, freedom = statistic + one, freedom + cells
+        statistic = statistic + one
+        freedom = freedom + cells
     assert freedom > 30
     assert statistic < chi2.isf(ERROR, freedom)
 
@@ -57,7 +59,8 @@ def test_two_turns_of_one_seed_begin_with_the_same_token_as_often_as_the_target_
     spec = spec_of(drafter, "2x2" if drafter == "eagle" else None, "rrs-wo")
     runs = 2500
     options = {"temperature": 1.0, "max_new_tokens": 1, "seed": list(range(runs)), "batch": 500}
-    turns, prompts = [], [[1, 2]] * runs
+    turns = []
+    prompts = [[1, 2]] * runs
     for _ in range(2):
         turns.append([out.token_ids for out in spec.generate(prompts, **options)])
         prompts = [[*prompt, *said, 1, 2] for prompt, said in zip(prompts, turns[-1], strict=True)]

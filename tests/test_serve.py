@@ -28,7 +28,8 @@ def chat(ai):
 
 def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(chat, ai, tiny):
     wanted = tiny.generate(MESSAGES, **SAME)
-    answer, stats = chat(), wanted.stats
+    answer = chat()
+    stats = wanted.stats
     assert answer.choices[0].message.content == wanted.text
     assert (answer.choices[0].finish_reason, answer.model) == ("length", NAME)
     usage = answer.usage
@@ -125,7 +126,8 @@ def test_what_the_server_tells_of_itself(http, ai, tiny):
     model = ai.models.retrieve(NAME)
     assert (model.max_model_len, model.dtype, model.drafter) == (4200, "float32", tiny.source.name)
     for path in ("/", "/health"):
-        head, kind = http.head(path), http.get(path).headers["content-type"]
+        head = http.head(path)
+        kind = http.get(path).headers["content-type"]
         assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", kind)
     assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
     ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
@@ -140,7 +142,8 @@ def test_what_the_server_tells_of_itself(http, ai, tiny):
     assert 'treespec_requests_total{path="/v1/completions",status="200"}' in values
 
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import time
 import pytest
 from http_serving import MESSAGES, client, serving, tiny_spec, until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0}
 FIELDS = [  # of a chat's request, each wrong by itself

@@ -127,7 +127,8 @@ def test_a_tool_that_must_be_called_is_called(chat):
 def test_log_probabilities_are_those_of_the_python_call(chat, spec):
     wanted = spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=12, logprobs=True, top_logprobs=3)
     options = {"max_tokens": 12, "logprobs": True, "top_logprobs": 3}
-    whole, streamed = chat(**options).choices[0].logprobs.content, []
+    whole = chat(**options).choices[0].logprobs.content
+    streamed = []
     for chunk in chat(**options, stream=True):
         streamed += (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
     assert [one.bytes and bytes(one.bytes).decode() for one in whole] == [

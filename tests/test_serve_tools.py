@@ -44,12 +44,16 @@ CASES = [  # template, the model's text, what is shown of it, its calls
 
 def pieces_of(words, text, seed):
     """The text as pieces of a few tokens, as an answer brings them."""
-    tokens, coins, at, before = words.encode(text, add_special_tokens=False), random.Random(seed), 0, ""
+    tokens = words.encode(text, add_special_tokens=False)
+    coins = random.Random(seed)
+    at = 0
+    before = ""
     while at < len(tokens):
         size = coins.randrange(1, 6)
         upto = words.decode(tokens[: at + size], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         yield Piece(upto[len(before) :], tokens[at : at + size], drafted=bool(seed % 2))
-        at, before = at + size, upto
+        at = at + size
+        before = upto
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -59,7 +63,8 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
     if special:  # such as Mistral's, which leaves them out of the text
         words.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]})
     for seed in range(12):
-        catcher, said = Catcher(form_of(template), words), ""
+        catcher = Catcher(form_of(template), words)
+        said = ""
         for piece in pieces_of(words, text, seed):
             said += catcher.show(piece)
         rest, found = catcher.finish()

@@ -37,7 +37,8 @@ def test_a_soak_over_http_gives_each_client_its_own_answer(requests):
             coins = random.Random(number)
             left = coins.randrange(1, 6) if coins.random() < 0.1 else None  # events until it leaves
             body = {"model": NAME, "prompt": prompts[number], "max_tokens": 24, "temperature": 0, "stream": True}
-            parts, ended = [], False
+            parts = []
+            ended = False
             with client(server) as http, http.stream("POST", "/v1/completions", json=body) as stream:
                 assert stream.status_code == 200
                 for line in stream.iter_lines():

@@ -17,7 +17,8 @@ from treespec.errors import SupersededError
 from treespec.model.target import Target
 
 NEW = 16
-ONE, OTHER = prompt(), prompt(length=9, seed=11)
+ONE = prompt()
+OTHER = prompt(length=9, seed=11)
 SOURCES = {
     "head": random_head,
     "model": lambda model: ModelProposer(small(), model),
@@ -128,7 +129,9 @@ def test_threads_with_a_spec_each_share_the_target(spec, wanted):
 
 
 def test_a_thread_that_generates_ends_anothers_stream_and_waits_for_none(spec, wanted):
-    stream, begun, generated = spec.stream(ONE, max_new_tokens=NEW), Event(), Event()
+    stream = spec.stream(ONE, max_new_tokens=NEW)
+    begun = Event()
+    generated = Event()
 
     def streams():
         seen = said(itertools.islice(stream, 1))

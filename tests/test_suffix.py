@@ -38,13 +38,15 @@ def test_it_finds_the_longest_suffix(seed):
     random = np.random.default_rng(seed)
     texts = [random.integers(3, size=30).tolist() for _ in range(2)]
     context = random.integers(3, size=12).tolist()
-    wanted, follow = 0, Counter()
+    wanted = 0
+    follow = Counter()
     for length in range(1, 13):
         ends = [
             (text, end) for text in texts for end in range(length, 30) if text[end - length : end] == context[-length:]
         ]
         if ends:
-            wanted, follow = length, Counter(text[end] for text, end in ends)
+            wanted = length
+            follow = Counter(text[end] for text, end in ends)
     length, places = longest_match(joined(*texts), np.array(context), 64)
     assert (length, Counter(joined(*texts)[places].tolist())) == (wanted, follow)
 
@@ -213,7 +215,8 @@ def test_what_one_process_remembers_the_next_one_knows(tmp_path):
 
 
 def test_two_at_a_time_lose_nothing(tmp_path):
-    one, other = cache(tmp_path), cache(tmp_path)
+    one = cache(tmp_path)
+    other = cache(tmp_path)
     for number in range(20):
         (one if number % 2 else other).add([number, number])
     assert [int(text.split()[0]) for text in texts(cache(tmp_path))[:-1]] == list(range(20))

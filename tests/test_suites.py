@@ -125,7 +125,8 @@ def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path)
 
 
 def test_a_place_with_another_file_is_passed_over(server, tmp_path):
-    content, digest = FILES["gsm8k"], hashlib.sha256(FILES["gsm8k"]).hexdigest()
+    content = FILES["gsm8k"]
+    digest = hashlib.sha256(FILES["gsm8k"]).hexdigest()
     address = suites.SUITES["gsm8k"].places[0].url
     (server / "other").write_bytes(b"other")
     other = WebFile(address.replace("gsm8k", "other"))

@@ -40,7 +40,9 @@ def paths_of(tree):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_commit_equals_a_fresh_prefill(name):
-    model, tree, text = target(name), random_tree(), prefix()
+    model = target(name)
+    tree = random_tree()
+    text = prefix()
     path = [0, 1, 5, 8]  # moves keys and values
     assert tree.ancestors[8].nonzero().flatten().tolist() == path
     cache = model.new_cache(capacity=16)
@@ -51,13 +53,15 @@ def test_commit_equals_a_fresh_prefill(name):
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     assert cache.lengths == again.lengths == [PREFIX + 4]
     following = random_tree(seed=7)
-    ours, fresh = model.forward_tree(cache, following), model.forward_tree(again, following)
+    ours = model.forward_tree(cache, following)
+    fresh = model.forward_tree(again, following)
     close(ours.logits, fresh.logits, TOLERANCE, TOLERANCE)
     close(ours.features, fresh.features, TOLERANCE, TOLERANCE)
 
 
 def test_aux_layers_are_transformers_hidden_states():
-    model, text = target("llama"), prefix()
+    model = target("llama")
+    text = prefix()
     aux_layers = (0, 1, 2)
     cache = model.new_cache()
     features = torch.cat([model.prefill(cache, part, aux_layers) for part in text.split(4, 1)], 1)

@@ -24,7 +24,8 @@ from treespec.trees.policy import policy
 from treespec.trees.tree import Draws
 
 # Samples; the standard error of a share is below 0.5 / sqrt(1600), and none may be five of them off.
-SAMPLED, NOISE = 1600, 0.065
+SAMPLED = 1600
+NOISE = 0.065
 SURE = "block-optimal:threshold=0,extra=0"  # all draws but the last
 
 
@@ -37,10 +38,12 @@ def enumerated(scheme, p, q, k):
     """[V, k] Pr(the output is y, and draw i is the first of y), from all draws; of scores from many samples."""
     if scheme.name == "optimal":
         draws = scheme.draw(q.expand(4 * SAMPLED, -1), k, seeded(1))
-        tokens, chance = draws.tokens, torch.full((4 * SAMPLED,), 1 / (4 * SAMPLED), dtype=torch.float64)
+        tokens = draws.tokens
+        chance = torch.full((4 * SAMPLED,), 1 / (4 * SAMPLED), dtype=torch.float64)
     else:
         found = outcomes(scheme.name, q, k)
-        tokens, chance = torch.tensor([d for d, _ in found]), torch.tensor([c for _, c in found], dtype=torch.float64)
+        tokens = torch.tensor([d for d, _ in found])
+        chance = torch.tensor([c for _, c in found], dtype=torch.float64)
         draws = Draws(tokens)
     plan = scheme.plan(p.expand(len(tokens), -1), q.expand(len(tokens), -1), draws) * chance[:, None]
     return torch.stack([(first(tokens, y, k) * plan[:, y : y + 1]).sum(0) for y in range(len(p))])
@@ -50,7 +53,8 @@ def raced(p, q, k):
     """`enumerated` of the verifier over noise, by sampling the noise."""
     times = torch.empty(4 * SAMPLED, len(p), dtype=torch.float64).exponential_(generator=seeded(2))
     tokens = (times / q).topk(k, largest=False).indices
-    tokens, output = tokens.masked_fill(q[tokens] == 0, -1), (times / p).argmin(-1)
+    tokens = tokens.masked_fill(q[tokens] == 0, -1)
+    output = (times / p).argmin(-1)
     shares = [(first(tokens, y, k) & (output == y)[:, None]).double().mean(0) for y in range(len(p))]
     return torch.stack(shares)
 
@@ -86,8 +90,10 @@ def pair_of(verifier, shape):
 @torch.no_grad()
 def cycles_of(verifier, shape, spec, text, samples=400):
     """The mean number of cycles for a text of the tiny pair."""
-    pair, params = pair_of(verifier, shape), SamplingParams(1.0)
-    text, generator = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0), seeded(0)
+    pair = pair_of(verifier, shape)
+    params = SamplingParams(1.0)
+    text = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
+    generator = seeded(0)
     steps = []
     for p, scores, y in along_text(spec, text, pair.tree.max_depth, params):
         both = pad(probs(scores, params), (0, 1)), pad(scores.softmax(-1), (0, 1))
@@ -115,9 +121,11 @@ def test_tau_is_that_of_the_real_loop(verifier, shape):
 
 @pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4")])
 def test_tau_of_trees_that_are_drafted_anew_is_that_of_the_real_loop(kind, shape):
-    spec, params = spec_of(kind, shape, "topk"), SamplingParams(1.0)
+    spec = spec_of(kind, shape, "topk")
+    params = SamplingParams(1.0)
     texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
-    one, found = Decoded("topk", shape, policy(shape)), 0.0
+    one = Decoded("topk", shape, policy(shape))
+    found = 0.0
     for text, chance in texts.items():
         along = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
         cycles = one.cycles(spec, Cost((1, 2), (1.0, 1.0)), along, params, 5)
@@ -131,7 +139,8 @@ def test_a_run_keeps_its_texts_and_writes_tables_and_plots(home, tmp_path):
     models |= {"out": str(tmp_path), "max_new_tokens": 8, "dtype": "float32", "temperature": "1"}
     asked = {"verifier": "rrs,block,traversal,topk", "tree": "chain:2;2x2;dynamic:depth=2,topk=2,nodes=4"}
     config = TauConfig(**models, **asked, batch="1,4", bandwidth=100.0, flops=1.0)
-    found, texts = measure(config), (tmp_path / "texts-1.json").read_text()
+    found = measure(config)
+    texts = (tmp_path / "texts-1.json").read_text()
     pairs = [(row["tree"][:7], row["verifier"]) for row in found["rows"]]
     any_width = ("rrs", "traversal", "topk")
     wanted = [*(("chain:2", name) for name in (*any_width, "block")), *(("2x2", name) for name in any_width)]

@@ -73,7 +73,8 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
     text = list(PROMPT)
     spec = Spec(*models, tree, verifier)
     options = {"temperature": temperature, "max_new_tokens": 23, "seed": 1}
-    cycles, wanted = list(trace(spec, PROMPT, **options)), spec.generate(PROMPT, **options)
+    cycles = list(trace(spec, PROMPT, **options))
+    wanted = spec.generate(PROMPT, **options)
     assert [token for cycle in cycles for piece in cycle.answer for token in piece.token_ids] == wanted.token_ids
     assert [cycle.new_tokens - 1 for cycle in cycles] == wanted.stats.accepted
     assert [cycle.number for cycle in cycles] == list(range(1, len(cycles) + 1))
@@ -81,13 +82,15 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
         assert cycle.tokens[0] == text[-1]
         paths = [[]]
         for node in range(1, len(cycle.tokens)):
-            above, token = paths[cycle.parents[node]], cycle.tokens[node]
+            above = paths[cycle.parents[node]]
+            token = cycle.tokens[node]
             assert cycle.p[node] == pytest.approx(float(target_law(text + above)[token]), abs=1e-4)
             assert cycle.q[node] == pytest.approx(float(draft_law(text, above)[token]), abs=1e-4)
             paths.append([*above, token])
         links = list(zip(cycle.parents, cycle.tokens, strict=True))
         assert len(set(links)) == len(links)  # a repeated draw is no node of its own
-        said, path = cycle.own, paths[cycle.own.at]
+        said = cycle.own
+        path = paths[cycle.own.at]
         assert said.p == pytest.approx(float(target_law(text + path)[said.token]), abs=1e-4)
         if said.q is not None:
             distribution = draft_law(text, path)

@@ -123,7 +123,8 @@ def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts
 
 def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_drafts(config, capsys):
     config = replace(config, max_steps=2)
-    whole, small = trained(beside(config, "whole")), trained(config, draft_vocab=20, calibrate=True, validate_on=2)
+    whole = trained(beside(config, "whole"))
+    small = trained(config, draft_vocab=20, calibrate=True, validate_on=2)
     assert not same_head(small, whole)
     said = json.loads(Path(config.out, "draft_vocab.json").read_text())
     assert f"20 tokens, {said['coverage']:.1%} of the answers" in capsys.readouterr().out
@@ -148,7 +149,8 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
 def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, loss):
     """Against a loop over positions, in float32: 1e-4. Medusa's published one is over the text's tokens."""
     model = target("llama")
-    head, total = heads_for(model, kind), 0.0
+    head = heads_for(model, kind)
+    total = 0.0
     batch = batch_of(model, head)
     for i in range(4):
         losses = []

@@ -65,7 +65,8 @@ def test_any_flipped_bit_in_stored_features_is_named(config):
         return torch.cat([*map(StoredFeatures(shard.parent).row, numbers)])
 
     assert read().isfinite().all()
-    header, size = 8 + int.from_bytes(shard.read_bytes()[:8], "little"), shard.stat().st_size
+    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+    size = shard.stat().st_size
     for at in (*range(0, header, 5), (header + size) // 2, size - 1):
         whole = flipped(shard, (at + 0.5) / size)
         with complains(re.escape(config.features)):
@@ -74,7 +75,8 @@ def test_any_flipped_bit_in_stored_features_is_named(config):
 
 
 def test_a_damaged_result_is_named_and_a_deleted_result_or_head_is_made_again(config):
-    before, result = weights(trained(config)), folder_of(config) / "result.json"
+    before = weights(trained(config))
+    result = folder_of(config) / "result.json"
     flipped(result, 0.5)
     assert str(result) in refused(config)
     for file in (result, Path(config.out) / "model.safetensors"):
@@ -163,7 +165,8 @@ def test_records_of_another_format_and_checkpoints_without_a_record_are_refused(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
     random_model(CONFIGS[name]()).save_pretrained(tmp_path)
-    whole, part = Target.load(str(tmp_path)), Target(load_ends(str(tmp_path)), ends=True)
+    whole = Target.load(str(tmp_path))
+    part = Target(load_ends(str(tmp_path)), ends=True)
     tokens = torch.arange(3, 20)
     hidden = torch.randn(4, whole.feature_width, generator=seeded(0))
     assert torch.equal(part.embeddings(tokens), whole.embeddings(tokens))

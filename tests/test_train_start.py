@@ -79,7 +79,8 @@ def test_it_is_the_32000_most_frequent_where_the_target_has_more():
 def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path, kind, vocabulary):
     """With learning rate 0 they stay what they were, in more data too, and so do an EAGLE-3 head's draft tokens."""
     config = trained(config, max_steps=1, head=kind, draft_vocab=vocabulary)
-    more, on = write_data(tmp_path / "more.jsonl", count=40, name="other"), {"from_head": config.out}
+    more = write_data(tmp_path / "more.jsonl", count=40, name="other")
+    on = {"from_head": config.out}
     still = trained(beside(config, "still"), draft_vocab=None, learning_rate=0.0, data=str(more), **on)
     assert same_head(config, still)
     assert f"its kind is {kind}, not hydra" in refused(beside(still, "other"), head="hydra")
@@ -88,7 +89,8 @@ def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path, kind, 
 @pytest.mark.parametrize("bias", [True, False])
 def test_fitted_first_weights_are_the_least_squares_map_to_the_next_feature(config, bias):
     """Against torch's own solver in float64, with the same ridge, to 1e-3 of the weights' norm."""
-    model, options = Target.load(config.target, dtype="float32"), replace(config, bias=bias)
+    model = Target.load(config.target, dtype="float32")
+    options = replace(config, bias=bias)
     head = untrained(options, model)
     examples, _ = encode_conversations(model.tokenizer, read_conversations(config.data)[0], None, 2048)
     data = prepare(options, model, (), examples, make_accelerator(options))
@@ -129,8 +131,10 @@ def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind):
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""
-    recipe, rates = options(head=kind, warm_up=warm_up).recipe, []
-    by_steps, by_minutes = Clock(1000), Clock(10**9, minutes=10)
+    recipe = options(head=kind, warm_up=warm_up).recipe
+    rates = []
+    by_steps = Clock(1000)
+    by_minutes = Clock(10**9, minutes=10)
     for step in range(1, 1000):
         seconds = 0.6 * step
         rates.append(learning_rate(recipe, by_steps, step, seconds))

@@ -29,11 +29,13 @@ from treespec.train.run import train
 
 def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
     model = Target.load(str(model_folder), dtype="float32")
-    head, prompts = new_head("eagle", model), [[3, 4, 5], [7, 8, 9, 10]]
+    head = new_head("eagle", model)
+    prompts = [[3, 4, 5], [7, 8, 9, 10]]
     save_head(head, tmp_path / "head")
     spec = load(str(model_folder), f"{tmp_path}/head", "chain:3", "topk", dtype="float32")
     stats = [spec.generate(prompt, temperature=0.0, max_new_tokens=20).stats for prompt in prompts]
-    accepted, cycles = sum(sum(one.accepted) for one in stats), sum(one.cycles for one in stats)
+    accepted = sum(sum(one.accepted) for one in stats)
+    cycles = sum(one.cycles for one in stats)
     found = decoded_length(head, model, prompts, steps=3, tokens=20)
     assert found == pytest.approx(1 + accepted / cycles)
 
@@ -59,7 +61,8 @@ def test_the_best_head_of_the_validations_is_kept_and_the_last_one_saved(config,
 
 
 def test_reported_losses_are_means_over_the_steps_since_the_last_report(tmp_path):
-    meter, values = Meter(Accelerator(cpu=True), tmp_path / "metrics.jsonl", Place()), torch.tensor([1.0, 2.0, 6.0])
+    meter = Meter(Accelerator(cpu=True), tmp_path / "metrics.jsonl", Place())
+    values = torch.tensor([1.0, 2.0, 6.0])
     meter.count([Loss(values[0], {"token": values[1], "tokens": values[2]})])
     meter.count([Loss(values[1], {"token": values[2], "token_2": values[0]}), Loss(values[2], {"token": values[0]})])
     for _ in range(2):  # the second time there is nothing to say
@@ -80,7 +83,8 @@ def test_a_line_of_metrics_has_what_a_run_is_watched_by(config):
 @pytest.mark.parametrize("ended, ends", [(["max_new_tokens", "model"], 1), (["max_new_tokens"], 0)])
 def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, ends):
     """Of two answers the first was cut; where it is unclear which one was, no end token is learnt."""
-    tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])
+    tokenizer = byte_tokenizer(CHATML)
+    messages = turns(["u Hi", "a Hello", "u Bye", "a So long"])
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"messages": messages, "ended": ended}))
     (whole,), _ = encode_conversations(tokenizer, [Conversation(messages)], None, 100)
@@ -95,7 +99,8 @@ def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, e
 
 def test_a_head_directory_holds_its_own_weights_alone_in_the_dtype_of_the_target(config):
     config = trained(config, dtype="bfloat16", checkpoint_every=1, max_steps=1)
-    stored, whole = weights(config), load_file(checkpoint_of(config, 1) / "model.safetensors")
+    stored = weights(config)
+    whole = load_file(checkpoint_of(config, 1) / "model.safetensors")
     assert all(torch.equal(value, whole[name].bfloat16()) for name, value in stored.items())  # rounded once
     assert "embed_tokens.weight" not in stored
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
@@ -106,7 +111,8 @@ def test_a_head_directory_holds_its_own_weights_alone_in_the_dtype_of_the_target
 
 def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(config):
     config = replace(config, max_steps=1)
-    card, result = Path(config.out) / "README.md", train(config)
+    card = Path(config.out) / "README.md"
+    result = train(config)
     said = card.read_text()
     assert f"--data {config.data} --out {config.out} --max-steps 1" in said
     assert f"{config.data}: 19 conversations, " in said

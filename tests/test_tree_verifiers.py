@@ -102,7 +102,8 @@ class Drawn:
 
     def tensors(self, dtype=torch.float64):
         """The tree as it goes to a verifier, and p [N, V]. Below an absent draw laws are uniform, tokens are 0."""
-        paths, fixed = self.shape.nodes.paths, layout(self.shape.nodes, torch.device("cpu"))
+        paths = self.shape.nodes.paths
+        fixed = layout(self.shape.nodes, torch.device("cpu"))
         inner = [i for i, path in enumerate(paths) if path in self.draws]
         uniform = [1 / 3] * 3
 
@@ -133,7 +134,8 @@ def trees(scheme, shape, tables):
         if not rest:
             yield drawn, probability
             return
-        path, k = rest[0], shape.draws.draws(rest[0])
+        path = rest[0]
+        k = shape.draws.draws(rest[0])
         text = drawn.texts.get(path)
         for tokens, chance in [((0,) * k, 1.0)] if text is None else found(text, k):
             below = {} if text is None else {(*path, i): (*text, x) for i, x in enumerate(tokens) if x >= 0}
@@ -145,7 +147,8 @@ def trees(scheme, shape, tables):
 
 def text_law(verifier, shape, tables, dtype=torch.float64):
     """{text: probability} of max_depth + 1 tokens over all trees and coins, and the mean tokens of a verdict."""
-    texts, mean = defaultdict(float), 0.0
+    texts = defaultdict(float)
+    mean = 0.0
     for drawn, probability in trees(verifier.scheme.name, shape, tables):
         for text, mass in verdict_texts(verifier, *drawn.tensors(dtype)).items():
             texts[text] += probability * mass
@@ -235,7 +238,8 @@ def test_where_the_draft_is_the_target_all_of_a_large_chain_is_kept(verifier):
     rows = torch.randn(5, 3000, generator=seeded(0)).mul(3).softmax(-1).tolist()
     ends = [tuple(range(depth)) for depth in range(5)]
     laws = dict(zip(ends, rows, strict=True))
-    draws, texts = {(0,) * d: (d,) for d in range(4)}, {(0,) * d: ends[d] for d in range(5)}
+    draws = {(0,) * d: (d,) for d in range(4)}
+    texts = {(0,) * d: ends[d] for d in range(5)}
     tree, p = Drawn(Shape(chain(4)), Tables(laws, laws), draws, texts).tensors(torch.float32)
     generator = seeded(6)
     for _ in range(50):

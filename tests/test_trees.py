@@ -160,9 +160,11 @@ def table_of(seed, depth=3, ranks=3, descending=True):
 def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
     """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
     table = table_of(seed)
-    tree, wanted = most_likely(table, 9), 0.0
+    tree = most_likely(table, 9)
+    wanted = 0.0
     for ranks in itertools.product(range(4), repeat=3):
-        chance, accepted = 1.0, 0
+        chance = 1.0
+        accepted = 0
         for d, rank in enumerate(ranks):
             chance *= float(table[d, rank]) if rank < 3 else 1 - float(table[d].sum())
         while accepted < 3 and tuple(ranks[: accepted + 1]) in tree.paths:
@@ -213,11 +215,14 @@ def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
 def test_accuracies_equal_counting_position_by_position(kind, temperature):
     model = target("llama")
     head = heads_for(model, kind) if kind != "eagle" else new_head(kind, model)
-    generator, rows = seeded(0), []
+    generator = seeded(0)
+    rows = []
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
         rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
-    found, wanted, positions = accuracies(Spec(model, head), rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
+    found = accuracies(Spec(model, head), rows, 3, 5, temperature)
+    wanted = torch.zeros(3, 5).double()
+    positions = 0
     for tokens, counts, features in rows:
         drafts = list(rollout(head, model, tokens, features, 3))
         for t in range(len(tokens) - 4):

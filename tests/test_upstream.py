@@ -71,7 +71,8 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     out = exported(head, "speculators", tmp_path, norm_before_residual=head.midlayer.norm_before_residual)
     config = model.config_class.from_pretrained(out)
     config.transformer_layer_config._attn_implementation = "eager"
-    theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
+    theirs = model.from_pretrained(out, config=config).eval()
+    rows = N - 1
     logits = []
     theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
     features = EIGHT.features(TOKENS, head.aux_layers)[:, :rows]
@@ -90,7 +91,8 @@ def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp
     head = moved(new_head("dflash", EIGHT, levels=5))
     if drafted is not None:
         restrict(head, EIGHT, drafted)
-    out, kept = exported(head, "speculators", tmp_path), torch.arange(63) if drafted is None else slice(None)
+    out = exported(head, "speculators", tmp_path)
+    kept = torch.arange(63) if drafted is None else slice(None)
     found = model.from_pretrained(out).state_dict()
     ends = Ends(EIGHT.model.get_input_embeddings().weight, EIGHT.model.get_output_embeddings().weight)
     read = read_as("speculators", "dflash", out, ends, 8)
@@ -117,7 +119,8 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     if drafted is None:
         del theirs.d2t, theirs.t2d  # as their loader does
     theirs.load_state_dict(load_file(out / "model.safetensors"))
-    features, tokens = EIGHT.features(TOKENS, head.aux_layers)[:, :N], TOKENS[:, 1:]
+    features = EIGHT.features(TOKENS, head.aux_layers)[:, :N]
+    tokens = TOKENS[:, 1:]
     hidden, cache = theirs(features, tokens, use_cache=True)
     ours = head.step(tokens, head.fuse(features), torch.arange(N))
     agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
@@ -137,7 +140,8 @@ def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
     theirs, _ = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
     assert theirs.config.capture_layer_ids == [layer - 1 for layer in head.aux_layers]
     theirs._cache = theirs.make_cache()
-    features, tokens = EIGHT.features(TOKENS, head.aux_layers)[:, :N], TOKENS[:, 1:]
+    features = EIGHT.features(TOKENS, head.aux_layers)[:, :N]
+    tokens = TOKENS[:, 1:]
     hidden = theirs._forward_tokens(array(tokens.numpy()), array(features.numpy()), array([0]).dtype)
     ours = head.logits(head.step(tokens, head.fuse(features), torch.arange(N)))
     agree(torch.tensor(theirs._logits(hidden).tolist()), ours)

@@ -11,7 +11,9 @@ from treespec.model.cache import TreeCache
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral-window-6"])
 def test_dropped_columns_change_no_token_of_unequal_texts_and_of_resumed_ones(name, monkeypatch):
     """Against all columns, over up to 20 windows. Where 6 tokens may be taken back, a text is, or starts again."""
-    model, texts, said = target(name), [prompt(n, n) for n in (3, 21, 70)], []
+    model = target(name)
+    texts = [prompt(n, n) for n in (3, 21, 70)]
+    said = []
     for slack in (9, 1000):
         monkeypatch.setattr(model, "slack", slack)
         spec = Spec(model, random_head(model), "2x2")
@@ -26,7 +28,8 @@ def test_dropped_columns_change_no_token_of_unequal_texts_and_of_resumed_ones(na
 
 def test_five_tokens_under_a_window_of_two_leave_two_columns_and_eight_hold_any_number():
     """The drawing of the cache."""
-    cache, letters = TreeCache(1, 8, None, [2], slack=2), torch.arange(5.0)[:, None].expand(2, 1, 5, 1)
+    cache = TreeCache(1, 8, None, [2], slack=2)
+    letters = torch.arange(5.0)[:, None].expand(2, 1, 5, 1)
     cache.rewind([0, 0])
     cache.update(letters, letters, 0)
     cache.commit([range(5), range(2)])

@@ -28,7 +28,10 @@ from treespec.draft.vocabulary import restrict
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
-VOCAB, PROMPT, NEW, END = 4, [1, 0, 2, 1, 0, 1, 2], 3, 3
+VOCAB = 4
+PROMPT = [1, 0, 2, 1, 0, 1, 2]
+NEW = 3
+END = 3
 TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.01)
 RATES = Calibration(rates={"1": (0.5, 0.3)})
 
@@ -128,7 +131,8 @@ PENALTIES = {
 
 def penalised(tokens, logits):
     """What PENALTIES ask for, by the definitions in OpenAI's reference and of transformers; one row."""
-    row, answer = logits.clone(), tokens[len(PROMPT) :]
+    row = logits.clone()
+    answer = tokens[len(PROMPT) :]
     row[1] += 0.7
     for token in set(tokens):
         row[token] = row[token] / 1.4 if row[token] > 0 else row[token] * 1.4

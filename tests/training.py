@@ -97,7 +97,8 @@ def options(**changes):
 
 def batch_of(model, head, steps=1):
     """Two conversations of nine tokens, and the features that the head takes."""
-    tokens, mask = torch.randint(3, 64, (2, 9), generator=seeded(1)), torch.rand(2, 9, generator=seeded(4)) < 0.6
+    tokens = torch.randint(3, 64, (2, 9), generator=seeded(1))
+    mask = torch.rand(2, 9, generator=seeded(4)) < 0.6
     features = model.features(tokens, head.aux_layers, last=True)
     return Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps)
 

@@ -93,7 +93,8 @@ def load(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
 
     Without any checkpoint the run is at its beginning. Raises InputError for a damaged one.
     """
-    if not (found := all_in(folder)):
+    found = all_in(folder)
+    if not found:
         return Place()
     path = found[0][1]
     remedy = f"delete {path}, and the same command goes on from the checkpoint before"

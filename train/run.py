@@ -40,7 +40,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         f"processes: {processes}, on {accelerator.device}, mixed precision: {config.mixed_precision}"
     )
     record = record_of(config, processes)
-    if done := finished(folder, record):
+    done = finished(folder, record)
+    if done:
         accelerator.print(f"{config.out} holds this head already: {done}")
         return done
     examples = read(config, accelerator)
@@ -58,7 +59,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         data = prepare(config, target, head.aux_layers, examples, accelerator)
         if accelerator.is_main_process:
             keep_sample(config.out, data)
-        vocabulary, recipe = begin(config, target, head, data, accelerator), config.recipe
+        vocabulary = begin(config, target, head, data, accelerator)
+        recipe = config.recipe
         optimizer = torch.optim.AdamW(
             [parameter for parameter in head.parameters() if parameter.requires_grad],
             lr=recipe.learning_rate,
@@ -84,7 +86,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
 def finish(run: Run, place: Place) -> Validation:
     """Validate the head, and save it with its calibration and its card. place: where the run ended."""
-    config, accelerator, data, out = run.config, run.accelerator, run.data, Path(run.config.out)
+    config = run.config
+    accelerator = run.accelerator
+    data = run.data
+    out = Path(run.config.out)
     served = run.served()
     check_weights(served, f"the head in {run.target.dtype}", run.folder)
     result = validation(run)

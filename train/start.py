@@ -42,7 +42,8 @@ def untrained(config: TrainConfig, target: Target) -> Head:
 
     What it shares with a target elsewhere is copied and not moved.
     """
-    fields, device = config.parts(), target.output_device
+    fields = config.parts()
+    device = target.output_device
     if "bias" in config.training.options:
         fields["bias"] = config.bias
     if "draft_heads" in config.training.options:
@@ -67,7 +68,8 @@ def begin(
     tokens: they are saved next to it and returned, to restrict it in the end.
     """
     # 1. The tokens: those of the trained head, or the most frequent ones.
-    own_output, tokens = config.training.restricted_first, None
+    own_output = config.training.restricted_first
+    tokens = None
     before = None if config.from_head is None else comparable(config.from_head, head)
     if before is not None and config.draft_vocab is None:
         folder = head_folder(str(config.from_head))
@@ -113,7 +115,9 @@ def vocabulary_size(config: TrainConfig, target: Target) -> int:
 def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     """Set the first weights in place, fitted to conversations drawn by `seed`."""
     # 1. Normal equations: products in float32, their sums in float64.
-    width, device, positions = head.hidden_size, head.fc.weight.device, 0
+    width = head.hidden_size
+    device = head.fc.weight.device
+    positions = 0
     biased = head.fc.bias is not None
     squares = torch.zeros(2 * width + biased, 2 * width + biased, device=device).double()
     products = torch.zeros(2 * width + biased, width, device=device).double()
@@ -151,7 +155,8 @@ def comparable(folder: str, head: Head) -> Head:
     """The trained head of a directory or hub id. Raises InputError for another kind or target."""
     before = load_head(folder)
     for what in ("kind", "hidden_size", "feature_size", "vocab_size"):
-        theirs, ours = getattr(before, what), getattr(head, what)
+        theirs = getattr(before, what)
+        ours = getattr(head, what)
         if theirs != ours:
             raise InputError(
                 f"--from-head {folder} is another head: its {what} is {theirs}, not {ours}"

@@ -32,7 +32,9 @@ class AutoTree(Policy):
     topk: the largest number of nodes expanded per level, and of children per node.
     """
 
-    name, timed, may_draw = "auto", True, False
+    name = "auto"
+    timed = True
+    may_draw = False
     ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
 
     nodes: int = 64
@@ -52,7 +54,10 @@ class DynamicTree(Policy):
     nodes: N after the rerank, root included.
     """
 
-    name, reranks, repeats, may_draw = "dynamic", True, True, False
+    name = "dynamic"
+    reranks = True
+    repeats = True
+    may_draw = False
     ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
 
     depth: int = 6
@@ -85,7 +90,9 @@ class DDTree(Policy):
     nodes: N, root included. depth: levels of drafted tokens, as far as the head drafts them.
     """
 
-    name, reranks, at_once = "ddtree", True, True
+    name = "ddtree"
+    reranks = True
+    at_once = True
     # A ranked tree has 256 children at most.
     ranges: ClassVar = {"nodes": Range(least=2, most=257, whole=True), "depth": DEPTH}
 

@@ -33,7 +33,8 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     With P the matrix that has 1 at each node's parent, (1 + P)^-1 = 1 - P + P² - …: node i has ±1 at
     its ancestors, as one path leads to each, and 0 elsewhere.
     """
-    n, device = parents.shape[-1], parents.device
+    n = parents.shape[-1]
+    device = parents.device
     above = torch.empty(*parents.shape, n, device=device)
     torch.eq(parents[..., None], columns(n, device), out=above)
     itself = made(torch.eye, n, device=device).expand_as(above)

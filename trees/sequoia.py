@@ -47,7 +47,8 @@ class Best:
     def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
         """The paths below a node whose subtree has `nodes` nodes, itself included."""
         paths = []
-        rank, left = 0, nodes - 1
+        rank = 0
+        left = nodes - 1
         while left:
             here = int(self.first[depth, rank, left])
             child = (*path, rank)
@@ -70,7 +71,8 @@ def best_trees(
     best = _solved(tuple(map(float, rates)), nodes, depth)
     if at_root is None:
         return best
-    tokens, first = best.tokens.copy(), best.first.copy()
+    tokens = best.tokens.copy()
+    first = best.first.copy()
     after, first[1:] = _children(list(map(float, at_root)), tokens[:-1, 1:-1])
     tokens[1:, 1:] = 1 + after
     return Best(tokens, first, best)
@@ -94,7 +96,8 @@ def _children(rates: Sequence[float], below: np.ndarray) -> tuple[np.ndarray, np
     below: [D, N - 1] G(j, d - 1) for 1 <= j < N.
     """
     # 1. Of m nodes, a subtree of j leaves m - j to the later children: left[m, j].
-    depths, nodes = len(below), below.shape[1] + 1
+    depths = len(below)
+    nodes = below.shape[1] + 1
     number = np.arange(1, nodes)
     left = number[:, None] - number
     room = np.where(left < 0, -np.inf, 0.0)

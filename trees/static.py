@@ -46,7 +46,8 @@ class StaticTree(Policy):
     too large or too deep.
     """
 
-    name, repeats = "static", True
+    name = "static"
+    repeats = True
 
     paths: tuple[tuple[int, ...], ...]
 

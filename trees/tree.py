@@ -126,7 +126,8 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     root: [1] int64, on the host. chain: n ≥ 1 tokens; the tree's root carries the last one.
     """
     # 1. The chain's nodes come first.
-    n, device = len(chain), tree.tokens.device
+    n = len(chain)
+    device = tree.tokens.device
     nodes = torch.arange(n, device=device)
     tokens = torch.cat([sent([*root.tolist(), *chain[:-1]], device), tree.tokens])
     parents = torch.cat([nodes - 1, tree.parents + n])
@@ -157,7 +158,8 @@ def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
     drafts = tree.drafts
     if drafts is not None:
         rows = (tree.depth[drafts.nodes] < deepest).nonzero().flatten()
-        nodes, q = number[drafts.nodes[rows]], drafts.q[rows]
+        nodes = number[drafts.nodes[rows]]
+        q = drafts.q[rows]
         drafts = Drafts(nodes, q, drafts.draws.rows(rows)) if len(rows) else None
     cut = TokenTree(tree.tokens[kept], parents, tree.depth[kept], ancestors, drafts)
     return cut, kept.tolist()

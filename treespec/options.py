@@ -115,17 +115,21 @@ def check(options: "DataclassInstance", flag: str = "--") -> None:
     NaN and infinities lie in no range. Numbers of NumPy become Python's. flag: as `Options.FLAG`.
     """
     for known in fields(options):
-        value, kinds = getattr(options, known.name), get_args(known.type) or (known.type,)
-        name, told = called(known.name, flag), known.metadata
+        value = getattr(options, known.name)
+        kinds = get_args(known.type) or (known.type,)
+        name = called(known.name, flag)
+        told = known.metadata
         if value is None and (known.default is None or type(None) in kinds):
             continue
         empty = "" in value if isinstance(value, list | tuple) else value == ""
         if flag and empty and value != known.default:
             raise InputError(f"{name} is empty: give a value, or leave the option out")
-        if (choices := told["choices"]) and value not in choices:
+        choices = told["choices"]
+        if choices and value not in choices:
             hint = nearest(value, choices)
             raise InputError(f"{name} is {value!r}, must be {either(choices)}{hint}")
-        if allowed := range_of(known):
+        allowed = range_of(known)
+        if allowed:
             value = plain(value)
             listed = isinstance(value, str) and str in kinds
             for number in numbers_in(name, value, allowed, told["words"]) if listed else [value]:
@@ -197,7 +201,8 @@ def command_line(
     """The line of the command `name` with these options, without those that have their defaults."""
     words = ["treespec", name]
     for known in fields(options):
-        value, flag = config.get(known.name), called(known.name, "--")
+        value = config.get(known.name)
+        flag = called(known.name, "--")
         if value is None or value == known.default:
             continue
         if isinstance(value, bool):

@@ -80,7 +80,8 @@ class Nodes:
         q: [n, V] masses.
         """
         # 1. Which draw is the first of y: a geometric number, cut off.
-        y, column = self.y[:, None], torch.arange(width, device=q.device)
+        y = self.y[:, None]
+        column = torch.arange(width, device=q.device)
         here = (q.gather(1, y) * scale(q, number > 0)).double().clamp(max=1)
         chance = 1 - (1 - here) ** number
         uniform = uniforms(y.shape, self.generator, q.device)
@@ -97,7 +98,10 @@ class Nodes:
 
 def rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """Refused, a draw leaves norm (p - q)+, whichever token it was. So each draw is reached by chance alone."""
-    left, q, reach, columns = nodes.p, nodes.q, torch.ones_like(nodes.p[:, 0]), []
+    left = nodes.p
+    q = nodes.q
+    reach = torch.ones_like(nodes.p[:, 0])
+    columns = []
     for _ in range(k):
         both = torch.minimum(left, q)
         columns.append(reach * nodes.on(both))
@@ -114,7 +118,8 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     """
     # 1. Tokens that may be refused before y, and what each leaves of q.
     weight = torch.ones_like(nodes.p[:, :1]) if weight is None else weight
-    y, here = nodes.y[:, None], nodes.on(nodes.q)[:, None]
+    y = nodes.y[:, None]
+    here = nodes.on(nodes.q)[:, None]
     rest = without(nodes.q, y)
     others = y[:, :0] if k == 1 else DRAWS.draw(rest, k - 1, nodes.generator).tokens
     at_q = nodes.q.gather(1, others.clamp(min=0)) * (others >= 0)
@@ -123,7 +128,9 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     left = positive(other + here)
 
     # 2. They are refused one after another.
-    chance, chances, weights = torch.ones_like(here), [], []
+    chance = torch.ones_like(here)
+    chances = []
+    weights = []
     alone = [(weight, nodes.p * weight, weight)]
     steps = traversal.in_turn(nodes.p, nodes.q, Draws(others), weight) if k > 1 else alone
     for i, (refused, p, _) in enumerate(steps):
@@ -157,12 +164,15 @@ def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """A draw of y is accepted, or refused; a later one of y, or the residual, may output it then, too."""
     # 1. Of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
-    p, q, number = nodes.p, nodes.q, torch.full_like(nodes.y[:, None], k)
+    p = nodes.p
+    q = nodes.q
+    number = torch.full_like(nodes.y[:, None], k)
     both, beta = shared(p, q, smallest_rho(p, q, number))
     paid = (1 - (1 - beta) ** number) / positive(beta)
     residual = subtract(p, both, paid.to(p.dtype))
     last = nodes.on(residual) / positive(residual.sum(-1))
-    accepted, miss = nodes.on(both), 1 - beta.squeeze(1)
+    accepted = nodes.on(both)
+    miss = 1 - beta.squeeze(1)
     refused = nodes.on(q) - accepted
 
     # 2. The first draw of y is draw i; y is the output there, at a later draw, or at the end.
@@ -191,13 +201,15 @@ def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """With a the most likely token: (y, a), (a, y), (i, a) and (a, j). i and j are sampled where y is a."""
     if k == 1:
         return greedy(nodes, 1, scheme)
-    many, y = nodes.repeated(), nodes.y.repeat_interleave(nodes.samples)[:, None]
+    many = nodes.repeated()
+    y = nodes.y.repeat_interleave(nodes.samples)[:, None]
     a = many.q.argmax(-1, keepdim=True)
     rest = without(many.q, a)
     other = torch.where(y == a, sample(rest, nodes.generator)[:, None], y)
     absent = rest.sum(-1, keepdim=True) == 0
     other = other.masked_fill(absent, -1)
-    at_a, left = many.q.gather(1, a), rest.sum(-1, keepdim=True)
+    at_a = many.q.gather(1, a)
+    left = rest.sum(-1, keepdim=True)
     chance = torch.where(y == a, left, many.q.gather(1, other.clamp(min=0)))  # of (other, a)
     columns = []
     for first, second, mass in ((other, a, chance), (a, other, at_a * chance / positive(left))):
@@ -245,7 +257,8 @@ def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Ten
     So the draws tell only which of them it was, and what the residual adds. many: the `repeated` nodes.
     chance: [., 1] Pr(a draw is y), which these have.
     """
-    first, drawn = many.first(of.tokens), of.tokens == many.y[:, None]
+    first = many.first(of.tokens)
+    drawn = of.tokens == many.y[:, None]
     accepted, left = one_draft(many.p, of.selected, of.tokens, of.chosen)
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
     residual = refused * many.on(left)[:, None] / positive(left.sum(-1, keepdim=True))

@@ -107,7 +107,8 @@ def count_distinct(q: Tensor, draws: int, k: int) -> Tensor:
     q: [n, V], of sum 1 at most.
     """
     # 1. The likely tokens, one after another: l of m draws are such a token.
-    parted, lags = split_masses(q, k), torch.arange(draws + 1, device=q.device)
+    parted = split_masses(q, k)
+    lags = torch.arange(draws + 1, device=q.device)
     none = (lags == 0).double().expand(len(q), 1, -1)
     counts = pad(none, (0, 0, 0, k - 1))
     for mass in parted.tops.T:

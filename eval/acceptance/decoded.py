@@ -30,7 +30,9 @@ class Along:
     So an output of the target is a child with the target's probability, as for `topk`: the text has the outputs.
     """
 
-    name, scheme, coupled = "topk", TopK(), False
+    name = "topk"
+    scheme = TopK()
+    coupled = False
 
     def __init__(self) -> None:
         self.ahead: Iterator[int] = repeat(0)
@@ -62,10 +64,12 @@ class Decoded:
         self, spec: Spec, cost: Cost, text: Text, params: SamplingParams, seed: int
     ) -> list[Cycle]:
         """The cycles along a text. Under noise its seed writes the text again. cost: trees are chosen by it."""
-        along, cycles = Along(), list[Cycle]()
+        along = Along()
+        cycles = list[Cycle]()
         verifier = along if self.verifier == "topk" else self.verifier
         rest = spec.template, False, spec.calibration, cost
-        own, begin = Spec(spec.target, spec.source, self.tree, verifier, *rest), text.root + 1
+        own = Spec(spec.target, spec.source, self.tree, verifier, *rest)
+        begin = text.root + 1
         along.begin(text.tokens[begin:].tolist())
         own.generate(
             text.tokens[:begin].tolist(),
@@ -95,7 +99,9 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
     A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
     Raises InputError for a draft model.
     """
-    target, head, size = spec.target, spec.head, spec.target.dtype.itemsize
+    target = spec.target
+    head = spec.head
+    size = spec.target.dtype.itemsize
     if head is None and spec.source and spec.source.models:
         raise InputError("--bandwidth and --flops model no draft model: leave them out")
 

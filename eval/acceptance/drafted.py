@@ -57,7 +57,8 @@ def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     The integral is a trapezoid sum in log t, as that of `treespec.verify.rates.inside_prefixes`.
     """
     # 1. The first draw is y with q(y).
-    q, y = scale_to_one(nodes.q), nodes.y[:, None]
+    q = scale_to_one(nodes.q)
+    y = nodes.y[:, None]
     here = q.gather(1, y)
     if k == 1:
         return here
@@ -83,7 +84,8 @@ def find_in_turn(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 def find_in_tops_and_one(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of the k - 1 most likely tokens and one draw from the rest."""
-    q, y = scale_to_one(nodes.q), nodes.y[:, None]
+    q = scale_to_one(nodes.q)
+    y = nodes.y[:, None]
     top_tokens = most_likely(q, k - 1)
     is_top = (top_tokens == y) & (q.gather(1, y) > 0)
     rest = scale_to_one(without(q, top_tokens))
@@ -92,7 +94,8 @@ def find_in_tops_and_one(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 def find_in_hub_pairs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     """[n, k] Pr(draw i is y) of `spechub`: (i, a) with q(i), (a, j) with q(a) q(j) / (1 - q(a))."""
-    q, y = scale_to_one(nodes.q), nodes.y[:, None]
+    q = scale_to_one(nodes.q)
+    y = nodes.y[:, None]
     here = q.gather(1, y)
     if k == 1:
         return here
@@ -201,7 +204,8 @@ class DraftedTexts:
         for level in reversed(range(depth)):
             above = dict[tuple[int, ...], Tensor]()
             for path in list_paths(pair.tree, level):
-                if (k := pair.draws.get(path, 0)) == 0:
+                k = pair.draws.get(path, 0)
+                if k == 0:
                     continue
                 columns = self.chances[level][find, scheme, k].T
                 children = [

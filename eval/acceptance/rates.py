@@ -64,7 +64,8 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
         found = {"config": asdict(config), "environment": environment, "left_out": left_out}
-        result, out = found | {"sweeps": [*tables.values()]}, Path(config.out)
+        result = found | {"sweeps": [*tables.values()]}
+        out = Path(config.out)
         shown = report_of(result)
         write_json(out / "acceptance.json", result)
         write_text(out / "acceptance.md", markdown(shown))
@@ -151,7 +152,8 @@ def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
         group = logits.group[positions]
         for (method, drawn), (values, errors) in rated.items():
             noise = float(errors[positions].square().sum().sqrt()) / len(positions) or None
-            best, gap = rated.get((None, drawn)), None
+            best = rated.get((None, drawn))
+            gap = None
             if method and best is not None:
                 gap = average((best[0] - values)[positions], group, noise)
             yield {
@@ -174,7 +176,8 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure
     The groups' spread holds it already, but a few groups may show less: the interval is never inside its own.
     """
     values = values.double()
-    mean, groups = float(values.mean()), len(group.unique())
+    mean = float(values.mean())
+    groups = len(group.unique())
     reaches = [Z * noise] if noise is not None else []
     if groups > 1:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)

@@ -53,7 +53,8 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
         row 1                          p, q   p from the feature of d, q drafted after c
     """
     # 1. The rows whose token counts, passage by passage.
-    head, target = spec.head, spec.target
+    head = spec.head
+    target = spec.target
     assert head is not None
     if draft_steps(head, step) < step:
         raise InputError(f"--step is {step}: {head.max_depth} is the most with {head.known_as}")
@@ -71,7 +72,9 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
     chosen = taken.split([len(rows) for rows in wanted])
 
     # 3. Both models along each passage.
-    p, q, group = [], [], []
+    p = []
+    q = []
+    group = []
     for passage, rows, spread_over in zip(passages, wanted, chosen, strict=True):
         rows = rows[spread_over]
         if len(rows):

@@ -44,7 +44,8 @@ def table_of(rows: Sequence[Row], kind: str) -> Table:
 def report_of_tau(found: Mapping[str, Any]) -> Report:
     """A table by temperature, τ by temperature and by number of nodes, and how to read them."""
     # 1. The tables.
-    heats, tables = list(dict.fromkeys(row["temperature"] for row in found["rows"])), []
+    heats = list(dict.fromkeys(row["temperature"] for row in found["rows"]))
+    tables = []
     several = len({row["drafter"] for row in found["rows"]}) > 1
     naming = ["drafter", "tree", "verifier"] if several else ["tree", "verifier"]
     for heat in heats:

@@ -62,7 +62,9 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
     Also writes OUT/tau.md and .html. Raises InputError for bad input.
     """
     # 1. The models, and what is compared.
-    out, rows, drafters = Path(config.out), list[Row](), config.drafters
+    out = Path(config.out)
+    rows = list[Row]()
+    drafters = config.drafters
     every, left_out = pairs_of(config)
     with locked(out):
         specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
@@ -77,7 +79,8 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
 
         # 2. Cycles and tokens, text by text.
         for heat in map(float, config.temperatures):
-            params, found = SamplingParams(heat, config.top_k, config.top_p), list[list[Array]]()
+            params = SamplingParams(heat, config.top_k, config.top_p)
+            found = list[list[Array]]()
             texts = kept_texts(config, params, specs[0], report)
             for done, text in enumerate(texts):
                 report(Step(done, len(texts), f"cycles at temperature {heat:g}"))
@@ -101,20 +104,24 @@ def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
 
 def costs_of(spec: Spec, config: TauConfig) -> Costs:
     """By batch size, of this machine or of the given figures."""
-    wide, fast = config.bandwidth, config.flops
+    wide = config.bandwidth
+    fast = config.flops
     times = roofline(spec, wide * 1e9, fast * 1e12) if wide and fast else spec.times
     return {batch: times(batch) for batch in config.batches}
 
 
 def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
     """The pairs to compare, by drafter, and why others are left out. Raises InputError where all are."""
-    every, left_out = list[list[Measured]](), dict[str, str]()
+    every = list[list[Measured]]()
+    left_out = dict[str, str]()
     for drafter in config.drafters:
-        pairs, own = list[Measured](), drafter.tree or (drafter.kind.one_hot and OWN)
+        pairs = list[Measured]()
+        own = drafter.tree or (drafter.kind.one_hot and OWN)
         for shape, name in product([own] if own else config.trees, config.verifiers):
             tree = None if shape == OWN else policy(shape)
             scheme = scheme_by_name(drawn_by(name))
-            if why := misfit(name, tree, scheme.max_draws, drafter, bool(config.text)):
+            why = misfit(name, tree, scheme.max_draws, drafter, bool(config.text))
+            if why:
                 left_out[f"{drafter.short} {name}@{shape}"] = why
             elif tree is None or not hasattr(tree, "paths"):
                 pairs.append(Decoded(name, shape, tree))
@@ -171,7 +178,8 @@ def totals(
     """
     # 1. Trees of fixed shape.
     fixed = [pair for pair in pairs if isinstance(pair, Pair)]
-    found, seed = dict[int, Any](), config.seed + text.group
+    found = dict[int, Any]()
+    seed = config.seed + text.group
     if fixed:
         generator = torch.Generator().manual_seed(seed)
         deep = max(pair.tree.max_depth for pair in fixed)
@@ -187,7 +195,8 @@ def totals(
         kept = followed(fixed, steps(), params.greedy)
         for pair, r in zip(fixed, kept, strict=True):
             w = (r - pad(r[:, 1:], (0, 1))).numpy()
-            u, inside = ends(w), max(0, text.count - pair.tree.max_depth)
+            u = ends(w)
+            inside = max(0, text.count - pair.tree.max_depth)
             tree = pair.tree.size, pair.tree.max_depth, len(pair.draws)
             steps_of = [(u.sum(), u.sum() * float(cost.seconds(*tree))) for cost in costs.values()]
             nodes = tree[0] * u.sum()
@@ -222,7 +231,10 @@ def along_text(
     N: the tokens that the head drafts; the others are one column of p, the last.
     """
     # 1. The target along the text.
-    head, target, ids, n = spec.head, spec.target, text.tokens, text.count
+    head = spec.head
+    target = spec.target
+    ids = text.tokens
+    n = text.count
     assert head
     features = target.features(ids[None], head.aux_layers, last=True)[0]
     inputs, last = target.parted(features, head.aux_layers)

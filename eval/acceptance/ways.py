@@ -58,7 +58,8 @@ def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tupl
     own = (of.chosen * (of.tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
     which = nodes.averaged(many.first(of.tokens) * own)
     x, tops = (part.view(len(nodes.y), nodes.samples, -1)[:, 0] for part in (of.selected, tops))
-    at_x, at_p = nodes.on(x)[:, None], nodes.on(nodes.p)[:, None]
+    at_x = nodes.on(x)[:, None]
+    at_p = nodes.on(nodes.p)[:, None]
     chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
 
     # 2. Or it is sure, and those before it are refused.
@@ -128,7 +129,8 @@ def followed(
     steps: for the draws of the root, of its children, …: p, q and y behind each of n tokens; and with scores for q, by
     which the most likely tokens are known. greedy: of temperature 0, where these are the draws.
     """
-    ways, kept = [dict[tuple[int, ...], Way]() for _ in pairs], [list[Tensor]() for _ in pairs]
+    ways = [dict[tuple[int, ...], Way]() for _ in pairs]
+    kept = [list[Tensor]() for _ in pairs]
     for depth, (nodes, scored) in enumerate(steps):
         known: dict[tuple[str, int], Tensor] = {}
         for pair, own, r in zip(pairs, ways, kept, strict=True):

@@ -60,7 +60,8 @@ def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tens
     first at its node, [m] bool.
     """
     # 1. Which draws are random, and which tokens are sure.
-    tokens, sure = drafts.draws.tokens, sure_tokens(drafts)
+    tokens = drafts.draws.tokens
+    sure = sure_tokens(drafts)
     present = tokens >= 0
     random = present & ~sure & bool(how)
     if how == "the last":
@@ -70,7 +71,8 @@ def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tens
         random[:, 1:] = False
 
     # 2. The distribution of the next draw at each node, a column of draws at a time.
-    left, found = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q, []
+    left = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q
+    found = []
     is_first = (random.cumsum(1) == 1) & random
     for token, rows in zip(tokens.T, random.T, strict=True):
         found.append(left[rows])
@@ -103,7 +105,8 @@ def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, T
 
 def sure_tokens(drafts: Drafts) -> Tensor:
     """[I, K] bool: whether a token is sure, not drawn."""
-    sure, tokens = drafts.draws.sure, drafts.draws.tokens
+    sure = drafts.draws.sure
+    tokens = drafts.draws.tokens
     return torch.zeros_like(tokens, dtype=torch.bool) if sure is None else (tokens >= 0) & sure
 
 

@@ -44,7 +44,8 @@ ALIKE = "samples look like plain ones, by p"
 @torch.no_grad()
 def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[dict[str, Tensor]]:
     """The numbers of each sequence. changes: options of `Spec.generate` that change the logits."""
-    coins, target = torch.Generator().manual_seed(len(samples)), spec.target
+    coins = torch.Generator().manual_seed(len(samples))
+    target = spec.target
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * target.vocab_size))
     layers = spec.head.aux_layers if spec.head else ()
@@ -56,7 +57,8 @@ def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[di
         features, last = target.parted(target.features(rows, layers, last=True), layers)
         for row, sample in enumerate(some):
             # 2. The distributions p and q [n, V] of each new token.
-            first, length = len(sample.prompt) - 1, len(whole[row])
+            first = len(sample.prompt) - 1
+            length = len(whole[row])
             logits = target.output_logits(last[row, first : length - 1])
             if changes:
                 paths = [tuple(sample.output[:n]) for n in range(len(logits))]
@@ -76,8 +78,10 @@ def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> 
     p, q: [n, V] of its tokens.
     """
     # 1. Places of the tokens in p, ordered by p/q, by p and by number.
-    tokens, cycles = torch.tensor(sample.output, device=p.device), sample.cycles
-    ratio, by_token = p / q.clamp(min=torch.finfo(q.dtype).tiny), torch.arange(p.shape[1])
+    tokens = torch.tensor(sample.output, device=p.device)
+    cycles = sample.cycles
+    ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
+    by_token = torch.arange(p.shape[1])
     by_number = placed(p, by_token.to(p.device).expand_as(p), tokens, coins)
     begins = list(accumulate((len(cycle.tokens) for cycle in cycles[:-1]), initial=0))
     found = {
@@ -97,13 +101,15 @@ def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> 
         if cycle.root_q is not None
     }
     if drafted:
-        at, roots = [*drafted], torch.stack([*drafted.values()])
+        at = [*drafted]
+        roots = torch.stack([*drafted.values()])
         order = p[at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
         found[FIRST] = placed(p[at], order, tokens[at], coins)
 
     # 3. Of draws; those of first draws at successive nodes, and at the same node of successive trees.
     for name in (DRAWS, POWER, REPEATS):
-        if own := [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]:
+        own = [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]
+        if own:
             found[name] = torch.cat(own)
     firsts = [cycle.first for cycle in cycles]
     pairs = [*map(successive, firsts), *(paired(*trees) for trees in pairwise(firsts))]
@@ -123,7 +129,8 @@ def q_of(
     With first = 0 token 1 has no row; uniform probabilities stand for it.
     tokens: [T]. features: [T, F] the head's input.
     """
-    head, target = spec.head, spec.target
+    head = spec.head
+    target = spec.target
     if head is None:
         return repeats(tokens, first, target.vocab_size)
     drafted = next(rollout(head, target, tokens, features, 1), None)

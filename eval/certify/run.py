@@ -94,7 +94,9 @@ class Examination:
         report: Report = silent,
     ) -> None:
         # 1. What is examined.
-        self.spec, self.config, self.report = spec, config, report
+        self.spec = spec
+        self.config = config
+        self.report = report
         self.prompts = [[*prompt] for prompt in dict.fromkeys(map(tuple, prompts))]
         self.changes = chosen(config, LogitOptions)
         if config.json_schema:
@@ -112,7 +114,8 @@ class Examination:
         self.total = cells * self.copies
 
     def verdict(self) -> dict[str, Any]:
-        outputs, length = [], self.config.length
+        outputs = []
+        length = self.config.length
         for number, prompt in enumerate(self.prompts, 1):
             outputs.append(greedy_output(self.spec, prompt, length, self.remember, **self.changes))
             self.report(Step(number, len(self.prompts), "greedy answers"))
@@ -124,7 +127,8 @@ class Examination:
         Alone, the copies of a prompt follow one another and reuse its prefix; in a batch the prompts
         alternate. 8 sequences or more are sampled at a time.
         """
-        samples, generator = list[Sample](), torch.Generator().manual_seed(self.config.seed)
+        samples = list[Sample]()
+        generator = torch.Generator().manual_seed(self.config.seed)
         options = {"max_new_tokens": self.config.length, "remember": self.remember}
         for batch in self.batches:
             copied = self.groups * self.copies
@@ -139,7 +143,8 @@ class Examination:
 
     def sample_plain(self) -> list[Sample]:
         """The same number of samples for every group, in the same order, by `model.generate`."""
-        samples, copies = list[Sample](), self.copies * len(self.batches)
+        samples = list[Sample]()
+        copies = self.copies * len(self.batches)
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed + 1)
             for params, prompt in self.groups:
@@ -177,7 +182,8 @@ class Examination:
             for name in asked
             if sum(map(len, own := [found[name] for found in mine if name in found]))
         }
-        error, found = self.config.error / (len(numbers) + 1), []
+        error = self.config.error / (len(numbers) + 1)
+        found = []
         for name, rows in numbers.items():
             p_value, least = QUESTIONS[name]
             found.append((name, len(rows), p_value(rows), least(len(rows), error)))
@@ -215,7 +221,8 @@ class Examination:
         self, name: str, numbers: Sequence[Mapping[str, Tensor]], ours: Sequence[Sample]
     ) -> dict[str, Any]:
         """The sample that shows most of what a test found. numbers: those of all samples, as from `places`."""
-        p_value, tokenizer = QUESTIONS[name][0], self.spec.target.tokenizer
+        p_value = QUESTIONS[name][0]
+        tokenizer = self.spec.target.tokenizer
         own = [(p_value(one[name]), i) for i, one in enumerate(numbers) if len(one.get(name, ()))]
         least, at = min(own)
         texts = {"prompt": ours[at].prompt, "answer": ours[at].output}
@@ -232,9 +239,12 @@ def examined_server(
     other alone. questions: by prompt.
     """
     # 1. What both sides answer: the greedy answers, then samples in the order of their groups.
-    spec, config, changes = examined.spec, examined.config, examined.changes
+    spec = examined.spec
+    config = examined.config
+    changes = examined.changes
     server = Served("endpoint", str(config.endpoint), config.length, changes)
-    ours, theirs = asked_of(server, examined, questions), list[Reply]()
+    ours = asked_of(server, examined, questions)
+    theirs = list[Reply]()
     if config.plain:
         other = Served("plain", config.plain, config.length, changes)
         theirs = asked_of(other, examined, questions)
@@ -271,9 +281,11 @@ def asked_of(
     """What a server answers to the questions greedily, then to all groups at each batch size."""
     seeds = count(examined.config.seed)
     greedy = [Asked(question, SamplingParams(), next(seeds)) for question in questions.values()]
-    replies, found = server.replies(greedy, 1), defaultdict[Any, list[Reply]](list)
+    replies = server.replies(greedy, 1)
+    found = defaultdict[Any, list[Reply]](list)
     for batch in examined.batches:
-        copied, stretch = examined.groups * examined.copies, max(8, 2 * batch)
+        copied = examined.groups * examined.copies
+        stretch = max(8, 2 * batch)
         for start in range(0, len(copied), stretch):
             some = copied[start : start + stretch]
             asks = [Asked(questions[tuple(own)], params, next(seeds)) for params, own in some]

@@ -51,7 +51,9 @@ def own_samples(
 
     generator: of seeds and coins. options: further ones of `Spec.request`.
     """
-    samples, requests, random_draws = list[Sample](), [], spec.verifier.scheme.random_draws
+    samples = list[Sample]()
+    requests = []
+    random_draws = spec.verifier.scheme.random_draws
 
     def listen(cycles: list[Cycle], seen: Recorded) -> None:
         tokens = [token for piece in seen.answer for token in piece.token_ids]
@@ -78,7 +80,8 @@ class Changed(LogitsProcessor):
     """The processors of a request for `model.generate`: each row's logits from its whole sequence."""
 
     def __init__(self, distribution: Distribution, prompt: list[int]) -> None:
-        self.distribution, self.prompt = distribution, prompt
+        self.distribution = distribution
+        self.prompt = prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         outputs = input_ids[:, len(self.prompt) :].tolist()
@@ -109,7 +112,8 @@ def plain_outputs(
         fields |= {"do_sample": True, "temperature": params.temperature}
         fields |= {"top_k": params.top_k, "top_p": params.top_p}
     changed = [Changed(request.distribution, prompt)] if request.distribution.shapers else []
-    more, outputs = {"logits_processor": LogitsProcessorList(changed)}, list[list[int]]()
+    more = {"logits_processor": LogitsProcessorList(changed)}
+    outputs = list[list[int]]()
     while len(outputs) < number:  # several at a time, cut where ours would end
         fields["num_return_sequences"] = min(AT_ONCE, number - len(outputs))
         for row in plain_tokens(spec.target.model, prompt, fields, **more):

@@ -36,7 +36,8 @@ class Served:
         self.way = 0  # of WAYS
         try:
             self.body = {"model": name or served(self.address), "max_tokens": length, **changes}
-            if schema := self.body.pop("json_schema", None):
+            schema = self.body.pop("json_schema", None)
+            if schema:
                 form = {"name": "answer", "schema": json.loads(str(schema)), "strict": True}
                 self.body["response_format"] = {"type": "json_schema", "json_schema": form}
         except FAILURES as error:
@@ -48,7 +49,8 @@ class Served:
             return list(pool.map(self.reply, asked))
 
     def reply(self, asked: Asked) -> Reply:
-        messages, params = [{"role": "user", "content": asked.question}], asked.params
+        messages = [{"role": "user", "content": asked.question}]
+        params = asked.params
         body = self.body | {"messages": messages, "seed": asked.seed}
         body |= {"temperature": params.temperature, "top_p": params.top_p}
         if params.top_k:
@@ -89,7 +91,8 @@ def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
             f"the server tells of token {max(reply.token_ids)}, and the target has "
             f"{spec.target.vocab_size}: give the --target that it serves"
         )
-    eos, tokens = spec.target.eos, reply.token_ids
+    eos = spec.target.eos
+    tokens = reply.token_ids
     if not exact:
         assert spec.target.tokenizer
         tokens = spec.target.tokenizer.encode(reply.text, add_special_tokens=False)

@@ -53,7 +53,8 @@ def least_gap(n: int, error: float) -> float:
 def independent(pairs: Tensor) -> float:
     """p-value of pairs [n, 2] of uniform numbers being independent."""
     centred = 2 * pairs.double() - 1
-    slope, bend = math.sqrt(3) * centred, math.sqrt(5) * (1.5 * centred**2 - 0.5)
+    slope = math.sqrt(3) * centred
+    bend = math.sqrt(5) * (1.5 * centred**2 - 0.5)
     polynomials = torch.stack([slope, bend], dim=-1)  # [n, 2, 2]
     products = torch.einsum("ni,nj->ij", polynomials[:, 0], polynomials[:, 1])
     return float(chi2.sf(float((products**2).sum()) / len(pairs), DEGREES**2))
@@ -102,11 +103,13 @@ def exchangeable(sides: Iterable[Sequence[Tensor]], error: float) -> tuple[float
         torch.stack([torch.histc(text.double(), CELLS, 0, 1) for text in side]) for side in sides
     )
     differences = (ours - theirs).cumsum(1) / ours.sum()  # [n, CELLS]
-    generator, rounds = torch.Generator().manual_seed(0), math.ceil(4 / error)
+    generator = torch.Generator().manual_seed(0)
+    rounds = math.ceil(4 / error)
     gaps = []
     for start in range(0, rounds, 1000):
         exchanged = torch.randint(2, (min(1000, rounds - start), len(ours)), generator=generator)
         gaps.append(((1.0 - 2 * exchanged).double() @ differences).abs().amax(1))
-    permuted, observed = torch.cat(gaps), differences.sum(0).abs().max()
+    permuted = torch.cat(gaps)
+    observed = differences.sum(0).abs().max()
     critical, usual = torch.quantile(permuted, permuted.new_tensor([1 - error, POWER])).tolist()
     return (1 + int((permuted >= observed - 1e-12).sum())) / (1 + rounds), critical + usual

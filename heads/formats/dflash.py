@@ -36,7 +36,8 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
     # 2. Aux layers: those that the features leave.
-    if ids := nested.get("target_layer_ids"):
+    ids = nested.get("target_layer_ids")
+    if ids:
         settled[LAYER_IDS] = from_sglang(ids)
     if not settled.get(LAYER_IDS):
         name = LAYER_IDS if KIND in config else "dflash_config.target_layer_ids"

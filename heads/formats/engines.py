@@ -54,7 +54,8 @@ def write_eagle(head: EagleHead, served: PretrainedConfig, to: str) -> Stored:
     if head.lm_head is not None:
         raise ValueError("it has an output layer of its own, for which the format has no place")
     check_layer(head, to, biases=to != "sglang")
-    config, tensors = llama_fields(head, served), head.state_dict()
+    config = llama_fields(head, served)
+    tensors = head.state_dict()
     if to == "sglang":
         zeros = {"fc.bias": torch.zeros(head.hidden_size, dtype=head.dtype)}
         return {"architectures": ["LlamaForCausalLMEagle"]} | config, zeros | tensors
@@ -78,14 +79,17 @@ def write_eagle3(head: Eagle3Head, served: PretrainedConfig, to: str) -> Stored:
     """
     # 1. What all have.
     check_own_output(head)
-    config, tensors, text = head.config, head.state_dict(), served.get_text_config()
+    config = head.config
+    tensors = head.state_dict()
+    text = served.get_text_config()
     check_layer(head, to)
     parts = parts_of(head)
     for name in sorted(parts):
         if to not in (formats := PARTS[name]):
             known = f"{', '.join(formats[:-1])} and {formats[-1]}"
             raise ValueError(f"its config.json has {name}, which only {known} know")
-    qwen, ids = "qk_norm" in parts, head.aux_layers
+    qwen = "qk_norm" in parts
+    ids = head.aux_layers
     layers = llama_fields(head, served) | {
         "model_type": "qwen3" if qwen else "llama",
         "num_hidden_layers": head.cached_layers,
@@ -218,9 +222,12 @@ def check_layer(head: LlamaHead, to: str, biases: bool = False) -> None:
     biases: whether the format has a field for biases of queries, keys and values. The engines have
     one activation; SafeAILab/EAGLE has a field for it, and computes some rotary positions.
     """
-    llama, scale = head.llama, head.config.get("embed_scale", 1.0)
-    rope, eagle = llama.rope_parameters or {}, to == "eagle"
-    kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0)
+    llama = head.llama
+    scale = head.config.get("embed_scale", 1.0)
+    rope = llama.rope_parameters or {}
+    eagle = to == "eagle"
+    kind = rope.get("rope_type")
+    part = rope.get("partial_rotary_factor", 1.0)
     rotary = ROTARY.get(to, ())
     width = (llama.head_dim or 0) * llama.num_attention_heads
     problems = {
@@ -236,7 +243,8 @@ def check_layer(head: LlamaHead, to: str, biases: bool = False) -> None:
         f"its attention heads are {width} wide together, not {llama.hidden_size} as there": eagle
         and width != llama.hidden_size,
     }
-    if problem := next((words for words, wrong in problems.items() if wrong), None):
+    problem = next((words for words, wrong in problems.items() if wrong), None)
+    if problem:
         raise ValueError(problem)
 
 
@@ -248,7 +256,8 @@ def llama_fields(head: LlamaHead, served: PretrainedConfig) -> Config:
     """
     llama = head.llama
     rope: Config = dict(llama.rope_parameters or {})
-    kind, theta = rope["rope_type"], rope["rope_theta"]
+    kind = rope["rope_type"]
+    theta = rope["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
     context = getattr(served.get_text_config(), "max_position_embeddings", None) or 0
     return {

@@ -70,7 +70,8 @@ def export(
     be written, and where the head that is read back differs.
     """
     # 1. Refuse what needs no conversion to be refused.
-    head, text = load_head(head_path), served.get_text_config()
+    head = load_head(head_path)
+    text = served.get_text_config()
     kind = HEADS[head.kind]
     check_export(head.kind, to, head_path)
     check_new(out)
@@ -165,10 +166,12 @@ def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "")
         raise ValueError(
             f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
         )
-    logits, again = outputs(one.float(), ends), outputs(other.float(), ends)
+    logits = outputs(one.float(), ends)
+    again = outputs(other.float(), ends)
     if logits.shape != again.shape:
         raise ValueError(f"read back{reading} it drafts {len(again)} rows, the head {len(logits)}")
-    if difference := float((logits - again).abs().max()):
+    difference = float((logits - again).abs().max())
+    if difference:
         raise ValueError(f"read back{reading} its logits differ by up to {difference:.3g}")
     return logits.numel()
 

@@ -121,7 +121,8 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
     if not factors.allclose(torch.ones(1)):
         writer.add_tensor(FACTORS, factors.numpy())
     for name in sorted(tensors.keys() - {"t2d"}):
-        value, known = tensors[name].detach().cpu().contiguous(), theirs(name, kind)
+        value = tensors[name].detach().cpu().contiguous()
+        known = theirs(name, kind)
         if known == "d2t":  # absolute ids
             writer.add_tensor(known, (value + torch.arange(len(value))).numpy())
             continue
@@ -141,8 +142,10 @@ def theirs(name: str, kind: str) -> str:
     if name == "d2t":
         return name
     module = name.removesuffix(".weight")
-    if layer := re.fullmatch(rf"{LAYERS[kind]}\.(.+)", module):
-        known, number = LAYER.get(layer[2]), layer[1] or "0"
+    layer = re.fullmatch(rf"{LAYERS[kind]}\.(.+)", module)
+    if layer:
+        known = LAYER.get(layer[2])
+        number = layer[1] or "0"
         known = known and f"blk.{number}.{known}"
     else:
         known = NAMES.get(module) or {FUSED_NORM[kind]: "enc.output_norm"}.get(module)
@@ -153,8 +156,10 @@ def theirs(name: str, kind: str) -> str:
 
 def ours(known: str, kind: str) -> str:
     """treespec's name of a tensor of the file; the same where it is none of the head."""
-    module, named = known.removesuffix(".weight"), {own: name for name, own in NAMES.items()}
-    if layer := re.fullmatch(r"blk\.(\d+)\.(.+)", module):
+    module = known.removesuffix(".weight")
+    named = {own: name for name, own in NAMES.items()}
+    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
+    if layer:
         inside = {own: name for name, own in LAYER.items()}.get(layer[2], layer[2])
         above = "midlayer" if kind == "eagle3" else f"layers.{layer[1]}"
         return f"{above}.{inside}.weight"
@@ -211,7 +216,9 @@ def turned(weight: Tensor, heads: int, back: bool = False) -> Tensor:
 def factors_of(config: LlamaConfig) -> Tensor:
     """[D / 2] by what llama.cpp divides its frequencies. Raises ValueError where they do not tell all."""
     rope: Config = dict(config.rope_parameters or {})
-    kind, frequencies, width = rope["rope_type"], Rotary(config).inv_freq, config.head_dim or 0
+    kind = rope["rope_type"]
+    frequencies = Rotary(config).inv_freq
+    width = config.head_dim or 0
     if kind not in ROTARY or 2 * len(frequencies) != width:
         part = "part of a head is rotated" if kind in ROTARY else kind
         raise ValueError(f"its rotary positions ({part}) have no place in llama.cpp's file")

@@ -82,7 +82,8 @@ def derive_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
 
 def derive_heads(config: Config, query_rows: int, key_rows: int) -> Config:
     """The config with the width of a head and the number of key heads that the rows of queries and keys have."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    heads = config.get("num_attention_heads")
+    width = config.get("hidden_size")
     if not heads or not width:
         return config
     size = config.get("head_dim")

@@ -74,7 +74,8 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
     if rule.biases and not stored.get(rule.biases):
         tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
     fill(head, rule, {rename(name, patterns): value for name, value in tensors.items()}, ends)
-    if factors := stored.get("rope_factors"):
+    factors = stored.get("rope_factors")
+    if factors:
         rotary: Any = head.rotary
         rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
     return head.float().eval()
@@ -117,7 +118,8 @@ def layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> C
         plain.pop(name, None)
     layer = family(**plain)
     rope = dict(layer.rope_parameters or {})
-    if (part := plain.get("partial_rotary_factor", 1.0)) != 1:
+    part = plain.get("partial_rotary_factor", 1.0)
+    if part != 1:
         rope["partial_rotary_factor"] = part
     windows = {name: plain.get(name) for name in WINDOWS} if plain.get("layer_types") else {}
     return {name: getattr(layer, name) for name in SIZES} | {"rope_parameters": rope} | windows
@@ -212,7 +214,8 @@ def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
         "mask_token_id": "tokenizer.ggml.mask_token_id",
     }
     config = keys | {name: keys[key] for name, key in fields.items() if key in keys}
-    if pattern := keys.get("attention.sliding_window_pattern"):
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern:
         config["layer_types"] = [SLIDING if slides else "full_attention" for slides in pattern]
 
     # 2. The tensors.

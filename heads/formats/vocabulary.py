@@ -125,7 +125,8 @@ def join_sizes(size: int | None, output: int, by_embedding: bool) -> int:
 
 def read_mapping(tensors: Tensors, size: int) -> Mapping:
     """The tokens that d2t names. Raises ValueError for tokens that cannot be, and where t2d marks others."""
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    d2t = tensors.get("d2t")
+    t2d = tensors.get("t2d")
     if d2t is None:
         if t2d is not None and not t2d.all():
             raise ValueError(

@@ -54,7 +54,8 @@ class StoredFeatures:
         file = self.file(i // SHARD)
         try:
             with safe_open(file, framework="pt") as shard:
-                row, about = shard.get_tensor(str(i)), shard.metadata()
+                row = shard.get_tensor(str(i))
+                about = shard.metadata()
             if i not in self.verified and about[str(i)] != digest_of_tensors({"": row}, {}):
                 raise ValueError("its checksum does not match")
         except Exception as error:  # safetensors raises what the header's bytes lead to
@@ -103,7 +104,8 @@ def store(
                     "out --features to compute them as training goes"
                 )
         accelerator.wait_for_everyone()
-        if mine := missing[accelerator.process_index :: accelerator.num_processes]:
+        mine = missing[accelerator.process_index :: accelerator.num_processes]
+        if mine:
             with whole(target, config, accelerator, "store its features") as full:
                 full.check_aux_layers(aux_layers)
                 for shard in mine:

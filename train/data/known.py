@@ -44,7 +44,8 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
     if name not in DATA_SETS or Path(name).exists():
         return Path(name)
     folder = cache_folder() / "data"
-    path, origin = folder / f"{name}.jsonl", "fetched before"
+    path = folder / f"{name}.jsonl"
+    origin = "fetched before"
     if not path.exists():  # each process of a training asks for it, and one fetches it
         with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
             if not path.exists():
@@ -56,7 +57,8 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     """Where the data set came from, and its text."""
-    if file := data_set.hub.path():
+    file = data_set.hub.path()
+    if file:
         return f"from the hub, {data_set.hub.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not give it: fetching {data_set.package}")
     content = data_set.package.read()

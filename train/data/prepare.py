@@ -58,7 +58,8 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
 
     # 3. Each conversation once.
     unique = {(example.key, example.part): example for example in examples}
-    if repeats := len(examples) - len(unique):
+    repeats = len(examples) - len(unique)
+    if repeats:
         accelerator.print(f"{repeats} of them stand there already, and count once")
     talks = len({example.key for example in examples})
     if talks < len(unique):
@@ -98,7 +99,8 @@ def prepare(
     # 2. The features.
     rows = [example.input_ids for example in train]
     if config.features is not None:
-        row, device = store(config, target, rows, aux_layers, accelerator).row, accelerator.device
+        row = store(config, target, rows, aux_layers, accelerator).row
+        device = accelerator.device
         return Data(train, held_out, lambda numbers: padded([*map(row, numbers)]).to(device))
 
     def computed(numbers: list[int]) -> Tensor:

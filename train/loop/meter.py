@@ -35,9 +35,11 @@ class Meter:
     """
 
     def __init__(self, accelerator: Accelerator, path: Path, place: Place) -> None:
-        self.accelerator, self.path = accelerator, path
+        self.accelerator = accelerator
+        self.path = path
         self.values: dict[str, list[Tensor]] = defaultdict(list)  # on their device
-        self.since, self.printed = place.seconds, -math.inf
+        self.since = place.seconds
+        self.printed = -math.inf
         if accelerator.is_main_process:
             write_text(path, "".join(lines_until(path, place.step)))
 
@@ -59,7 +61,8 @@ class Meter:
         # 1. The means.
         if not self.values:
             return
-        accelerator, names = self.accelerator, list(self.values)
+        accelerator = self.accelerator
+        names = list(self.values)
         forwards = len(self.values["total"]) * accelerator.num_processes
         own = torch.stack([torch.stack(values).mean() for values in self.values.values()])
         means = accelerator.reduce(own.to(accelerator.device), reduction="mean").tolist()

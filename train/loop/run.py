@@ -142,7 +142,8 @@ def decoded_length(
 
 def validation(run: Run) -> Validation:
     """On held-out conversations, with the head as it will be served."""
-    config, head = run.config, run.served()
+    config = run.config
+    head = run.served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
         result = validate(
             head, target, replace(run, target=target).rows(run.data.held_out), DRAFT_STEPS

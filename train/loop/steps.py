@@ -78,14 +78,20 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     Returns where the run ended. Raises InputError for a run that diverges.
     """
     # 1. Where the run is, and how long it goes.
-    config, accelerator, recipe, data = run.config, run.accelerator, run.config.recipe, run.data
+    config = run.config
+    accelerator = run.accelerator
+    recipe = run.config.recipe
+    data = run.data
     place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer)
-    processes, first, in_a_row = accelerator.num_processes, place.step, 0
+    processes = accelerator.num_processes
+    first = place.step
+    in_a_row = 0
     each = accelerator.gradient_accumulation_steps = config.forwards(processes)
     lengths = [len(example.input_ids) for example in data.train]
     batches_of = partial(epoch_batches, lengths, config.batch_size * processes, config.seed)
     steps = config.max_steps or max(1, recipe.epochs * len(batches_of(0)) // each)
-    clock, started = Clock(steps, config.minutes), time.perf_counter() - place.seconds
+    clock = Clock(steps, config.minutes)
+    started = time.perf_counter() - place.seconds
 
     # 2. The forwards of this process, with the target's features.
     mine = forwards(place.step * each, batches_of, accelerator.process_index, processes)
@@ -145,7 +151,8 @@ def optimizer_step(
     losses without gradients, and whether losses and gradient are finite in all processes.
     """
     # 1. The gradients of all losses, of which no graph is kept.
-    accelerator, losses = run.accelerator, []
+    accelerator = run.accelerator
+    losses = []
     for forward, features in mine:
         with accelerator.accumulate(run.model):
             loss = loss_of(run, forward, features, steps)
@@ -166,7 +173,8 @@ def optimizer_step(
 
 def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
     """The loss of one forward. Its noise and dropout follow from the seed and its place."""
-    config, device = run.config, features.device
+    config = run.config
+    device = features.device
     seed = (config.seed * 1_000_003 + forward.batch) * 1009 + run.accelerator.process_index
     if config.recipe.dropout:
         torch.manual_seed(seed)  # `nn.Dropout` takes no generator

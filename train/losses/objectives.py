@@ -93,7 +93,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     # depends on the head, so that this process takes part in the gradient's mean.
     given = batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps
     steps = model(*given, target.embeddings)
-    places, wanted = batch.places, batch.states(batch.features).to(target.dtype)
+    places = batch.places
+    wanted = batch.states(batch.features).to(target.dtype)
     rows = None if batch.vocabulary is None else target.output_rows(batch.vocabulary)
 
     # 2. The loss between distributions, of all steps together.
@@ -149,7 +150,8 @@ def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     """
     # 1. What each head gives before its output layer, [M_i, H]. Hydra's see the tokens that follow.
     heads: DepthHeads = extract_model_from_parallel(model)
-    counts, medusa = batch.counts, heads.kind == "medusa"
+    counts = batch.counts
+    medusa = heads.kind == "medusa"
     given = batch.tokens, precise(batch.features[:, :-2]), counts, heads.max_depth
     states = model(*given, target.embeddings)
 

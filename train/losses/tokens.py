@@ -32,7 +32,8 @@ TINY = torch.finfo(torch.float32).tiny
 BUDGET = 6  # bytes for each counted position and token, at most
 # Numbers in an array of a chunk. On a CPU 8 MB in float32, which the heap reuses and caches hold in
 # part; elsewhere more, because large products are faster.
-ON_CPU, ELSEWHERE = 2 << 20, 64 << 20
+ON_CPU = 2 << 20
+ELSEWHERE = 64 << 20
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # (p [M, N], log q [M, N]) -> losses [M]
 
@@ -118,7 +119,8 @@ def token_losses(
     loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
     """
     # 1. Zeros to add to, and how far each guess is.
-    device, loss_of = places.device, LOSSES[loss]
+    device = places.device
+    loss_of = LOSSES[loss]
     size = 28 if loss_of is cross_entropy else 36  # bytes for each row and token of a chunk
     elements = ON_CPU if device.type == "cpu" else ELSEWHERE
     rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
@@ -131,7 +133,9 @@ def token_losses(
         # 2. The target's probabilities of a chunk, in its own precision, once for all guesses.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             target = teacher.of(slice(start, start + rows))
-            best, sums = target.max(-1).indices, target.sum(-1)  # max is faster than argmax
+            # max is faster than argmax
+            best = target.max(-1).indices
+            sums = target.sum(-1)
         for i, guess in enumerate(guesses):
             reached = places[start : start + rows] >= i
             here = slice(done[i], done[i] + int(reached.sum()))
@@ -139,7 +143,8 @@ def token_losses(
             if here.start == here.stop:
                 continue
             p = target if here.stop - here.start == len(target) else target[reached]
-            learns, likely = sums[reached] > 0, best[reached]
+            learns = sums[reached] > 0
+            likely = best[reached]
 
             # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
             #    by the number of positions, much of them would be too small for float16.
@@ -178,7 +183,8 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
         # In place, and handed over: gradients of weights are as large as the weights.
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         if gradients is None:
             raise RuntimeError("the gradients of a chunked loss can be taken once")
         return None, None, *(gradient.mul_(slope) for gradient in gradients)

@@ -156,7 +156,8 @@ def replied(url: str, body: dict[str, Any]) -> Reply:
         try:
             return completed(url, body)
         except (OSError, HTTPException) as error:
-            why, code = said_by(error), getattr(error, "code", None)
+            why = said_by(error)
+            code = getattr(error, "code", None)
             if code in REFUSED:
                 raise LeftOut(f"refused: {why}") from error
             if code in FOR_GOOD:

@@ -69,7 +69,8 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
         unused = ("from-template", "head", "drafter", "tree", "template")
         needless = next((name for name in unused if getattr(self, name.replace("-", "_"))), None)
         super().__post_init__()  # which may choose a drafter
-        own, endpoint = self.from_template is not None, self.endpoint
+        own = self.from_template is not None
+        endpoint = self.endpoint
         refuse(
             {
                 "give one of --data and --from-template": (self.data is None) != own,

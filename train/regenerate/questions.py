@@ -37,7 +37,8 @@ OTHERS = """
     jest nie sie
     och att det som pa ikke og
 """
-ENGLISH_WORDS, OTHER_WORDS = frozenset(ENGLISH.split()), frozenset(OTHERS.split())
+ENGLISH_WORDS = frozenset(ENGLISH.split())
+OTHER_WORDS = frozenset(OTHERS.split())
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,11 @@ def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> l
     rows: dict[str, Row] = {}
     for conversation in conversations:
         messages = conversation.messages
-        system, role = None, "system"
+        system = None
+        role = "system"
         if messages[0]["role"] in OPENING_ROLES:
-            system, role = messages[0]["content"], messages[0]["role"]
+            system = messages[0]["content"]
+            role = messages[0]["role"]
         asked = [message["content"] for message in messages if message["role"] == "user"][:turns]
         kept = tuple(takewhile(lambda question: passes(question, filter), asked))
         key = digest([system, asked]).hex()

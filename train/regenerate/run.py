@@ -26,7 +26,8 @@ from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.magpie import writer
 from treespec.train.regenerate.questions import Row, drawn, rows_of
 
-OUT, LEFT_OUT = "conversations.jsonl", "left-out.jsonl"
+OUT = "conversations.jsonl"
+LEFT_OUT = "left-out.jsonl"
 FORMAT = 2  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's distribution, so a head may be added on the way.
@@ -65,7 +66,8 @@ def regenerate(
     rows of other options or models.
     """
     # 1. What a run before has left, if it is of the same options.
-    out, data = Path(config.out), None if config.data is None else data_file(config.data, say)
+    out = Path(config.out)
+    data = None if config.data is None else data_file(config.data, say)
     record: Record = {"answers_by": "a server" if config.endpoint else "the target"}
     record |= asdict(config) | {"format": FORMAT, "data": data and digest(data)}
     if config.endpoint is None:
@@ -91,12 +93,14 @@ def regenerate(
             work = partial(answered, config, of_target(engine, config), write)
 
         # 3. A thread for each row that is answered at a time; each is kept as it ends.
-        tokens, started = 0, time.perf_counter()
+        tokens = 0
+        started = time.perf_counter()
         pool = stack.enter_context(ThreadPool(config.batch))
         for done, line in enumerate(pool.imap_unordered(work, waiting) if waiting else (), 1):
             (kept if "messages" in line else left_out).append(line)
             tokens += sum(line.get("tokens", ()))
-            seconds, left = time.perf_counter() - started, len(waiting) - done
+            seconds = time.perf_counter() - started
+            left = len(waiting) - done
             rest = timedelta(seconds=round(seconds / done * left))
             report(len(rows) - left, len(rows), f", {tokens / seconds:,.1f} tokens/s, {rest} left")
 

@@ -49,7 +49,8 @@ def calibrate(
 
     # 2. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
-    proposer, half = proposer_of(head, target), target.context_length // 2
+    proposer = proposer_of(head, target)
+    half = target.context_length // 2
     prompts = [
         tokens[: min(max(int(counts.int().argmax()), 1), half)].tolist()
         for tokens, counts, _ in rows[:PROMPTS]
@@ -106,7 +107,8 @@ def sharpest(
     for step in drafted(head, target, rows, limits):
         for temperature in TEMPERATURES:
             params = SamplingParams(temperature)
-            p, logits = probs(step.target[step.chosen], params), step.draft[step.chosen]
+            p = probs(step.target[step.chosen], params)
+            logits = step.draft[step.chosen]
             for i, factor in enumerate(FACTORS):
                 q = probs(logits * factor, params)
                 accepted[step.number - 1, i] += float(torch.minimum(p, q).sum())
@@ -120,9 +122,11 @@ def choices(steps: Iterable[Step]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     Beside them a weight [n]: about how often a tree reaches the text's token at that depth, the product of
     min(1, q/p) over the levels above. On the host.
     """
-    params, weight = SamplingParams(1.0), torch.empty(0)
+    params = SamplingParams(1.0)
+    weight = torch.empty(0)
     for step in steps:
-        p, q = probs(step.target, params), probs(step.draft, params)
+        p = probs(step.target, params)
+        q = probs(step.draft, params)
         if step.number == 1:
             weight = torch.ones(len(q), device=q.device)
         top = q[step.chosen].topk(min(TOPS, q.shape[-1]))
@@ -140,8 +144,10 @@ def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
     x: [..., f]. y: [...] shares. weight: broadcast to y. A step that raises the loss is halved: on
     few rows full steps may diverge.
     """
-    x, weight = x.double().flatten(0, -2), weight.double().expand_as(y).flatten()
-    y, weight = y.double().flatten(), weight / weight.sum()
+    x = x.double().flatten(0, -2)
+    weight = weight.double().expand_as(y).flatten()
+    y = y.double().flatten()
+    weight = weight / weight.sum()
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     solution = x.new_zeros(x.shape[1])
 

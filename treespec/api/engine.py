@@ -54,7 +54,8 @@ class Engine:
         # 1. Limits.
         self.spec = spec.new()
         self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
-        self.decoder, self.stretch = self.spec.decoder, 128
+        self.decoder = self.spec.decoder
+        self.stretch = 128
         with alone_with(self.decoder.models):
             self.spec.measure()
             if columns is None:
@@ -62,7 +63,8 @@ class Engine:
             else:
                 self.columns = whole("columns", columns, least=1)
         rows = self.decoder.rows
-        rows.keep, rows.columns = self.batch, self.columns
+        rows.keep = self.batch
+        rows.columns = self.columns
 
         # 2. Requests, and the thread that answers them.
         end_workers()
@@ -134,7 +136,8 @@ class Engine:
         # 2. Their places in the queue.
         answers = dict(zip(texts, map(Completion, texts, on_pieces or [None] * n), strict=True))
         with self._changed:
-            pending, most = len(self._answers), self.batch + self.queue
+            pending = len(self._answers)
+            most = self.batch + self.queue
             if self._closed:
                 raise InputError("the engine is closed: begin another")
             if pending + n > most:
@@ -170,7 +173,8 @@ class Engine:
         except BaseException as error:
             with self._changed:
                 self._closed = True
-                answers, self._answers = self._answers, {}
+                answers = self._answers
+                self._answers = {}
             for text, answer in answers.items():
                 text.error = text.error or InputError(f"the engine failed: {error!r}")
                 answer.end()

@@ -88,7 +88,10 @@ class Trees:
     ) -> None:
         if (head is None) == (drafter is None):
             raise InputError("give Trees exactly one of head= and drafter=")
-        self.head, self.tree, self.verifier, self.drafter = head, tree, verifier, drafter
+        self.head = head
+        self.tree = tree
+        self.verifier = verifier
+        self.drafter = drafter
         self.streamer = streamer
         self.spec: Spec | None = None
         self.stats: list[Stats] = []
@@ -107,7 +110,8 @@ class Trees:
         refuse(model, generation_config, inputs)
         if self.spec is None or self.spec.target.model is not model:
             self.spec = load(model, self.head, self.tree, self.verifier, drafter=self.drafter)
-        spec, streamer = self.spec, self.streamer
+        spec = self.spec
+        streamer = self.streamer
 
         # 2. Where answers end: at tokens, at a length, or where another criterion says so.
         ends = frozenset(
@@ -175,7 +179,9 @@ def sampling_of(
     """
     if not sampled:
         return SamplingParams(), processors
-    order, steps, rest = list(WARPERS), {"temperature": 1.0}, list(processors)
+    order = list(WARPERS)
+    steps = {"temperature": 1.0}
+    rest = list(processors)
     while rest and (kind := type(rest[-1])) in order:
         if getattr(rest[-1], "min_tokens_to_keep", 1) != 1:
             break

@@ -50,7 +50,9 @@ class Spec:
         calibration: Calibration | None = None,
         times: Cost | CostBy | None = None,
     ) -> None:
-        self.target, self.template, self.calibration = target, template, calibration
+        self.target = target
+        self.template = template
+        self.calibration = calibration
         self.source = origin = None if source is None else source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
@@ -120,7 +122,8 @@ class Spec:
 
     def measure(self) -> None:
         """Measure now, before an answer's clock runs, what trees cost; the first call takes seconds."""
-        if (drafter := self.decoder.drafter) and drafter.timed:
+        drafter = self.decoder.drafter
+        if drafter and drafter.timed:
             with alone_with(self.decoder.models):
                 self.times(1)
 
@@ -190,7 +193,8 @@ class Spec:
         requested(options, "n", "batch", "seed")
         several = prompts_of(prompt)
         prompts: list[Any] = [prompt] if several is None else several
-        each, count = whole("n", 1 if n is None else n, least=1), len(prompts)
+        each = whole("n", 1 if n is None else n, least=1)
+        count = len(prompts)
         most = count * each
         at_once = whole("batch", most if batch is None else batch, least=min(1, most))
         if count > 1 and options.get("on_cycle"):

@@ -103,7 +103,8 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
         if TRACEBACK in arguments and not hasattr(error, "format_message"):
             raise
         end_notice()
-        if words := in_words(error):
+        words = in_words(error)
+        if words:
             print(f"treespec: {one_line(words)}", file=sys.stderr)
         return 2 if getattr(error, "exit_code", None) == 2 else 1
     finally:
@@ -129,7 +130,8 @@ def in_words(error: Exception) -> str:
     if hasattr(error, "exit_code"):  # ours, and the parser's own
         said = getattr(error, "format_message", error.__str__)().replace("\n", " ")
         return said + ": values follow options, see --help" * said.startswith("Got unexpected")
-    line, kind = first_line(error), type(error).__name__
+    line = first_line(error)
+    kind = type(error).__name__
     if isinstance(error, OSError):
         return "" if isinstance(error, BrokenPipeError) else f"cannot read or write: {line}"
     if re.search("MemoryError|can't allocate memory", f"{kind} {error}"):  # torch's on a CPU

@@ -80,7 +80,8 @@ def generate(config: GenerateConfig) -> None:
     spec = load_spec(config)
     from treespec.decoding.stats import Stats, figures_of
 
-    shown, total = printable if sys.stdout.isatty() else str, Stats()
+    shown = printable if sys.stdout.isatty() else str
+    total = Stats()
     if len(prompts) * config.n == 1:
         stream = spec.stream(prompts[0], **config.requested)
         for piece in stream:

@@ -110,7 +110,8 @@ class Conversation:
         # 1. Show the answer, until it ends or Ctrl-C stops it: a first one after the cycle, a second
         #    one at once.
         said = [*(self.messages[:-2] if again else self.messages), message("user", text)]
-        stream, stopped = self.spec.stream([*self.opening, *said], **self.config.requested), Event()
+        stream = self.spec.stream([*self.opening, *said], **self.config.requested)
+        stopped = Event()
         mark: dict[str, Any] = (
             {"underline": True} if os.environ.get("NO_COLOR") else {"fg": "green"}
         )
@@ -132,7 +133,8 @@ class Conversation:
             typer.echo()
 
         # 2. Remember it, unless it is empty, which templates have no place for.
-        stats, reply = stream.stats, stream.output.text.strip()
+        stats = stream.stats
+        reply = stream.output.text.strip()
         self.total.add(stats)
         if reply:
             self.messages = [*said, message("assistant", reply)]

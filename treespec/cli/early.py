@@ -31,7 +31,9 @@ def begin(
     drafters: as `--drafter` takes them. words: whether the target needs a tokenizer. chats: whether
     messages go through its chat template. Raises InputError.
     """
-    target, template, placement = options.target or "", options.template, options.placement
+    target = options.target or ""
+    template = options.template
+    placement = options.placement
     own = is_demo(target)
     if not own:
         check_there(target, "target directory")
@@ -51,7 +53,9 @@ def begin(
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
     """`begin` for what decodes. Raises TreeError too."""
-    source, tree, verifier = config.source, config.tree, config.verifier
+    source = config.source
+    tree = config.tree
+    verifier = config.verifier
     given = [f"--tree {tree}"] if tree is not None else []
     given += [f"--verifier {verifier}"] if verifier != ModelOptions.verifier else []
     if given and source is None:

@@ -119,11 +119,13 @@ def export(config: ExportConfig) -> None:
     from treespec.heads.formats.card import check_complete, served_card
 
     # 1. Check the options and paths.
-    place, head = Path(config.out), head_of(config.head) or config.head
+    place = Path(config.out)
+    head = head_of(config.head) or config.head
     check_folder(config.out)
     check_new(place)
     begin(config, [f"head:{head}"], words=False)
-    if kind := kind_in(Path(head).expanduser()):
+    kind = kind_in(Path(head).expanduser())
+    if kind:
         check_export(kind, config.to, head)
 
     own = head_folder(head)

@@ -76,7 +76,8 @@ def certify(config: CertifyConfig) -> None:
     results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
     for test, result in zip(found["tests"], results, strict=True):
         print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
-        if shown := test.get("shown_by"):
+        shown = test.get("shown_by")
+        if shown:
             sampling = f"temperature {shown['temperature']:g}, top-k {shown['top_k']}, top-p {shown['top_p']:g}"
             print(f"        most of all at {sampling}: {one_line(shown['answer'])[:100]}")
     dtype = found["environment"].get("dtype")
@@ -86,7 +87,8 @@ def certify(config: CertifyConfig) -> None:
     else:
         bits = "the same bits as" if found["equal_bits"] else "other rounding than"
         print(f"In {dtype} a node of a tree has {bits} one token at a time.")
-    if left_out := found["not_applied"]:
+    left_out = found["not_applied"]
+    if left_out:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )

@@ -39,9 +39,11 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
     shown = [known for known in fields(config) if known.metadata["line"] is not None]
     shown.sort(key=lambda known: (known.default is not MISSING, declaring[known.name]))
     readers = {known.name: known.metadata["line"] for known in shown if known.metadata["line"]}
-    types, parameters = dict[str, Any](), []
+    types = dict[str, Any]()
+    parameters = []
     for known in shown:
-        name, default = known.name, known.default
+        name = known.name
+        default = known.default
         types[name] = readers[name][0] | None if name in readers else known.type
         panel = vars(mro[declaring[name]]).get("PANEL")
         option = typer.Option(help=_help(known), rich_help_panel=panel)
@@ -66,7 +68,8 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
             parsed = {name: readers[name][1](given[name]) for name in readers.keys() & given}
             command(config(**given | parsed))
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         vars(run).update(__signature__=inspect.Signature(parameters), __wrapped__=command)
         return run

@@ -36,7 +36,8 @@ def compare(spec: Spec, tokens: int, console: Console) -> str:
         way.warm_up()
 
     # 2. Race, and add up both sides' figures.
-    totals, same = (Stats(), Stats()), 0
+    totals = (Stats(), Stats())
+    same = 0
     for question, prompt in zip(QUESTIONS, PROMPTS, strict=True):
         streams = [way.stream(prompt, max_new_tokens=tokens) for way in ways.values()]
         shown = [Text() for _ in streams]
@@ -72,7 +73,8 @@ def race(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
     running = [*range(len(streams))]
     while running:
         side = min(running, key=lambda side: streams[side].stats.seconds["total"])
-        if piece := next(streams[side], None):
+        piece = next(streams[side], None)
+        if piece:
             yield side, piece
         else:
             running.remove(side)

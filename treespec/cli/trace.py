@@ -6,7 +6,9 @@ from rich.tree import Tree
 
 from treespec.requests.events import Cycle, explained, percent, visible
 
-ACCEPTED, OWN, REFUSED = "bold green", "bold yellow", "dim"
+ACCEPTED = "bold green"
+OWN = "bold yellow"
+REFUSED = "dim"
 
 
 def show(cycle: Cycle, tau: float) -> None:

@@ -65,7 +65,8 @@ class Batch:
     columns: int | None = None
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
-        self.target, self.drafter = target, drafter
+        self.target = target
+        self.drafter = drafter
         self.clear()
 
     def clear(self) -> None:
@@ -104,10 +105,14 @@ class Batch:
         # 3. A complete one takes the row of an ended text: no other row of the cache is copied.
         if complete and not stay:
             first, *complete = complete
-            self.cache, self.drafter, self.texts = first.cache, first.drafter, [first.text]
-            stay, ended = [0], []
+            self.cache = first.cache
+            self.drafter = first.drafter
+            self.texts = [first.text]
+            stay = [0]
+            ended = []
         placed = dict(zip(ended, complete, strict=False)) if stay else {}
-        rest, left = complete[len(placed) :], {*stay, *placed}
+        rest = complete[len(placed) :]
+        left = {*stay, *placed}
         last = sorted(row for row in left if row >= len(left))  # each fills a row that is free now
         rows = [row if row in left else last.pop() for row in range(len(left))]
         if not complete and len(rows) == len(self.texts):
@@ -147,11 +152,13 @@ class Batch:
 
     def _prefilled(self, most: int | None) -> list[Own]:
         """Prefill up to `most` tokens, a stretch of each prompt in turn. Returns complete ones."""
-        complete, spent = list[Own](), 0
+        complete = list[Own]()
+        spent = 0
         while self.entering and (most is None or spent < most):
             # 1. The next text. Samples wait for the first one, whose prefill they share.
             own = self.entering.popleft()
-            text, samples = own.text, own.text.samples
+            text = own.text
+            samples = own.text.samples
             begun = (other for other in self.entering if other.begun)
             waits = samples and not (samples.cache or own.begun or text.ended)
             if waits and any(other.text.samples is samples for other in begun):
@@ -188,8 +195,10 @@ class Batch:
         """
         # 1. Kept tokens that it begins with. Of several samples of a prompt the first one computes all
         # features, and the others take them.
-        text, samples = own.text, own.text.samples
-        best, most = None, 0
+        text = own.text
+        samples = own.text.samples
+        best = None
+        most = 0
         for kept in [] if samples or text.pictures else self.kept:
             common = common_prefix(text.prompt[:-1], kept.text.committed)
             reused = common - 1
@@ -200,12 +209,14 @@ class Batch:
                 512, 2 * text.columns
             )
             if (reused > most or fits) and worth_it and kept.text.memory == text.memory:
-                best, most = kept, max(0, reused)
+                best = kept
+                most = max(0, reused)
 
         # 2. Cut them to it: recurrent layers may have to go back further.
         if best:
             self.kept.remove(best)
-            own.cache, own.drafter = best.cache, best.drafter
+            own.cache = best.cache
+            own.drafter = best.drafter
             own.cache.rewind([most])
             text.committed = best.text.committed[: own.cache.lengths[0]]
             if own.drafter:
@@ -219,7 +230,8 @@ class Batch:
         # 3. Its pictures, and its counts.
         if text.pictures and own.left:
             own.shown = shown(self.target, text.pictures)
-        text.root, own.begun = text.prompt[-1], True
+        text.root = text.prompt[-1]
+        own.begun = True
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
         own.cache.reserve(len(text.prompt))
 
@@ -240,7 +252,8 @@ class Batch:
 
     def _together(self, group: Sequence[Own]) -> int:
         """Prefill new prompts as one. Returns their tokens, with padding."""
-        counts, drafter = [each.left for each in group], group[0].drafter
+        counts = [each.left for each in group]
+        drafter = group[0].drafter
         cache = self.target.new_cache(max(counts))
         cache.rewind([0] * len(group))
         prompts = [torch.tensor(each.text.prompt) for each in group]
@@ -256,8 +269,11 @@ class Batch:
 
     def _advance(self, own: Own, most: int) -> int:
         """The next stretch of a prompt, of at most `most` tokens. Returns its tokens."""
-        text, drafter, start = own.text, own.drafter, len(own.text.committed)
-        if count := min(most, STRETCH, own.left):
+        text = own.text
+        drafter = own.drafter
+        start = len(own.text.committed)
+        count = min(most, STRETCH, own.left)
+        if count:
             tokens = torch.tensor(text.prompt[start : start + count + 1])
             aux_layers = drafter.aux_layers if drafter else ()
             given = tokens[None, :-1], aux_layers, None, own.shown, own.left - count

@@ -49,7 +49,8 @@ class Decoder:
         draft_models: Sequence[nn.Module] = (),
     ) -> None:
         """draft_models: the models that the drafter computes with besides the target."""
-        self.target, self.verifier = target, verifier
+        self.target = target
+        self.verifier = verifier
         self.models = [target.model, *draft_models]
         self.rows = Batch(target, drafter)
         self.lock = RLock()
@@ -79,7 +80,8 @@ class Decoder:
             iteration = self.latest = object()
             for text in (*self.rows.texts, *(own.text for own in self.rows.entering)):
                 text.cancelled = True
-        waiting, running = deque(texts), False
+        waiting = deque(texts)
+        running = False
         while waiting or running:
             with self.lock, alone_with(self.models):
                 if self.latest is not iteration:
@@ -105,7 +107,8 @@ class Decoder:
             rows.clear()
         self.sound = False
         began = time.perf_counter()
-        size, device = self.target.vocab_size, self.target.output_device
+        size = self.target.vocab_size
+        device = self.target.output_device
         kernel = kernels.noise if device.type == "cpu" and kernels.library() else None
         for text in entering:
             if self.verifier.coupled and not text.distribution.greedy:
@@ -122,8 +125,11 @@ class Decoder:
 
     def _cycle(self) -> list[tuple[Request, Piece]]:
         """One forward over a tree for each text."""
-        device, drafter, texts = self.target.output_device, self.drafter, self.rows.texts
-        stats, distributions = [text.stats for text in texts], [text.distribution for text in texts]
+        device = self.target.output_device
+        drafter = self.drafter
+        texts = self.rows.texts
+        stats = [text.stats for text in texts]
+        distributions = [text.distribution for text in texts]
         generators = [text.generator for text in texts]
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
@@ -132,7 +138,8 @@ class Decoder:
                 if drafter:
                     for text in texts:
                         text.distribution.reported = {} if text.listener else None
-                    before, now = drafter.forward_seconds, stats[0].now
+                    before = drafter.forward_seconds
+                    now = stats[0].now
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
                     for each in stats:
                         each.seconds["head"] += (drafter.forward_seconds - before) / len(texts)

@@ -82,7 +82,8 @@ def copied(
     cache: TreeCache, drafter: Drafter | None, row: int = 0
 ) -> tuple[TreeCache, Drafter | None]:
     """A row's cache and drafter, as copies of their own."""
-    alone, own = cache.alone(row), drafter.new() if drafter else None
+    alone = cache.alone(row)
+    own = drafter.new() if drafter else None
     if own and drafter:
         own.join([drafter], row)
         own.select([1])  # behind the row of a new one

@@ -175,7 +175,8 @@ def convert(gguf: Path, out: Path) -> None:
 
     # 2. They are plain numbers now: without these fields `save_pretrained` says so.
     vars(model.config).pop("quantization_config", None)
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     with quiet():
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)

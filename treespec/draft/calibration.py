@@ -24,7 +24,8 @@ FILE = "calibration.json"
 FORMAT = 2
 AGAIN = "delete it and make it again with treespec calibrate"
 COLDEST = 0.01  # the temperature whose rates are those of temperature 0
-FEATURES, LEAST = 4, 1e-6
+FEATURES = 4
+LEAST = 1e-6
 
 
 @dataclass(frozen=True)

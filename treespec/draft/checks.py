@@ -18,7 +18,8 @@ def check_head(spec: DrafterSpec, target: str) -> None:
     from treespec.draft.calibration import load_calibration
 
     check_width(spec.place, target)
-    folder, kind = Path(spec.place).expanduser(), spec.kind.name
+    folder = Path(spec.place).expanduser()
+    kind = spec.kind.name
     if folder.is_dir():
         actual = kind_in(folder)
         if kind != "head" and actual and actual != kind:
@@ -31,7 +32,8 @@ def check_head(spec: DrafterSpec, target: str) -> None:
 def check_width(head: str, target: str) -> None:
     """Raises InputError for a missing or damaged head, and for a target of another width."""
     check_head_files(head)
-    width, own = width_of(target), width_of(head)
+    width = width_of(target)
+    own = width_of(head)
     if width and own and own != width:
         raise InputError(f"head {head} is for features of width {own}, the target's are {width}")
 
@@ -44,7 +46,8 @@ def check_model(spec: DrafterSpec, target: str) -> None:
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
-    layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
+    layers = number_in(target, "num_hidden_layers")
+    folder = Path(target).expanduser()
     if layers is not None and folder.is_dir():
         mtp_layer(tensor_files(str(folder)), layers)
 

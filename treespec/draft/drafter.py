@@ -47,7 +47,8 @@ class PerText:
     def join(self, others: Sequence[Self], row: int | None = None) -> None:
         """Append the sequences of others. row: that one of each alone."""
         for name in self.per_text:
-            own, theirs = getattr(self, name), [getattr(other, name) for other in others]
+            own = getattr(self, name)
+            theirs = [getattr(other, name) for other in others]
             if isinstance(own, list):
                 taken = theirs if row is None else [[rows[row]] for rows in theirs]
                 setattr(self, name, [*own, *chain.from_iterable(taken)])
@@ -117,7 +118,8 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
     Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
     together count as one.
     """
-    if (whole := frontiers[0]) and whole.tokens.dim() == 2:
+    whole = frontiers[0]
+    if whole and whole.tokens.dim() == 2:
         return whole.tokens, whole.parent_rows, [whole.tokens.numel()]
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]

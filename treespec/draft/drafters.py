@@ -38,7 +38,8 @@ class DrafterSpec:
     @classmethod
     def parse(cls, text: str) -> "DrafterSpec":
         """Raises InputError for an unknown drafter, a bad option and members that cannot be joined."""
-        if not (joined := JOINED.fullmatch(text)):
+        joined = JOINED.fullmatch(text)
+        if not joined:
             return cls._member(text)
         cache, spec = map(cls._member, joined.groups())
         if spec.kind.one_hot:
@@ -64,13 +65,15 @@ class DrafterSpec:
     def _member(cls, text: str) -> "DrafterSpec":
         # 1. The name, the value and the tree.
         name = re.split("[:@]", text)[0]
-        if (kind := DRAFTERS.get(name)) is None:
+        kind = DRAFTERS.get(name)
+        if kind is None:
             hint = nearest(name.removeprefix("suffix+"), DRAFTERS)
             raise InputError(f"unknown drafter {text!r}{hint}: choose {FORMS}")
         own, _, tree = text.partition("@")
         path = text.removeprefix(f"{name}:")
         if path != text and (kind.one_hot or Path(path).exists()):
-            own, tree = text, ""
+            own = text
+            tree = ""
         value = own[len(name) + 1 :]
         if name == "suffix" and (joined := re.search(r"\+([\w+-]*):", value)):
             hint = nearest(joined[1], DRAFTERS)

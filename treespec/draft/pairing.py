@@ -43,7 +43,9 @@ ANY = DraftModel(at_once=True)  # a draft model that goes with every tree
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
     # 1. What does not fit.
-    draws, most, deepest = policy.max_draws or 0, scheme.max_draws or MANY, model.deepest or MANY
+    draws = policy.max_draws or 0
+    most = scheme.max_draws or MANY
+    deepest = model.deepest or MANY
     by_level = policy.at_once and not model.at_once
     biased = not (policy.may_draw or scheme.deterministic)
     too_deep = policy.max_depth > deepest and not policy.at_once

@@ -66,10 +66,14 @@ class TreeDrafter(ForcedDrafter):
     ) -> None:
         facts = proposer.head is not None, proposer.max_depth, proposer.at_once
         check_fit(policy, scheme, DraftModel(*facts))
-        self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
+        self.proposer = proposer
+        self.scheme = scheme
+        self.calibration = calibration
         self.policy: Policy = policy
         self.sharpness = calibration.sharpness if calibration else ()
-        self.times, self.now, self.cache = times, time.perf_counter, cache
+        self.times = times
+        self.now = time.perf_counter
+        self.cache = cache
         self.builders = [self._new_builder()]
         if cache:
             self.per_text = (*self.per_text, "cache")
@@ -84,7 +88,8 @@ class TreeDrafter(ForcedDrafter):
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         self.chains = [distribution.forced() for distribution in distributions]
-        self.distributions, self.now = distributions, now
+        self.distributions = distributions
+        self.now = now
         self.paths: list[list[Path]] = [[] for _ in distributions]
         self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
         self.noise: Tensor | None = None  # of all levels, where they have been made
@@ -108,7 +113,8 @@ class TreeDrafter(ForcedDrafter):
 
         # 3. A tree for each sequence, in draft tokens but for the root; alike ones grow as one.
         logits = [row for row in begun if row is not None]
-        noises, params = [by.noise for by in distributions if by.noise], distributions[0].params
+        noises = [by.noise for by in distributions if by.noise]
+        params = distributions[0].params
         apart = any(by.shapers or by.reported is not None for by in distributions)
         apart = apart or any(self.chains) or self.proposer.at_once or len(logits) < len(each)
         if noises:  # a CPU makes the noise of a level when the tree gets there
@@ -129,7 +135,8 @@ class TreeDrafter(ForcedDrafter):
             else:
                 by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
                 growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
-            trees, vocabulary = grow_together(self.extend, growths), self.proposer.vocabulary
+            trees = grow_together(self.extend, growths)
+            vocabulary = self.proposer.vocabulary
             if vocabulary is None:
                 return trees
             return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
@@ -158,7 +165,8 @@ class TreeDrafter(ForcedDrafter):
         if not self.cache or by.over:
             return None
         guess = self.cache.guess(row, [root, *self.chains[row]])
-        nodes, choice = 1 + len(guess.tokens), self.builders[row].choice
+        nodes = 1 + len(guess.tokens)
+        choice = self.builders[row].choice
         preferred = nodes > 1 and choice.prefers_cache(guess.score, nodes, self.cache.cost)
         return guess.tree(self.end(row, root), device) if preferred else None
 
@@ -172,11 +180,15 @@ class TreeDrafter(ForcedDrafter):
         """
         if logits is None:
             return root_only(root)
-        builder, proposer, chain = self.builders[row], self.proposer, self.chains[row]
-        by, root = self.distributions[row], root.to(logits.device)
+        builder = self.builders[row]
+        proposer = self.proposer
+        chain = self.chains[row]
+        by = self.distributions[row]
+        root = root.to(logits.device)
 
         # 1. The draft model steps along the forced tokens; where it cannot, there are no drafts.
-        deepest, levels = proposer.max_depth, len(chain) + self.policy.max_depth
+        deepest = proposer.max_depth
+        levels = len(chain) + self.policy.max_depth
         if chain:
             drafted = in_drafts(chain, proposer.vocabulary, logits.device)
             too_deep = len(chain) > MOST_STEPS or levels > (deepest or levels)
@@ -232,14 +244,16 @@ class TreeDrafter(ForcedDrafter):
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""
-        deep, vocabulary = self.policy.max_depth, self.proposer.vocabulary
+        deep = self.policy.max_depth
+        vocabulary = self.proposer.vocabulary
         noise = torch.stack([own.at(depth) for own in noises for depth in range(deep)])
         noise = noise if vocabulary is None else noise[:, vocabulary]
         return noise.unflatten(0, (-1, deep))
 
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
-        above, by = len(self.chains[row]), self.distributions[row]
+        above = len(self.chains[row])
+        by = self.distributions[row]
         levels = enumerate(self.proposer.levels(row)[above:].split(1), above)
         rows = [(depth, self._sharpened(row, own, depth)) for depth, own in levels]
         if by.noise:
@@ -267,7 +281,8 @@ class TreeDrafter(ForcedDrafter):
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         for row, path in enumerate(paths):
             if not self.offers[row]:
-                builder, above = self.builders[row], len(self.chains[row])
+                builder = self.builders[row]
+                above = len(self.chains[row])
                 if self.cache:
                     builder.choice.update(len(path), builder.seconds)
                 builder.update([node - above for node in path[above:]])

@@ -52,7 +52,8 @@ class HubFile:
 
     def read(self) -> bytes:
         """The file's bytes. Raises InputError, as all places do, with the reason in one line."""
-        if path := self.path():
+        path = self.path()
+        if path:
             return path.read_bytes()
         raise InputError("the hub does not give it")
 

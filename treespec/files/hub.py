@@ -20,7 +20,8 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
     what: the word for the directory in the message, such as "head directory". A name counts as a
     path if it looks like one, or if a directory beside it has a similar name.
     """
-    path, text = Path(name).expanduser(), str(name)
+    path = Path(name).expanduser()
+    text = str(name)
     if path.is_file():
         gguf = ": name its folder, and the file by --load-in gguf:FILE"
         return f"{name} is a file, not a {what}{gguf if path.suffix == '.gguf' else ''}"
@@ -37,7 +38,8 @@ def nearest(path: Path) -> Path | None:
     for part in path.parts:
         if not (there / part).is_dir():
             beside = next(os.walk(there), ("", [], []))[1]
-            if not (similar := get_close_matches(part, beside, n=1)):
+            similar = get_close_matches(part, beside, n=1)
+            if not similar:
                 return None
             part = similar[0]
         there /= part

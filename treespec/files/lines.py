@@ -22,7 +22,9 @@ class Lines:
     """
 
     def __init__(self, path: Path, file: BinaryIO, done: list[Fields]) -> None:
-        self.path, self.file, self.done = path, file, done
+        self.path = path
+        self.file = file
+        self.done = done
 
     def append(self, fields: Mapping[str, object]) -> None:
         """Add one object with its checksum: a kill loses at most this line.
@@ -67,7 +69,8 @@ def parsed(content: bytes, path: Path) -> tuple[list[Fields], int]:
     Raises InputError, with the line's number, for a damaged line before the last.
     """
     lines = content.split(b"\n")
-    rows, end = [], 0
+    rows = []
+    end = 0
     for number, line in enumerate(lines[:-1], 1):
         try:
             rows.append(unsealed(line))

@@ -24,7 +24,8 @@ def quiet() -> Iterator[None]:
 
     # 1. What is set.
     levels = {log: log.level for log in map(logging.getLogger, LOUD)}
-    shown, downloads = bars.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    shown = bars.is_progress_bar_enabled()
+    downloads = not are_progress_bars_disabled()
 
     # 2. Silence; transformers' switch is the hub's, too.
     for log in levels:

@@ -9,7 +9,8 @@ import ctypes
 import sys
 
 # From glibc's malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:

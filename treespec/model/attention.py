@@ -41,16 +41,20 @@ def tree_attention(
     fewer], additive, of the last columns; all nodes see those before. transformers' own function
     runs where the kernels do not.
     """
-    n, t = query.shape[2], key.shape[2]
-    cap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
+    n = query.shape[2]
+    t = key.shape[2]
+    cap = options.get("softcap") or 0.0
+    sinks = options.get("s_aux")
     if query.is_cpu and options.get("position_bias") is None:
         mask = attention_mask
         if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
             mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
         if mask is not None:
             mask = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
-            scale, beside = options.get("scaling") or query.shape[-1] ** -0.5, (cap, sinks)
-            if (own := kernels.attention(query, key, value, mask, scale, beside)) is not None:
+            scale = options.get("scaling") or query.shape[-1] ** -0.5
+            beside = (cap, sinks)
+            own = kernels.attention(query, key, value, mask, scale, beside)
+            if own is not None:
                 return own, None
         if cap or sinks is not None:
             own = sys.modules[type(module).__module__].eager_attention_forward

@@ -63,7 +63,8 @@ def pack_router(router: Any, linear: nn.Module) -> None:
 
     In the trial further arguments, such as a bias on the choice of experts, are zero for each.
     """
-    product, own = PackedProduct(linear), router.forward
+    product = PackedProduct(linear)
+    own = router.forward
 
     def packed(*args: Any) -> Any:
         with product:

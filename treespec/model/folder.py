@@ -63,7 +63,8 @@ def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
                     "directory: leave it out"
                 )
             return where
-        if problem := mistyped(path, "model directory"):
+        problem = mistyped(path, "model directory")
+        if problem:
             raise InputError(problem)
         if only_cached(path, how.revision):
             where["local_files_only"] = True
@@ -114,7 +115,8 @@ def has_words(folder: Path) -> bool:
 
 def check_fields(folder: Path) -> None:
     """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
-    fields, _ = fields_of(folder, "config.json"), fields_of(folder, "generation_config.json")
+    fields = fields_of(folder, "config.json")
+    _ = fields_of(folder, "generation_config.json")
     adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
     if adapters and not (folder / "config.json").is_file():
         raise InputError(
@@ -151,7 +153,8 @@ def base_of(path: str | Path) -> str | None:
 
     Raises InputError for an adapter_config.json that is damaged or names no model.
     """
-    folder, remedy = Path(path).expanduser(), "save the adapter again"
+    folder = Path(path).expanduser()
+    remedy = "save the adapter again"
     file = folder / ADAPTER
     if not file.is_file() or (folder / "config.json").is_file():
         return None
@@ -169,7 +172,8 @@ def gguf_file(path: str, how: Placement) -> Path | None:
     """
     if how.gguf is None:
         return None
-    folder, missing = Path(path).expanduser(), f"--load-in {how.load_in}: no such file"
+    folder = Path(path).expanduser()
+    missing = f"--load-in {how.load_in}: no such file"
     named = Path(how.gguf).expanduser()
     file = next((file.resolve() for file in (named, folder / named) if file.is_file()), None)
     if file is None and folder.is_dir():

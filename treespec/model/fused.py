@@ -39,8 +39,12 @@ class Block:
         (self.dtype,) = {x.dtype for x in small if x is not None}
         (form,) = {product.form for product in products}
         q, k, v, output, gate, _, down = products
-        width, self.hidden, inner = q.in_features, gate.in_features, gate.out_features
-        wide, narrow, d = output.in_features, v.out_features, layer.self_attn.head_dim
+        width = q.in_features
+        self.hidden = gate.in_features
+        inner = gate.out_features
+        wide = output.in_features
+        narrow = v.out_features
+        d = layer.self_attn.head_dim
         if (q.out_features, k.out_features, down.in_features) != (
             wide,
             narrow,
@@ -66,12 +70,15 @@ def run(
     additive, of the last columns. angles: cos and sin, [B or 1, N or 1, R]. stores: N columns of each layer's
     are written.
     """
-    (cos, sin), (b, n, _) = angles, x.shape
-    x, residual = x.contiguous(), residual.contiguous()
+    (cos, sin) = angles
+    (b, n, _) = x.shape
+    x = x.contiguous()
+    residual = residual.contiguous()
     out = torch.empty_like(residual)
     shared = [tensor.data_ptr() for tensor in (x, residual, cos, sin, mask)]
     by_row = [part.stride(i) * (part.shape[i] > 1) for part, i in ((cos, 0), (cos, 1), (mask, 0))]
-    threads, calls = torch.get_num_threads(), bytearray()
+    threads = torch.get_num_threads()
+    calls = bytearray()
     for block, store in zip(blocks, stores, strict=True):
         # 1. Storage for the new columns.
         columns = store.length + n
@@ -125,7 +132,8 @@ class Stack:
                     return own(hidden_states, **given)
                 after = self.after(i, cache.tree_layers)
                 blocks = [self.layers[j][1] for j in range(i, after)]
-                mask, angles = given["attention_mask"], given["position_embeddings"]
+                mask = given["attention_mask"]
+                angles = given["position_embeddings"]
                 stores = cache.tree_layers[i:after]
                 done = run(blocks, hidden_states, hidden_states, mask, angles, stores)
             self.ahead = (done, after) if i + 1 < after else (None, 0)
@@ -161,15 +169,18 @@ def fuse(model: nn.Module) -> None:
 def fuse_layer(layer: Any, stack: Stack) -> None:
     """A model's decoder layer, if a trial agrees: on two texts of five nodes, in bfloat16 to the bit."""
     # 1. Random inputs, far off.
-    block, number = Block(layer, NORMS, -1.0), layer.self_attn.layer_idx
+    block = Block(layer, NORMS, -1.0)
+    number = layer.self_attn.layer_idx
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, block.hidden, generator=random).to(block.dtype)
     angles = torch.randn(2, 2, 5, block.kv[1] // 2, generator=random).repeat(1, 1, 1, 2).to(x)
     seen = torch.eye(5) + torch.rand(5, 5, generator=random)
-    mask, places = additive(seen > 0.5, x.dtype)[None, None], torch.arange(5)[None] + FAR
+    mask = additive(seen > 0.5, x.dtype)[None, None]
+    places = torch.arange(5)[None] + FAR
 
     # 2. Outputs, keys and values of both.
-    cache, store = TreeCache(number + 1, 5), TreeLayer(5)
+    cache = TreeCache(number + 1, 5)
+    store = TreeLayer(5)
     given = {"position_ids": places, "position_embeddings": angles, "past_key_values": cache}
     expected = layer(x, attention_mask=mask, **given), *cache.tree_layers[number].storage
     found = run([block], x, x, mask, angles, [store]), *store.storage
@@ -180,12 +191,15 @@ def fuse_layer(layer: Any, stack: Stack) -> None:
 
 def fuse_head(layer: Any) -> None:
     """A draft head's layer, whose attention may round otherwise."""
-    block, own = Block(layer, ["none", *NORMS[1:]], 1.0), layer.forward
-    inputs, windowed = layer.inputs, layer.self_attn.windowed
+    block = Block(layer, ["none", *NORMS[1:]], 1.0)
+    own = layer.forward
+    inputs = layer.inputs
+    windowed = layer.self_attn.windowed
 
     def forward(x: Tensor, attend: Any) -> Tensor:
         given = attend.keywords
-        mask, store = given.get("mask"), given.get("cache")
+        mask = given.get("mask")
+        store = given.get("cache")
         if mask is None or store is None or "context" in given:
             return own(x, attend)
         angles = [part.flatten(0, -3) for part in given["angles"]]

@@ -46,7 +46,9 @@ Key = tuple[tuple[int, ...], int, int, int, More, Any]  # block, texts, rows, wr
 Recorded = tuple[Callable[[], None], Outputs, Sequence[Tensor]]
 
 MET = 8  # a forward is recorded when it comes so often over one storage: that costs about ten of its own
-KEPT, MOST = 24, 1000  # graphs, and forwards whose times are counted; the oldest go
+# graphs, and forwards whose times are counted; the oldest go
+KEPT = 24
+MOST = 1000
 LARGEST = 256  # rows of a forward: beyond, the host is as fast as the device
 # Of fixed shapes: cuDNN, which makes a plan for each, is fastest.
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -67,7 +69,8 @@ class Graph:
     is_proven = False
 
     def __init__(self, layers: Sequence[TreeLayer], texts: int) -> None:
-        self.blocks, self.texts = [ref(x) for layer in layers for x in layer.block], texts
+        self.blocks = [ref(x) for layer in layers for x in layer.block]
+        self.texts = texts
         self.length, self.given = layers[0].length, dict[str, Tensor]()
 
     def fits(self, layers: Sequence[TreeLayer]) -> bool:
@@ -89,7 +92,8 @@ class Graph:
             numbers = self.kept(f"columns {window}", inputs["tokens"], (written,))
             torch.arange(layer.length, layer.length + written, out=numbers)
         for name, (window, mask) in masks.items():
-            first, t = of[window].first, mask.shape[3]
+            first = of[window].first
+            t = mask.shape[3]
             own = self.kept(name, mask, (self.texts, 1, rows, of[window].capacity))
             own.fill_(False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
             own[:b, :, :n, first : first + t] = mask
@@ -114,7 +118,8 @@ class Graph:
                 return run(self.given)
         finally:
             for layer, storage in zip(layers, held, strict=True):
-                layer.columns, layer.storage = None, storage
+                layer.columns = None
+                layer.storage = storage
 
 
 @final
@@ -147,7 +152,8 @@ class Graphs:
         outputs are [B, N, ...], and it writes N columns.
         """
         # 1. A graph over this storage; the model itself where none would be used again.
-        (rows, written, more, of), (b, n) = how, inputs["tokens"].shape
+        (rows, written, more, of) = how
+        (b, n) = inputs["tokens"].shape
         plain = partial(run, {**inputs, **{name: mask for name, (_, mask) in masks.items()}})
         if self.is_broken or rows > LARGEST or not all(layer.storage for layer in layers):
             return plain()
@@ -165,7 +171,8 @@ class Graphs:
             elif (larger := self.larger(key, layers)) is None:
                 return plain()
             else:
-                key, graph = larger, self.graphs[larger]
+                key = larger
+                graph = self.graphs[larger]
                 _, texts, rows, written, *_ = key
 
         # 2. What it reads; a new one is recorded.
@@ -208,7 +215,8 @@ class Graphs:
         return min(able, key=lambda other: other[1] * other[2], default=None)
 
     def give_up(self, why: str) -> None:
-        self.is_broken, self.graphs = True, {}
+        self.is_broken = True
+        self.graphs = {}
         log.warning("%s runs without CUDA graphs: %s", self.name, why)
 
 
@@ -253,7 +261,8 @@ class Recorder:
     def __call__(self, run: Callable[[], Outputs]) -> Recorded:
         """What repeats the operations of `run`; its outputs, which the graph writes again; what it reads."""
         # 1. Run twice on another stream: libraries set themselves up, and constants are made.
-        now, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        now = torch.cuda.current_stream()
+        beside = torch.cuda.Stream()
         beside.wait_stream(now)
         with torch.cuda.stream(beside):
             run()
@@ -262,7 +271,8 @@ class Recorder:
         now.wait_stream(beside)
 
         # 2. Record. Other threads may go on. A recording that fails leaves torch's generator in its midst.
-        graph, random = torch.cuda.CUDAGraph(), torch.cuda.default_generators[now.device_index]
+        graph = torch.cuda.CUDAGraph()
+        random = torch.cuda.default_generators[now.device_index]
         before = random.clone_state()
         try:
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):

@@ -7,7 +7,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-PAGE, LINE = 1 << 21, 64  # bytes of a huge page and of a cache line
+# bytes of a huge page and of a cache line
+PAGE = 1 << 21
+LINE = 64
 SHARED = (
     16 * PAGE
 )  # of a mapping that several pieces share, as most weights are smaller than a page

@@ -25,7 +25,8 @@ def target_identity(name: str, how: Placement = AS_IT_IS) -> str:
     Raises InputError as `identity_of` does, and where a GGUF file is not there.
     """
     path = model_path(name)
-    if (file := gguf_file(path, how)) is None:
+    file = gguf_file(path, how)
+    if file is None:
         own = identity_of(path, how.revision)
         return own if how.load_in is None else f"{own} as {how.load_in}"
 
@@ -60,7 +61,8 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
         raise InputError(
             f"cannot read {error.filename or path}: {error.strerror or error}"
         ) from error
-    if problem := mistyped(name):
+    problem = mistyped(name)
+    if problem:
         raise InputError(problem)
     config = hub_file(str(name), "config.json", revision, f"no directory {name}")
     return f"commit {config.parent.name}"

@@ -25,12 +25,11 @@ NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     """Raises InputError, with the reason, for a model whose forward cannot score a tree."""
     # 1. What the model and its config tell.
-    config, decoder, recurrent = (
-        model.config.get_text_config(),
-        decoder_of(model),
-        carries_state(model),
-    )
-    takes, attention = arguments_taken(decoder), str(config._attn_implementation)
+    config = model.config.get_text_config()
+    decoder = decoder_of(model)
+    recurrent = carries_state(model)
+    takes = arguments_taken(decoder)
+    attention = str(config._attn_implementation)
     kinds = set(getattr(config, "layer_types", None) or [])
     foreign = sorted(kinds - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION)
     alibi = " (ALiBi)" if any("alibi" in name for name in dir(decoder)) else ""

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("layer.c", "kernels.c")]  # it includes this
 HALF = {torch.bfloat16: 1, torch.float32: 0}  # the dtypes of rows
 FORMS = (torch.bfloat16, torch.float16, torch.float32)  # of weights, as kernels.c numbers them
-POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+POINTER = ctypes.c_void_p
+LONG = ctypes.c_long
+INT = ctypes.c_int
 
 
 LINEAR = Struct("2P2l3i")  # `Linear` of kernels.c
@@ -132,7 +134,8 @@ def linear(
 
 def noise(starts: Sequence[int], size: int) -> Tensor:
     """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.shaping.noise`."""
-    given, out = torch.tensor(starts), torch.empty(len(starts), size)
+    given = torch.tensor(starts)
+    out = torch.empty(len(starts), size)
     threads = torch.get_num_threads()
     library().noise(given.data_ptr(), out.data_ptr(), len(starts), size, threads)
     return out
@@ -140,7 +143,8 @@ def noise(starts: Sequence[int], size: int) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] the root mean square norm of [..., H], as Llama has it: rounded, times the weight."""
-    x, width = x.contiguous(), len(weight)
+    x = x.contiguous()
+    width = len(weight)
     out = torch.empty_like(x)
     pointers = (tensor.data_ptr() for tensor in (x, weight, out))
     modes = HALF[x.dtype], torch.get_num_threads()
@@ -170,7 +174,8 @@ def attention(
         q, k, v, hidden = (x.float() for x in tensors)
         found = attention(q, k, v, hidden, scale, cap_and_sinks)
         return None if found is None else found.half()
-    (b, heads, n, d), (_, kv, columns, dv) = query.shape, value.shape
+    (b, heads, n, d) = query.shape
+    (_, kv, columns, dv) = value.shape
     free = columns - mask.shape[-1]
     whole = mask.shape[:3] in ((b, 1, n), (1, 1, n)) and free >= 0  # nothing to broadcast
     fit = whole and query.dtype in HALF and all(fits(x, query.dtype) for x in tensors)

@@ -37,7 +37,8 @@ def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any
     is quantised already.
     """
     # 1. What the checkpoint brings.
-    if fields := own_fields(config):
+    fields = own_fields(config)
+    if fields:
         method = fields.get("quant_method") or ("MLX" if "group_size" in fields else "bitsandbytes")
         if method == "MLX":
             raise foreign(method)
@@ -49,7 +50,8 @@ def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any
 
     # 2. What the option asks for: weights alone are quantised, but for 8bit.
     how.check_package()
-    form, dtype = how.quantizer, how.dtype
+    form = how.quantizer
+    dtype = how.dtype
     if form == "8bit" or fields.get("load_in_8bit"):
         tell_of_8bit()
     if form is None:

@@ -68,7 +68,8 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
                   | p . . | 0 1 2 . . |
     """
     all_tokens, depths, seen = zip(*trees, strict=True)
-    tokens, depth = together(all_tokens).clamp_min(0), together(depths)
+    tokens = together(all_tokens).clamp_min(0)
+    depth = together(depths)
     if len({*map(len, seen)}) == 1:
         return tokens, depth, together(seen)
     itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
@@ -82,7 +83,8 @@ def together(rows: Sequence[Tensor]) -> Tensor:
     """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
     if len(rows) == 1:
         return rows[0][None]
-    size, parts = max(map(len, rows)), list(rows)
+    size = max(map(len, rows))
+    parts = list(rows)
     if min(map(len, rows)) < size:
         zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
         parts = [part for row in rows for part in (row, zeros[len(row) :])]

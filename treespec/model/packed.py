@@ -39,7 +39,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = nn.Parameter(kernels.packed(weight, form), requires_grad=False)
-        self.bias, self.form = bias, form
+        self.bias = bias
+        self.form = form
         # [out, in], without values: what asks for a shape, dtype or device reads it here.
         self.weight = torch.empty((), dtype=weight.dtype).expand(weight.shape)
 
@@ -55,7 +56,8 @@ class PackedNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight = weight
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], no gradient."""
@@ -66,11 +68,13 @@ class PackedNorm(nn.Module):
 
 def packed_norm(norm: Any) -> nn.Module:
     """A norm of the model as one operation, or itself: found by trial, on numbers of many sizes."""
-    weight, own = norm.weight, [value for value in vars(norm).values() if type(value) is float]
+    weight = norm.weight
+    own = [value for value in vars(norm).values() if type(value) is float]
     takes_one = len(inspect.signature(norm.forward).parameters) == 1  # some take a gate too
     if weight.dtype not in kernels.HALF or weight.dim() != 1 or len(own) != 1 or not takes_one:
         return norm
-    packed, random = PackedNorm(weight, own[0]), torch.Generator().manual_seed(0)
+    packed = PackedNorm(weight, own[0])
+    random = torch.Generator().manual_seed(0)
     x = torch.randn(16, len(weight), generator=random) * torch.logspace(-3, 3, 16)[:, None]
     rounding = max(2 * torch.finfo(weight.dtype).eps, 1e-6)
     return packed if alike(packed, norm, x.to(weight), rounding) else norm
@@ -159,7 +163,8 @@ def packed_layer(layer: Any, on_cpu: bool = True) -> nn.Module:
     if weight.dim() != 2:
         return layer
     weight = weight.T if isinstance(layer, Conv1D) else weight
-    if (form := kernels.form_of(weight)) is not None:
+    form = kernels.form_of(weight)
+    if form is not None:
         packed = PackedLinear(weight, layer._parameters.get("bias"), form)
         if type(layer) in (nn.Linear, Conv1D):
             return packed

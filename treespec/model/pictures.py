@@ -47,7 +47,8 @@ class Shown:
             given["position_ids"] = self.places[..., start:end]
         if self.deep:
             seen, added = self.deep
-            first, last = int(seen[:, :start].sum()), int(seen[:, :end].sum())
+            first = int(seen[:, :start].sum())
+            last = int(seen[:, :end].sum())
             masks = seen[:, start:end], [each[first:last] for each in added]
             given |= zip(sorted(DEEP, reverse=True), masks, strict=True)
         return given
@@ -87,8 +88,12 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
         handle.remove()
 
     # 2. Whether a tree can follow.
-    tokens, places, mask = inputs["input_ids"], got.get("position_ids"), got.get("attention_mask")
-    rows, size, why = got.get("inputs_embeds"), tokens.shape[1], ""
+    tokens = inputs["input_ids"]
+    places = got.get("position_ids")
+    mask = got.get("attention_mask")
+    rows = got.get("inputs_embeds")
+    size = tokens.shape[1]
+    why = ""
     shift = 0 if places is None else int(places.max()) + 1 - size
     words = target.embeddings(tokens)
     if rows is None or rows.shape != words.shape or torch.equal(rows.to(words.device), words):

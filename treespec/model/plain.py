@@ -32,7 +32,8 @@ def understand(target: Any) -> torch.device:
     Raises the first trial's error where no masks lead to the plain model's logits.
     """
     # 1. With narrow windows, then without.
-    windows, unused = target.windows, dict.fromkeys(target.windows)
+    windows = target.windows
+    unused = dict.fromkeys(target.windows)
     with narrowed(target):
         try:
             return check_against_plain_model(target, FAR)
@@ -106,11 +107,13 @@ def has_equal_bits(target: Any) -> bool:
 
     # 2. The tree.
     tokens = torch.arange(96)[None] % target.vocab_size
-    cache, other = target.new_cache(), target.new_cache()
+    cache = target.new_cache()
+    other = target.new_cache()
     target.prefill(cache, tokens)
     target.prefill(other, tokens[:, :FAR])
     cache.join([other])
-    nodes, parents = tokens[0, :31], (torch.arange(31) - 1) // 2
+    nodes = tokens[0, :31]
+    parents = (torch.arange(31) - 1) // 2
     ancestors = ancestor_mask(parents)
     tree = TokenTree(nodes, parents, ancestors.sum(1) - 1, ancestors)
     rows = target.forward_trees(cache, [tree, tree])[0].logits
@@ -167,7 +170,8 @@ def _why(target: Any, plain: torch.Tensor, difference: float, allowed: float) ->
     if getattr(target.model, "is_loaded_in_8bit", False):
         return f"{start}, as 8bit rounds a row by the other rows of a forward; take --load-in int8"
     a, b, c = (i % target.vocab_size for i in (3, 5, 7))
-    alone, followed = _plain(target, [a]), _plain(target, [a, b, c])
+    alone = _plain(target, [a])
+    followed = _plain(target, [a, b, c])
     if (alone[0] - followed[0]).abs().mean() > allowed * alone.std():
         return "its logits depend on later tokens, so it is no causal language model"
     return f"{start}, so its masks or output path are not understood"
@@ -178,7 +182,9 @@ def narrowed(target: Any) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
     # 1. Find the attributes of modules, configs and the configs that modules hold: whole numbers with
     #    a window's size and "window" or "chunk" in their name.
-    windows, slack, modules = target.windows, target.slack, list(target.model.modules())
+    windows = target.windows
+    slack = target.slack
+    modules = list(target.model.modules())
     sizes = {window for window in windows.values() if window and window > NARROW}
     configs = [target.config, target.model.config, *(vars(m).get("config") for m in modules)]
     owners = {id(owner): owner for owner in (*modules, *configs) if hasattr(owner, "__dict__")}
@@ -196,6 +202,7 @@ def narrowed(target: Any) -> Iterator[None]:
         target.slack = NARROW
         yield
     finally:
-        target.windows, target.slack = windows, slack
+        target.windows = windows
+        target.slack = slack
         for owner, name, value in before:
             setattr(owner, name, value)

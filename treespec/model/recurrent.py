@@ -140,9 +140,11 @@ class Recurrent:
     ) -> Any:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
-        mixer, (b, n) = self.mixers[number], rows.outputs.shape
+        mixer = self.mixers[number]
+        (b, n) = rows.outputs.shape
         constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
-        if earlier := rows.width - n:
+        earlier = rows.width - n
+        if earlier:
             held = cache.forwarded[number].steps
             steps = {name: torch.cat([held[name][:, :earlier], steps[name]], 1) for name in steps}
 
@@ -165,10 +167,12 @@ class Recurrent:
         """The states of each sequence after its accepted nodes of the last forward."""
         # 1. The row and step of each one's last accepted node; it may be of an earlier forward.
         rows = cache.forwarded[0].rows
-        earlier, outputs = rows.width - rows.outputs.shape[1], rows.outputs.tolist()
+        earlier = rows.width - rows.outputs.shape[1]
+        outputs = rows.outputs.tolist()
         ends = {sequence: (0, -1) for sequence, kept in enumerate(nodes) if kept}
         for sequence in ends:
-            if (node := nodes[sequence][-1] - earlier) >= 0:
+            node = nodes[sequence][-1] - earlier
+            if node >= 0:
                 ends[sequence] = divmod(outputs[sequence][node], rows.columns.shape[1])
 
         # 2. Its states: those that the forward left, else by the mixer over the accepted nodes.

@@ -122,7 +122,9 @@ class Mixer:
         self, cache: TreeCache, arguments: Arguments, state: State, inputs: Tensor
     ) -> tuple[Any, State]:
         """The returned value of the code, and the states that it leaves; short rows go in short chunks."""
-        layer, own, length = cache.tree_layers[self.layer], vars(self.module), inputs.shape[1]
+        layer = cache.tree_layers[self.layer]
+        own = vars(self.module)
+        length = inputs.shape[1]
         assert isinstance(layer, StateLayer)
         # A power of two, at least 16 where a GPU wants it.
         chunk = max(2 if inputs.is_cpu else 16, 1 << (length - 1).bit_length())

@@ -74,7 +74,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `load_ends` gives it."""
         self.model = model = unwrapped(model).eval().requires_grad_(False)
-        self.tokenizer, self.ends = tokenizer, ends
+        self.tokenizer = tokenizer
+        self.ends = ends
         with refusing(model):
             refuse_what_cannot_branch(model)
             self._read_ends(model)
@@ -126,7 +127,8 @@ class Target:
 
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
-        path, how = os.path.expanduser(path), replace(how, **changed)
+        path = os.path.expanduser(path)
+        how = replace(how, **changed)
         target = cls(load_model(path, how), load_tokenizer(path, how))
         target.trust_remote_code = how.trust_remote_code
         return target
@@ -212,7 +214,8 @@ class Target:
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         features: list[Tensor] = []
-        taken, how = counts or [length] * b, (self.rows_at_once, self.output_device)
+        taken = counts or [length] * b
+        how = (self.rows_at_once, self.output_device)
         for part in causal_chunks(cache, taken, *how):
             words: dict[str, Any] = {"tokens": tokens[:, part.columns]}
             if pictures:
@@ -296,7 +299,8 @@ class Target:
             self._rotate(cache, cache.lengths)
         own = [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
         tokens, depth, ancestors = batched(own)
-        places, words = positions(depth, cache.lengths), {"tokens": tokens}
+        places = positions(depth, cache.lengths)
+        words = {"tokens": tokens}
         hidden, features = self._forward(cache, words, places, ancestors, aux_layers)
         sizes = [len(tree.tokens) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
@@ -348,7 +352,8 @@ class Target:
         columns = partial(cache.shown, places, free)
         masks = additive_masks(self.windows, columns, seen, self.dtype, self.device)
         inputs = {"places": sent(node_places, self.device)}
-        if has_tokens := "tokens" in words:
+        has_tokens = "tokens" in words
+        if has_tokens:
             inputs["tokens"] = sent(words["tokens"], self.device)
         if self.factors:
             inputs["is_long"] = self.factors.rows(cache, n, self.device)

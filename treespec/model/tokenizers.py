@@ -25,7 +25,8 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     Raises InputError where it cannot be loaded.
     """
     path = model_path(path)
-    folder, file = Path(path), gguf_file(path, how)
+    folder = Path(path)
+    file = gguf_file(path, how)
     if file is None and folder.is_dir() and not has_words(folder):
         base = base_of(path)
         return load_tokenizer(base, how) if base else None

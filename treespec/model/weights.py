@@ -50,9 +50,12 @@ def load_model(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel:
     path = model_path(path)
     with loading(path):
         # 1. The config alone, so that its errors differ from those of the weights.
-        if base := base_of(path):
+        base = base_of(path)
+        if base:
             return adapted(load_model(base, how), path).eval()
-        config, file, where = load_config(path, how), gguf_file(path, how), located(path, how)
+        config = load_config(path, how)
+        file = gguf_file(path, how)
+        where = located(path, how)
 
         # 2. The form of the weights. transformers' table of misfits stays hidden: step 3 names them in
         # a line. It looks for an adapter on the hub unless it is told not to.
@@ -77,7 +80,8 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
     path = model_path(path)
-    if base := base_of(path):
+    base = base_of(path)
+    if base:
         return load_config(base, how)
     file = gguf_file(path, how)
     with loading(path):
@@ -105,15 +109,19 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
     """
     start = "the weights do not fit config.json: "
     extra = report.get("unexpected_keys", ())
-    if forms := [FOREIGN[last] for name in extra if (last := name.split(".")[-1]) in FOREIGN]:
+    forms = [FOREIGN[last] for name in extra if (last := name.split(".")[-1]) in FOREIGN]
+    if forms:
         raise foreign(forms[0])
-    if misshapen := sorted(report.get("mismatched_keys", ()), key=str):
+    misshapen = sorted(report.get("mismatched_keys", ()), key=str)
+    if misshapen:
         name, found, expected = misshapen[0]
         more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
         raise InputError(f"{start}{name} is {list(found)}, by the config {list(expected)}{more}")
-    if missing := report.get("missing_keys"):
+    missing = report.get("missing_keys")
+    if missing:
         raise InputError(f"{start}they lack {names(missing)}, which would be random")
-    if unknown := [name for name in extra if not _ignorable(name, model.config)]:
+    unknown = [name for name in extra if not _ignorable(name, model.config)]
+    if unknown:
         raise InputError(f"{start}they hold {names(unknown)}, which the model would leave out")
 
 

@@ -84,7 +84,8 @@ def read_delta(choice: Mapping[str, Any]) -> Delta:
 def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
     """The reply to a request, which may still be arriving. Raises OSError."""
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
+    key = os.environ.get(KEY)
+    if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
@@ -107,7 +108,10 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
 
     Raises OSError or HTTPException where it is refused or breaks off, ValueError for anything else.
     """
-    reply, ended, untold, started = Reply(), False, False, time.perf_counter()
+    reply = Reply()
+    ended = False
+    untold = False
+    started = time.perf_counter()
     more = {"stream": True, "stream_options": {"include_usage": True}}
     with opened(f"{address}/chat/completions", {**body, **more}) as lines:
         for line in lines:

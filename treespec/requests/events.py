@@ -94,8 +94,10 @@ def visible(text: str) -> str:
 def explained(cycle: Cycle) -> str:
     """Why the path ends where it does, in a sentence or two."""
     # 1. What was accepted.
-    count, own = len(cycle.path), cycle.own
-    drafted, children = len(cycle.tokens) - 1, cycle.children(own.at)
+    count = len(cycle.path)
+    own = cycle.own
+    drafted = len(cycle.tokens) - 1
+    children = cycle.children(own.at)
     said = f"said “{visible(own.text)}” (p {percent(own.p)})"
     if not drafted:
         return f"Nothing was drafted; the target {said}."
@@ -149,7 +151,8 @@ def cycle_of(
 ) -> Cycle:
     """A cycle by its number. seconds: by stage."""
     # 1. The nodes that the walk can reach, numbered again.
-    tree, token = seen.tree, seen.verdict.tokens[-1]
+    tree = seen.tree
+    token = seen.verdict.tokens[-1]
     kept = reachable(tree)
     number_of = {node: place for place, node in enumerate(kept)}
     tokens = tree.tokens[kept].tolist()

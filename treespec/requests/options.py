@@ -91,7 +91,8 @@ class RequestOptions(SamplingParams, LogitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         # 1. Values of other types than numbers and names.
-        variables, stop = self.chat_template_kwargs or {}, self.stop
+        variables = self.chat_template_kwargs or {}
+        stop = self.stop
         if not isinstance(variables, Mapping) or not all(isinstance(v, str) for v in variables):
             raise InputError(
                 f"chat_template_kwargs is {variables!r:.40}, must be a dict of named values"

@@ -43,7 +43,8 @@ class Stream:
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
         """stats: counts and seconds of the answer so far."""
-        self._pieces, self.stats = pieces, stats
+        self._pieces = pieces
+        self.stats = stats
         self._seen: list[Piece] = []
         self._lock = RLock()  # threads may share a stream: one of them gets each piece
         self._closed = False
@@ -107,7 +108,8 @@ class Completion:
 
     def __init__(self, text: Request, on_piece: OnPiece | None = None) -> None:
         """on_piece: is called on the engine's thread for each piece, and with None at the end."""
-        self._text, self._on_piece = text, on_piece
+        self._text = text
+        self._on_piece = on_piece
         self.stats = text.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
         self._read = 0  # pieces that the consumer has got

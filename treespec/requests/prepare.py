@@ -39,7 +39,8 @@ def requests_for(
     """
     if count > 1 and wanted.on_cycle:
         raise InputError("on_cycle hears of one answer at a time: leave out n")
-    first, samples = seed_of(seed, count), Samples(count) if count > 1 else None
+    first = seed_of(seed, count)
+    samples = Samples(count) if count > 1 else None
     texts = []
     for number in range(count):
         text = request_for(target, template, ids, wanted, seed_of(first + number))
@@ -61,18 +62,22 @@ def request_for(
         )
     own = templates.Stops() if wanted.ignore_eos else templates.stops(template)
     ends = frozenset() if wanted.ignore_eos else target.eos | set(own.token_ids)
-    stop, most = (*wanted.stop, *own.strings), min(wanted.max_new_tokens, room)
+    stop = (*wanted.stop, *own.strings)
+    most = min(wanted.max_new_tokens, room)
     ending = Ending(target.tokenizer, ends, stop, most, wanted.min_tokens)
 
     # 2. The distribution of its tokens.
-    if (largest := max(wanted.logit_bias or (), default=-1)) >= target.vocab_size:
+    largest = max(wanted.logit_bias or (), default=-1)
+    if largest >= target.vocab_size:
         raise InputError(
             f"logit_bias has token id {largest}, which is outside the vocabulary of "
             f"{target.vocab_size}"
         )
-    shapers, forcing = [shaper.begin(ids) for shaper in shapers_of(wanted)], None
+    shapers = [shaper.begin(ids) for shaper in shapers_of(wanted)]
+    forcing = None
     for kind in KINDS:
-        if (source := getattr(wanted, kind)) is not None:
+        source = getattr(wanted, kind)
+        if source is not None:
             grammar = compiled(kind, source, target.tokenizer, target.vocab_size, ends)
             shapers.append(forcing := GrammarShaper(grammar))
     if wanted.min_tokens:
@@ -86,7 +91,8 @@ def request_for(
     text = Request(ids, ending, generator, Stats(), distribution)
     if wanted.logprobs or wanted.top_logprobs:
         text.top_logprobs = wanted.top_logprobs
-    text.memory, text.remember = wanted.memory, wanted.remember
+    text.memory = wanted.memory
+    text.remember = wanted.remember
     text.pictures = ids.inputs if isinstance(ids, Pictured) else None
     if wanted.on_cycle:
         text.listener = reporting(wanted.on_cycle, target.tokenizer, params, text.stats)

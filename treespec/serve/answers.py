@@ -73,9 +73,12 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
-        state, engine = self.state, self.state.engine
-        self.prompts, self.samples = prompts, samples
-        if (asked := len(prompts) * samples) > (most := engine.batch + engine.queue):
+        state = self.state
+        engine = self.state.engine
+        self.prompts = prompts
+        self.samples = samples
+        asked = len(prompts) * samples
+        if asked > (most := engine.batch + engine.queue):
             message = f"{asked} answers are asked for: this server's limit is {most} a request"
             raise ApiError(400, message, "n" if samples > 1 else "prompt")
 
@@ -113,7 +116,8 @@ class Answers:
         done: set[int] = set()
         try:
             while len(done) < len(self.answers):
-                arrival, left = None, self.end - self.loop.time()
+                arrival = None
+                left = self.end - self.loop.time()
                 with suppress(TimeoutError):
                     arrival = await asyncio.wait_for(self.arrived.get(), min(left, QUIET))
                 if arrival is None and left <= QUIET:
@@ -121,7 +125,8 @@ class Answers:
                 if await self.request.is_disconnected():
                     raise ApiError(499, "the client left")
                 if arrival and arrival[1] is None:
-                    if error := self.answers[arrival[0]].error:
+                    error = self.answers[arrival[0]].error
+                    if error:
                         raise self.state.cut() if self.state.cut_off else failed(error)
                     done.add(arrival[0])
                     if self.keep:

@@ -39,7 +39,8 @@ class Guard:
     """ASGI middleware; it counts requests by path and status, too."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
-        self.app, self.state = app, state
+        self.app = app
+        self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         seen = 0
@@ -114,7 +115,8 @@ def app_of(state: State) -> FastAPI:
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handled)
     app.add_middleware(Guard, state=state)
-    if origins := state.config.cors:  # the server's own page may call it in any case
+    origins = state.config.cors
+    if origins:  # the server's own page may call it in any case
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -137,7 +139,8 @@ async def model(request: Request, name: str) -> Fields:
 
 
 def _model(state: State) -> Fields:
-    target, source = state.spec.target, state.spec.source
+    target = state.spec.target
+    source = state.spec.source
     return {
         "id": state.name,
         "object": "model",

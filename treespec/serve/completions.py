@@ -50,7 +50,8 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
 @router.post("/v1/completions")
 async def complete(request: Request, asked: CompletionRequest) -> Response:
     # 1. The prompts, as one list of them.
-    state, given = state_of(request), asked.prompt
+    state = state_of(request)
+    given = asked.prompt
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     one = isinstance(given, str) or isinstance(given[0], int)  # a list of numbers is one
@@ -88,7 +89,8 @@ async def respond(
     chooses. options: of `Spec.generate`.
     """
     # 1. The prompts.
-    state, answers = state_of(request), Answers(state_of(request), request)
+    state = state_of(request)
+    answers = Answers(state_of(request), request)
     state.check_model(asked.model)
     param = "messages" if isinstance(asked, ChatRequest) else "prompt"
     prompts = await answers.run(encode, limiter=state.tokenising, param=param)
@@ -96,9 +98,12 @@ async def respond(
         state.check_prompt(ids, param)
 
     # 2. The most tokens of an answer. A chat without a limit takes what the engine's memory allows.
-    most, columns, tokens = state.config.max_tokens, state.engine.columns, None
+    most = state.config.max_tokens
+    columns = state.engine.columns
+    tokens = None
     for name in ("max_tokens", "max_completion_tokens"):  # the latter is OpenAI's since 2024
-        if (value := getattr(asked, name, None)) is not None:
+        value = getattr(asked, name, None)
+        if value is not None:
             tokens = state.check_tokens(value, name)
     if tokens is None:
         room = most if columns is None else max(1, columns - max(map(len, prompts)))
@@ -122,9 +127,11 @@ async def respond(
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
     """The token ids of a prompt, or of messages as a chat begins an answer to them."""
-    state, answers = state_of(request), Answers(state_of(request), request)
+    state = state_of(request)
+    answers = Answers(state_of(request), request)
     state.check_model(asked.model)
-    tokenizer, length = state.spec.target.tokenizer, state.spec.target.context_length
+    tokenizer = state.spec.target.tokenizer
+    length = state.spec.target.context_length
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
     if tokenizer is None:

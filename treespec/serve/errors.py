@@ -33,7 +33,8 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -92,7 +93,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "unknown_field":
-        name, hint = first["ctx"]["name"], first["ctx"]["hint"]
+        name = first["ctx"]["name"]
+        hint = first["ctx"]["hint"]
         return ApiError(400, f"Unknown parameter: '{name}'{hint}", name, "unknown_parameter")
     if param is None:
         return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")

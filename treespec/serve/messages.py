@@ -37,7 +37,8 @@ def encoded(
 
     messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
     """
-    tokenizer, context = spec.target.tokenizer, spec.target.context_length
+    tokenizer = spec.target.tokenizer
+    context = spec.target.context_length
     source = templates.source_of(tokenizer, spec.template, tools)
     if has_pictures(messages):
         if tools:
@@ -49,7 +50,8 @@ def encoded(
     plain = [_plain(message, place) for place, message in enumerate(messages)]
     plain = templates.adapt_roles(plain, source)
     if not has_place(source):
-        plain, tools = _told(plain, tools), ()
+        plain = _told(plain, tools)
+        tools = ()
     options: Fields = {"tools": tools, "chat_template_kwargs": variables}
     return templates.encode(tokenizer, plain, spec.template, context, **options)
 
@@ -87,7 +89,8 @@ def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
 
 def written(message: Fields) -> Fields:
     """A message with its calls, or the result of one, as text in Hermes' form."""
-    content, calls = message["content"], message.get("tool_calls") or ()
+    content = message["content"]
+    calls = message.get("tool_calls") or ()
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
@@ -106,7 +109,8 @@ def choice_of(asked: ChatRequest) -> Choice:
     tool, and beside another format.
     """
     # 1. Tools that may be called, or none.
-    tools, wanted = asked.tools or [], asked.tool_choice
+    tools = asked.tools or []
+    wanted = asked.tool_choice
     if wanted in (None, "auto", "none"):
         return ([] if wanted == "none" else tools), None, None
     if any(kind in asked.options() for kind in KINDS):

@@ -75,7 +75,8 @@ async def answer(request: Request, asked: PageRequest) -> Response:
     state = state_of(request)
     state.check_tokens(asked.max_tokens, "max_tokens")
     for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
-        if (value := getattr(asked, name)) is not None and value not in known:
+        value = getattr(asked, name)
+        if value is not None and value not in known:
             raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(known)}", name)
     if len(state.pages) >= PAGES:
         raise state.busy("as many answers as this server takes at a time are on pages already")
@@ -111,7 +112,8 @@ async def _told(
 def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
     """What the page is told, a cycle each. shown: texts in one line."""
     # 1. What decodes, and its prompt.
-    spec, prompt = state.spec, encoded(state.spec, asked.messages)
+    spec = state.spec
+    prompt = encoded(state.spec, asked.messages)
     state.check_prompt(prompt, "messages")
     if not asked.drafts:
         spec = spec.baseline()

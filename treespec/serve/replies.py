@@ -140,9 +140,11 @@ class Reply:
     async def _deltas(self) -> AsyncIterator[Delta | None]:
         """Deltas of all choices as they come; None where nothing came for a while."""
         # 1. The role of every choice, or the echo of its prompt.
-        answers, tokenizer = self.answers, self.answers.state.spec.target.tokenizer
+        answers = self.answers
+        tokenizer = self.answers.state.spec.target.tokenizer
         places = [index // answers.samples for index in range(len(answers.answers))]
-        catchers, offsets = [self.catcher() for _ in places], [0] * len(places)
+        catchers = [self.catcher() for _ in places]
+        offsets = [0] * len(places)
         before = [answers.prompts[place][-1] for place in places]
         for index, place in enumerate(places):
             if self.opening[place] is not None:
@@ -171,11 +173,13 @@ class Reply:
 
     def _usage(self) -> Fields:
         """Token counts as OpenAI writes them, and what drafting brought. A prompt counts once."""
-        total, answers = Stats(), self.answers.answers
+        total = Stats()
+        answers = self.answers.answers
         for answer in answers:
             total.add(answer.stats)
         prompts = [answer.stats for answer in answers[:: self.answers.samples]]
-        prompt, accepted = sum(stats.prompt_tokens for stats in prompts), sum(total.accepted)
+        prompt = sum(stats.prompt_tokens for stats in prompts)
+        accepted = sum(total.accepted)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": total.new_tokens,

@@ -138,7 +138,8 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
 
 def config_of(state: State) -> uvicorn.Config:
     class Limited(Connection):
-        seconds, most = state.config.timeout, state.engine.batch + state.engine.queue + SPARE
+        seconds = state.config.timeout
+        most = state.engine.batch + state.engine.queue + SPARE
 
     log = state.config.log
     uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"

@@ -104,14 +104,17 @@ class State:
     """
 
     def __init__(self, spec: Spec, config: ServeConfig, columns: int | None = None) -> None:
-        self.spec, self.config, self.keys = spec, config, config.keys
+        self.spec = spec
+        self.config = config
+        self.keys = config.keys
         self.engine = Engine(spec, batch=config.batch, queue=config.queue, columns=columns)
         self.name = config.name or spec.name
         self.metrics, self.started = Metrics(self.engine), int(time.time())
         self.pages: WeakSet[Iterator[Any]] = WeakSet()
         self.ending = self.cut_off = False
         self.tokenising, self.compiling = CapacityLimiter(2), CapacityLimiter(1)
-        target, stops = spec.target, templates.stops(spec.template)
+        target = spec.target
+        stops = templates.stops(spec.template)
         self.ends = target.eos | set(stops.token_ids)  # the tokens that end an answer
         self.trial = Trial(target.tokenizer, target.vocab_size, self.ends)
 

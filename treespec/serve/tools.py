@@ -52,7 +52,8 @@ def values_in(text: str) -> list[Any]:
 
     Raises ValueError if anything else lies between.
     """
-    decoder, values = json.JSONDecoder(), []
+    decoder = json.JSONDecoder()
+    values = []
     while text := text.lstrip(" \t\r\n,;"):
         value, at = decoder.raw_decode(text)
         values += value if isinstance(value, list) else [value]
@@ -123,8 +124,12 @@ class Catcher:
         tokenizer: "PreTrainedTokenizerBase | None",
         most: int | None = None,
     ) -> None:
-        self.form, self.tokenizer, self.most = form, tokenizer, most
-        self.opened, self.held, self.shown = False, "", 0
+        self.form = form
+        self.tokenizer = tokenizer
+        self.most = most
+        self.opened = False
+        self.held = ""
+        self.shown = 0
         self.tokens: list[int] = []
         added = tokenizer.get_added_vocab() if tokenizer and form else {}
         self.opening_id = added.get(form.opening) if form else None
@@ -134,7 +139,8 @@ class Catcher:
         self.tokens += piece.token_ids
         self.held += piece.text
         border = self._border(self.form, piece) if self.form else len(self.held)
-        text, self.held = self.held[:border], self.held[border:]
+        text = self.held[:border]
+        self.held = self.held[border:]
         self.shown += border
         return text
 

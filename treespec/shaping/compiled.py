@@ -132,7 +132,8 @@ def start_of(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
     start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
     # 2. What is wrong with it, if anything.
-    if fault := start.get_error():
+    fault = start.get_error()
+    if fault:
         raise InputError(f"{kind}: {' '.join(fault.split())}")
     first = start.deep_copy()
     first.compute_bitmask()
@@ -231,7 +232,8 @@ def _serve(pipe: Connection, fields: dict[str, Any]) -> None:
 def _fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
     """Compile a grammar and let it take a few random tokens. What is wrong with it, or ""."""
     try:
-        matcher, coins = start_of(kind, text, tokens).deep_copy(), random.Random(0)
+        matcher = start_of(kind, text, tokens).deep_copy()
+        coins = random.Random(0)
     except InputError as error:
         return str(error)
     for _ in range(TOKENS):

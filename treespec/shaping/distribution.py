@@ -64,7 +64,8 @@ class Distribution:
         logits: [F, N] shaped. vocabulary: [N] the tokens, in order; None: all V.
         """
         assert self.noise
-        rows, noise = logits[:1] if logits.stride(0) == 0 else logits, self.noise.at(depth)
+        rows = logits[:1] if logits.stride(0) == 0 else logits
+        noise = self.noise.at(depth)
         noise = noise if vocabulary is None else noise[vocabulary]
         return self.noisy(rows, noise).expand_as(logits)
 
@@ -109,7 +110,8 @@ class TargetDistributions:
 
     def __init__(self, logits: Tensor, by: Distribution, tree: TokenTree | None = None) -> None:
         """logits: [N, V]. tree: needed where there are processors."""
-        self.raw, self.by = logits, by
+        self.raw = logits
+        self.by = by
         self.paths = node_paths(tree) if tree and by.shapers else []
         self.forbidden: set[int] = set()
 

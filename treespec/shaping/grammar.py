@@ -30,7 +30,8 @@ class GrammarShaper:
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.ends = grammar, grammar.ends
+        self.grammar = grammar
+        self.ends = grammar.ends
         self.matcher = grammar.start.deep_copy()
         self.answer: list[int] = []  # what the matcher has consumed, and will not roll back
         self.below: list[int] = []  # what it has consumed behind the answer

@@ -45,7 +45,10 @@ class Noise:
         self, seed: int, size: int, device: torch.device, kernel: Kernel | None = None
     ) -> None:
         """seed: of the sequence, in [0, 2^64). size: V. kernel: gives a CPU the numbers of `gumbel`."""
-        self.seed, self.size, self.device, self.position = seed, size, device, 0
+        self.seed = seed
+        self.size = size
+        self.device = device
+        self.position = 0
         self.make = kernel or partial(gumbel, device=device)
         self.made: dict[int, Tensor] = {}
 

@@ -98,7 +98,8 @@ class LogitOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (given := self.logit_bias) is None:
+        given = self.logit_bias
+        if given is None:
             return
         if not isinstance(given, Mapping):
             raise InputError(

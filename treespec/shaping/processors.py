@@ -148,7 +148,8 @@ class Processed:
         return replace(self, prompt=tuple(prompt))
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
-        shaped, by_length = torch.empty_like(logits), defaultdict(list)
+        shaped = torch.empty_like(logits)
+        by_length = defaultdict(list)
         for row, path in enumerate(paths):
             by_length[len(path)].append(row)
         for rows in by_length.values():
@@ -170,7 +171,8 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
     transformers and vLLM add biases before they penalise, too. Raises InputError for a logits
     processor that is none.
     """
-    if bias := options.logit_bias:
+    bias = options.logit_bias
+    if bias:
         yield Bias(tuple(bias), tuple(bias.values()))
     penalties = Penalties(
         options.repetition_penalty, options.presence_penalty, options.frequency_penalty

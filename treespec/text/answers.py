@@ -95,7 +95,8 @@ def place_answers(
     shown = [_show_thoughts(message) for message in messages]
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     flags = cut if len(cut) == len(numbers) else [any(cut)] * len(numbers)
-    answers, thoughtless = list[PlacedAnswer](), 0
+    answers = list[PlacedAnswer]()
+    thoughtless = 0
     for number, is_cut in zip(numbers, flags, strict=True):
         if messages[number].get("weight") == 0:
             continue
@@ -127,14 +128,17 @@ def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
     Raises UnusableConversation where the template loses its words or calls, and InputError where it refuses them.
     """
     # 1. The texts with it and before it.
-    before, message = messages[:-1], messages[-1]
-    prompt, whole = chat.render(before, prompt=True), chat.render(messages)
+    before = messages[:-1]
+    message = messages[-1]
+    prompt = chat.render(before, prompt=True)
+    whole = chat.render(messages)
     closing = _find_closing(chat, messages, whole)
 
     # 2. Where it starts. A thought that history never shows may stand in the content as it was generated.
     raw = _read_raw_thought(prompt, message["content"])
     if raw is not None and not has_words(whole, thought_of(message)):
-        text, start = prompt + raw + closing, len(prompt)
+        text = prompt + raw + closing
+        start = len(prompt)
     else:
         text, start = _find_start(chat, messages, prompt, whole)
 
@@ -183,14 +187,16 @@ def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tupl
 
     prompt: the text that asks for the answer. whole: the text with it.
     """
-    before, message = messages[:-1], messages[-1]
+    before = messages[:-1]
+    message = messages[-1]
     opens_thought = OPENED_THOUGHT.search(prompt) is not None
     has_empty_thought = opens_thought and not thought_of(message)
     if whole.startswith(prompt) and not has_empty_thought:
         return whole, _find_start_behind(chat, before, prompt, whole)
 
     # History does not show how the prompt ends: an empty thought, or one that the template opens.
-    header, silent = chat.render_header(before), chat.render(before)
+    header = chat.render_header(before)
+    silent = chat.render(before)
     if whole.startswith(silent) and whole.startswith(header):
         if prompt.startswith(header) and not opens_thought:
             return prompt + whole[len(header) :], len(prompt)
@@ -247,7 +253,8 @@ def _find_end(chat: Chat, messages: Messages, answer: PlacedAnswer) -> PlacedAns
     A special token after its words does, and after calls the last one that stays when the conversation goes on.
     Where the template ends answers with none, the first token of the next turn does.
     """
-    text, after = answer.text, answer.words_end
+    text = answer.text
+    after = answer.words_end
     has_calls = bool(messages[-1].get("tool_calls"))
     if chat.turn_format.closes:
         marks = [after + mark.end() for mark in re.finditer(chat.turn_format.special, text[after:])]

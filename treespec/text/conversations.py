@@ -52,7 +52,8 @@ def read_conversations(
     left out and counted. Raises InputError for a source that cannot be read or has no usable
     conversation.
     """
-    report, found = Report(), list[Conversation]()
+    report = Report()
+    found = list[Conversation]()
     for where, raw in entries(source):
         try:
             found.append(conversation_of(where, raw, answered))

@@ -78,7 +78,9 @@ def encode_conversations(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
             "train with the model's fast tokenizer (tokenizer.json)"
         )
-    examples, report, encoder = list[Example](), Report(), Encoder(tokenizer, template)
+    examples = list[Example]()
+    report = Report()
+    encoder = Encoder(tokenizer, template)
     for talk in conversations:
         try:
             whole, thoughtless = encoder.encode(talk)
@@ -107,7 +109,8 @@ class Encoder:
     """Makes examples of conversations, with one tokenizer and template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: Template) -> None:
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer = tokenizer
+        self.template = template
         self.special = list(special_tokens(tokenizer).values())
 
     @cached_property
@@ -123,7 +126,8 @@ class Encoder:
         if talk.tokens and (not talk.messages or self._has_own_tokens(talk)):
             return self._encode_tokens(talk), 0
         check(self.tokenizer, self.template)
-        key, thoughtless = key_of(talk), 0
+        key = key_of(talk)
+        thoughtless = 0
         try:
             if talk.text is not None:
                 rows = [
@@ -133,7 +137,8 @@ class Encoder:
                 placed = place_answers(
                     self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
                 )
-                rows, thoughtless = placed.rows, placed.thoughtless
+                rows = placed.rows
+                thoughtless = placed.thoughtless
         except UnusableConversation:
             raise
         except InputError as error:
@@ -149,10 +154,12 @@ class Encoder:
         encoded = self.tokenizer(
             row.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"])
+        ids = encoded["input_ids"]
+        places = np.array(encoded["offset_mapping"])
         mask = _inside(places, row.spans, np.isin(ids, self.special))
         if ids[: len(self.opening)] != self.opening:
-            ids, mask = self.opening + ids, np.pad(mask, (len(self.opening), 0))
+            ids = self.opening + ids
+            mask = np.pad(mask, (len(self.opening), 0))
         return Example(torch.tensor(ids), torch.from_numpy(mask), key, part)
 
     def _encode_tokens(self, talk: Conversation) -> list[Example]:

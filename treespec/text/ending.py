@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 # Stop strings, and characters of one: each token's text is compared with all of their beginnings.
-MOST, LONGEST = 16, 1000
+MOST = 16
+LONGEST = 1000
 
 
 @final
@@ -47,7 +48,8 @@ class Ending:
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)
-        self.tokenizer, self.left = tokenizer, max_new_tokens
+        self.tokenizer = tokenizer
+        self.left = max_new_tokens
         self.stops = stop
         self.early = least - 1  # tokens before the first that may complete a stop string
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
@@ -60,7 +62,8 @@ class Ending:
 
     def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
         """Append tokens until the text ends. Returns the tokens kept and the text that they add."""
-        kept, text = [], ""
+        kept = []
+        text = ""
         for token in tokens:
             if self.finished:
                 break
@@ -72,7 +75,8 @@ class Ending:
             text += self._cut(self._text(token))
             self.truncated = self.left <= 0 and not (ended or self.stopped)
         if self.finished:
-            text, self.held = text + self.held, ""
+            text = text + self.held
+            self.held = ""
         return kept, text
 
     def _text(self, token: int) -> str:
@@ -97,10 +101,12 @@ class Ending:
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""
-        before, text = len(self.held), self.held + text
+        before = len(self.held)
+        text = self.held + text
         if self.early < 0:
             places = [text.find(stop, max(0, before + 1 - len(stop))) for stop in self.stops]
-            if starts := [start for start in places if start >= 0]:
+            starts = [start for start in places if start >= 0]
+            if starts:
                 self.finished = self.stopped = True
                 self.held = ""
                 return text[: min(starts)]

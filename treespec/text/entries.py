@@ -164,7 +164,8 @@ def _read_token_rows(row: dict[str, Any], mask: str | None) -> tuple[TokenRow, .
         raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
     if not _is_nested(row):
         return (_read_token_row(row[TOKENS], row[mask], row.get("attention_mask"), mask),)
-    ids, marks = row[TOKENS], row[mask]
+    ids = row[TOKENS]
+    marks = row[mask]
     if len(ids) != len(marks) or not all(isinstance(one, list) for one in marks):
         raise UnusableConversation(f"`{TOKENS}` and `{mask}` differ in length")
     return tuple(_read_token_row(*pair, None, mask) for pair in zip(ids, marks, strict=True))
@@ -202,7 +203,8 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     messages: list[Message] = []
     for i, turn in enumerate(turns, 1):
         message = _message(turn, f"turn {i}")
-        role, said = message["role"], message["content"].strip()
+        role = message["role"]
+        said = message["content"].strip()
         if role in OPENING_ROLES and i == 1:
             system = [message] if said else []
         elif messages or role != "assistant":

@@ -48,7 +48,8 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
     asked = [{"role": "user", "content": QUESTION}]
     answered = [*asked, {"role": "assistant", "content": ANSWER}]
     whole = chat.render(answered)
-    prompt, silent = chat.render(asked, prompt=True), chat.render(asked)
+    prompt = chat.render(asked, prompt=True)
+    silent = chat.render(asked)
     if ANSWER not in whole or QUESTION not in whole:
         raise InputError("the chat template shows no answer: give messages instead of text")
     before, _, after = whole.partition(ANSWER)
@@ -88,7 +89,8 @@ def spans_in(text: str, marks: Marks) -> list[Span]:
     """
     if not marks.header.strip() or not all(marks.ends):
         raise InputError("the chat template does not mark answers: give messages instead of text")
-    header, ends = re.escape(marks.header), "|".join(map(re.escape, marks.ends))
+    header = re.escape(marks.header)
+    ends = "|".join(map(re.escape, marks.ends))
     spans = list[Span]()
     for found in re.finditer(rf"{header}(.*?(?:{ends}|\Z))", text, re.DOTALL):
         start = found.start(1)

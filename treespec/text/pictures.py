@@ -21,7 +21,8 @@ class Pictured(list[int]):
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         """inputs: `input_ids` among them. Raises InputError for several prompts, none, and padding."""
-        given, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        given = inputs.get("input_ids")
+        mask = inputs.get("attention_mask")
         if given is None or getattr(given, "ndim", 0) != 2 or len(given) != 1:
             raise InputError("a prompt with pictures has input_ids of one row: [1, P]")
         if mask is not None and not mask.all():

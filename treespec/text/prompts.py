@@ -52,7 +52,8 @@ def encode(
     # 1. One prompt.
     seen = isinstance(prompt, Mapping) and "input_ids" in prompt
     given: Any = Pictured(cast(Mapping[str, Any], prompt)) if seen else prompt
-    if (several := prompts_of(prompt)) is not None:
+    several = prompts_of(prompt)
+    if several is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
             raise InputError(
                 f"{len(several)} prompts where one prompt is taken: use generate for several"
@@ -72,7 +73,8 @@ def encode(
         if template is not None:
             raise InputError("pictures go through the model's own chat template: no --template")
         given = pictured(target, given, variables)
-    tokenizer, context = target.tokenizer, target.context_length
+    tokenizer = target.tokenizer
+    context = target.context_length
     if not isinstance(given, str) and not isinstance(given[0], dict):
         for place, token in enumerate(given, 1):
             if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
@@ -87,7 +89,8 @@ def encode(
         messages = [_message(place, message) for place, message in enumerate(given, 1)]
         options = {"chat_template_kwargs": variables}
         ids = templates.encode(tokenizer, messages, template, context, **options)
-    if (largest := max(ids, default=-1)) >= target.vocab_size:
+    largest = max(ids, default=-1)
+    if largest >= target.vocab_size:
         raise InputError(f"token id {largest} is outside the vocabulary of {target.vocab_size}")
     if not ids:
         raise InputError(EMPTY)

@@ -20,7 +20,9 @@ from treespec.text.entries import FORMS, WITH_ROWS
 
 ROWS = 256  # of a parquet file, read at once
 MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
-GZIP_START, ZSTD_START = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # that packed files begin with
+# that packed files begin with
+GZIP_START = b"\x1f\x8b"
+ZSTD_START = b"\x28\xb5\x2f\xfd"
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of the files of a folder
 FILE_ENDINGS = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".zst"))
 # owner/name, owner/name:split or owner/name:configuration:split
@@ -33,7 +35,8 @@ def entries(source: str | Path) -> Iterator[tuple[str, object]]:
     An entry is the bytes of a JSONL line, or the value itself. Raises InputError for a source that
     is not there, is damaged, or needs a package that is not installed.
     """
-    if name := hub_name(source):
+    name = hub_name(source)
+    if name:
         yield from _hub_rows(name)
         return
     folder = Path(source).expanduser()
@@ -153,7 +156,8 @@ def _hub_rows(name: str) -> Iterator[tuple[str, object]]:
 
     Raises InputError without the library, the data set or the split.
     """
-    library, (repository, configuration, split) = load_library(name), parts(name)
+    library = load_library(name)
+    (repository, configuration, split) = parts(name)
     try:
         data: Any = library.load_dataset(repository, configuration, split=split or "train")
     except Exception as error:  # the library raises whatever the hub or the files gave it
@@ -229,7 +233,8 @@ def digest(source: str | Path) -> str:
 
     Raises InputError where it cannot be read.
     """
-    if name := hub_name(source):
+    name = hub_name(source)
+    if name:
         repository, _, rest = name.partition(":")
         return f"commit {commit_of(repository)} {rest}".strip()
     try:
@@ -263,7 +268,8 @@ def size(source: str | Path) -> int | None:
 
 def hub_name(source: str | Path) -> str | None:
     """The source as the name of a data set of the hub; None where it is a path."""
-    name, path = str(source), Path(source).expanduser()
+    name = str(source)
+    path = Path(source).expanduser()
     is_path = not {*path.suffixes}.isdisjoint(SUFFIXES) or path.exists()
     return name if FORM.fullmatch(name) and not is_path else None
 

@@ -111,7 +111,8 @@ def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: 
 
     if before is None:
         return text(token)
-    left, both = text(before), text(before, token)
+    left = text(before)
+    both = text(before, token)
     whole = both.startswith(left) and INCOMPLETE not in left
     return both[len(left) :] if whole else text(token)
 

@@ -72,7 +72,8 @@ def render(
     if any(message["role"] == "developer" for message in messages):
         messages = adapt_roles(messages, source_of(tokenizer, template, tools))
     if template is not None:
-        if unused := "tools" if tools else "chat_template_kwargs" if chat_template_kwargs else "":
+        unused = "tools" if tools else "chat_template_kwargs" if chat_template_kwargs else ""
+        if unused:
             raise InputError(f"the fschat template {template} has no place for {unused}")
         text = _rendered(template, messages, add_generation_prompt)
     else:
@@ -80,7 +81,8 @@ def render(
         check(tokenizer)
         variables = dict(chat_template_kwargs or {})
         kept = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
-        if names := variables.keys() & kept:
+        names = variables.keys() & kept
+        if names:
             raise InputError(
                 f"chat_template_kwargs: {min(names)} is no variable of a chat template"
             )
@@ -166,7 +168,8 @@ def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str
     text = fschat_template(name).copy()
     roles = dict(zip(("user", "assistant"), text.roles, strict=False))
     for number, message in enumerate(messages, 1):
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         if role == "system" and number == 1:
             text.set_system_message(content)
         elif role not in roles:

@@ -13,7 +13,9 @@ from treespec.text.templates import Messages, Template, Tools, render, special_t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUESTION, ANSWER = "1234 5678", "8765 4321"  # a conversation to look at
+# a conversation to look at
+QUESTION = "1234 5678"
+ANSWER = "8765 4321"
 PROBE_CALL_ID = "call00001"  # nine letters and digits, as Mistral's template wants
 PROBE_RESULT = {"role": "tool", "content": "1", "name": "look", "tool_call_id": PROBE_CALL_ID}
 # How a prompt ends that opens a thought: DeepSeek-R1's and Qwen's, Gemma 4's, Magistral's, Seed-OSS'.
@@ -63,7 +65,8 @@ class Chat:
     def render_next_turn(self, messages: Messages) -> str:
         """The text of the messages with a result of their last call, or else a question; "" where it is refused."""
         following: dict[str, Any] = {"role": "user", "content": QUESTION}
-        if calls := messages[-1].get("tool_calls"):
+        calls = messages[-1].get("tool_calls")
+        if calls:
             first = calls[0] if isinstance(calls[0], dict) else {}
             following = PROBE_RESULT | {"tool_call_id": first.get("id") or PROBE_CALL_ID}
         return self.try_render([*messages, following])
@@ -91,9 +94,11 @@ def read_turn_format(
     # 1. What the template shows.
     names = sorted(special_tokens(tokenizer), key=len, reverse=True)
     special = "|".join(map(re.escape, names)) or "(?!)"
-    chat, asked = Chat(tokenizer, template), [{"role": "user", "content": QUESTION}]
+    chat = Chat(tokenizer, template)
+    asked = [{"role": "user", "content": QUESTION}]
     answered = [*asked, {"role": "assistant", "content": ANSWER}]
-    whole, following = chat.render(answered), chat.render_next_turn(answered)
+    whole = chat.render(answered)
+    following = chat.render_next_turn(answered)
 
     # 2. What ends an answer.
     closes = re.search(special, whole.rpartition(ANSWER)[2]) is not None

@@ -191,9 +191,13 @@ def tables(vocab: int, depth: int, generator: np.random.Generator) -> Iterator[t
 def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
     """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
     # 1. Draft a tree.
-    texts, parents, level, generator = list[Text]([()]), [-1], [0], trial.generator
+    texts = list[Text]([()])
+    parents = [-1]
+    level = [0]
+    generator = trial.generator
     for width in trial.widths[:depth]:
-        before, level = level, []
+        before = level
+        level = []
         for node in before:
             for token in drawn(q[texts[node]], width, trial.draws, generator):
                 level.append(len(texts))
@@ -204,7 +208,8 @@ def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
     # 2. Judge it.
     at_nodes, drafted = (np.stack([table[text] for text in texts]) for table in (p, q))
     answer = judge(at_nodes, drafted, np.array(tokens), np.array(parents))
-    output, vocab = tuple(int(token) for token in answer), at_nodes.shape[1]
+    output = tuple(int(token) for token in answer)
+    vocab = at_nodes.shape[1]
     if not 0 < len(output) <= depth + 1 or not all(0 <= token < vocab for token in output):
         raise ValueError(
             f"the verifier gives {output}: 1 to {depth + 1} tokens below {vocab} were due"
@@ -238,7 +243,8 @@ def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> 
     """p-value of counts: χ², rare texts counted together; 0 for a text that cannot be."""
     if any(counts[text] for text, share in should.items() if not share):
         return 0.0
-    pairs, rare = list[tuple[int, float]](), (0, 0.0)
+    pairs = list[tuple[int, float]]()
+    rare = (0, 0.0)
     for text, share in should.items():
         if runs * share >= LEAST:
             pairs.append((counts[text], runs * share))
@@ -267,9 +273,12 @@ def recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judg
 
     def judge(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> list[int]:
         # Down the tree, and at each node one child after the other.
-        node, output, uniform = 0, list[int](), generator.random()
+        node = 0
+        output = list[int]()
+        uniform = generator.random()
         while True:
-            left, accepted = p[node], None
+            left = p[node]
+            accepted = None
             for child in np.flatnonzero(parents == node):
                 token = tokens[child]
                 coin = uniform if repeated else generator.random()

@@ -64,7 +64,10 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     f = p / safe
     edges, below = _cumulated(torch.stack([q, p]))
     power = edges**draws
-    start, end, low, high = edges[:, :-1], edges[:, 1:], power[:, :-1], power[:, 1:]
+    start = edges[:, :-1]
+    end = edges[:, 1:]
+    low = power[:, :-1]
+    high = power[:, 1:]
     boundary = (below - power).argmin(-1, keepdim=True)
 
     # 2. Where f = g. For one draw g is 1 everywhere, and the crossing is 0, 1 or infinite.
@@ -106,12 +109,14 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     is_over = s < c
     edge = torch.where(is_over, a, c)
     mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or -(under mass on [c, s])
-    over, under = of.over.gather(1, cells) + mass, of.under.gather(1, cells) - mass
+    over = of.over.gather(1, cells) + mass
+    under = of.under.gather(1, cells) - mass
     matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
     t = _partner(of, is_over, torch.where(is_over, over, under))
 
     # 3. Exchange s for t with the probability that makes E[g(score)] = f.
-    here, there = k * s ** (k - 1), k * t ** (k - 1)
+    here = k * s ** (k - 1)
+    there = k * t ** (k - 1)
     probability = (f - here).abs() / (there - here).abs().clamp(min=TINY)
     return torch.where(matched & (coin < probability), t, s)
 
@@ -126,14 +131,16 @@ def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
     at c.
     """
     # 1. The cell of t, and the side of c.
-    k, most = of.draws, of.f.shape[1]
+    k = of.draws
+    most = of.f.shape[1]
     over, under = (
         torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under)
     )
     cell = torch.where(is_over, under, over)
     rows = (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:])
     c, f, left, right = (x.gather(1, cell) for x in rows)
-    low, high = torch.where(is_over, c, left), torch.where(is_over, right, c)
+    low = torch.where(is_over, c, left)
+    high = torch.where(is_over, right, c)
 
     # 2. The mass r between c and t.
     under_rest = mass - of.under.gather(1, cell)

@@ -144,7 +144,9 @@ def rejections(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor,
 
     The residual is not normalised.
     """
-    left, mass = p, torch.ones_like(p[:, :1])  # the residual, not normalised, and its mass
+    # the residual, not normalised, and its mass
+    left = p
+    mass = torch.ones_like(p[:, :1])
     reach = mass  # Pr(all draws so far are refused)
     accepted = []
     for token, q in zip(tokens.split(1, dim=1), qs, strict=True):

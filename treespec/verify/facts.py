@@ -103,7 +103,8 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     `allow_lossy`.
     """
     kind, _, over = spec.partition(":")
-    if found := BEYOND_THE_NODE.get(kind):
+    found = BEYOND_THE_NODE.get(kind)
+    if found:
         if not over:
             return found
         if not found.over:

@@ -88,8 +88,10 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
     ranks = torch.arange(room.shape[-1], device=room.device)
     member = (torch.arange(1 << len(ranks), device=room.device) >> ranks[:, None]) % 2 == 1
     low, high = torch.triu_indices(len(ranks), len(ranks), 1, device=room.device)
-    has_low, has_high = member[low], member[high]
-    low_alone, high_alone = has_low & ~has_high, has_high & ~has_low
+    has_low = member[low]
+    has_high = member[high]
+    low_alone = has_low & ~has_high
+    high_alone = has_high & ~has_low
 
     # 2. The slack of each set [B, 2^s] before any t.
     masses = pairs[:, low, high]  # [B, P]
@@ -125,7 +127,8 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     chosen[:, 0] = 1
     selected = q
     for k in range(1, tokens.shape[1]):
-        new, present = duel(p, selected, q, s), tokens[:, k : k + 1] >= 0
+        new = duel(p, selected, q, s)
+        present = tokens[:, k : k + 1] >= 0
         kept = chosen[:, :k] * new.keeps(at[:, :k], at[:, k : k + 1]).where(present, 1)
         chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
         chosen[:, :k] = kept

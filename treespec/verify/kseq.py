@@ -22,12 +22,14 @@ def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
     number: [B, 1] K. β depends on ρ (`shared`). The left side falls with ρ and the right side
     grows, so bisection finds the solution. Any larger ρ is lossless too and accepts less.
     """
-    low, high = torch.ones_like(number, dtype=torch.float64), number.clamp(min=1).double()
+    low = torch.ones_like(number, dtype=torch.float64)
+    high = number.clamp(min=1).double()
     for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits and a few for K
         middle = (low + high) / 2
         _, beta = shared(p, q, middle)
         enough = 1 - (1 - beta) ** number <= middle * beta
-        low, high = middle.where(~enough, low), middle.where(enough, high)
+        low = middle.where(~enough, low)
+        high = middle.where(enough, high)
     return high
 
 

@@ -33,7 +33,9 @@ from treespec.verify.scheme import Scheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
-SHIFT, LOWEST, CELLS = 17, (127 - 8) << 6, 14 << 6
+SHIFT = 17
+LOWEST = (127 - 8) << 6
+CELLS = 14 << 6
 EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
 LIKELY = 64  # tokens that count in the expected number of distinct draws; all others are unlikely
 

@@ -34,7 +34,8 @@ def prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
     W: the largest number of tokens that a row of q supports. Other tokens never lower the cut.
     """
-    p, q = p.double(), q.double()
+    p = p.double()
+    q = q.double()
     order = (q / positive(p)).argsort(-1, descending=True)
     order = order[:, : int((q > 0).sum(-1).max())]
     q = q * scale(q, torch.ones_like(q[:, :1]))
@@ -107,7 +108,8 @@ def inside_prefixes(q: Tensor, k: int, enough: Tensor) -> Tensor:
         last = due.masked_fill(due > cap, 0)
 
         # 3. e_j and t W_j of the prefix before each token.
-        symmetric, ringing = torch.ones_like(q), torch.zeros_like(q)
+        symmetric = torch.ones_like(q)
+        ringing = torch.zeros_like(q)
         for j in range(1, k + 1):
             ringing = (y * ringing + last * symmetric).cumsum(-1)
             if j < k:

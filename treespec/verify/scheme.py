@@ -70,9 +70,11 @@ class Scheme(Protocol):
         Where k lies on the host, the device does not wait. Raises InputError as `check`.
         """
         if isinstance(k, int):
-            width, number = k, torch.full((len(q), 1), k, device=q.device)
+            width = k
+            number = torch.full((len(q), 1), k, device=q.device)
         else:
-            width, number = int(k.max()), sent(k, q.device)[:, None]
+            width = int(k.max())
+            number = sent(k, q.device)[:, None]
         check(self, width)
         return self.make(q, width, number, generator)
 

@@ -58,11 +58,13 @@ class SpecHub(Scheme):
         pair = second >= 0
 
         # 1. Which of the draws is a: the likelier one, and of equals the first, as by argmax.
-        q1, q2 = q.gather(1, first.clamp(min=0)), q.gather(1, second.clamp(min=0))
+        q1 = q.gather(1, first.clamp(min=0))
+        q2 = q.gather(1, second.clamp(min=0))
         top_first = pair & ((q1 > q2) | ((q1 == q2) & (first < second)))
         a = torch.where(top_first, first, second)  # [B, 1], -1 for a single draw
         i = torch.where(top_first, second, first)
-        at_a, at_i = a.clamp(min=0), i.clamp(min=0)
+        at_a = a.clamp(min=0)
+        at_i = i.clamp(min=0)
 
         # 2. Masses of the pairs, [B, V] over i: (i, a), of which a single draw is one, and (a, i).
         second_top = without(q, a) * scale(q, first >= 0)

@@ -88,7 +88,8 @@ class Traversal:
             # 2. The children come first. Where all are refused they change the node's p and w.
             own = slice(node, node + 1)
             rest: Tensor | None = None
-            if (row := row_of.get(node)) is not None:
+            row = row_of.get(node)
+            if row is not None:
                 draws = drawn_at(row, drafts.draws)
                 tokens = [*draws.tokens[0].tolist(), -1]
                 steps = self.refusals(p[own], drafts.q[row : row + 1], draws, weight)
@@ -117,15 +118,19 @@ class Traversal:
         p: [N, V] probabilities.
         """
         # 1. On the host: the order of judgement, and the rows of inner nodes by depth.
-        place, draws, n = places_of_draws(tree, drafts), drafts.draws.tokens, len(p)
+        place = places_of_draws(tree, drafts)
+        draws = drafts.draws.tokens
+        n = len(p)
         of_nodes = drafts.nodes[:, None].expand_as(draws)
         table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
         row_of = {draw[0][0]: row for row, draw in enumerate(table)}
-        above, order = dict[int, tuple[int, int]](), list[int]()
+        above = dict[int, tuple[int, int]]()
+        order = list[int]()
         rows_at = defaultdict[int, list[int]](list)
 
         def descend(node: int, depth: int) -> None:
-            if (row := row_of.get(node)) is not None:
+            row = row_of.get(node)
+            if row is not None:
                 rows_at[depth].append(row)
                 for _, token, child in table[row]:
                     if token >= 0 and child not in above:
@@ -136,11 +141,13 @@ class Traversal:
         descend(0, 0)
 
         # 2. On the device: w of all places, from the root down, and the residuals [N, V].
-        weights, residuals = p.new_zeros(n + draws.numel()), p.clone()
+        weights = p.new_zeros(n + draws.numel())
+        residuals = p.clone()
         weights[0] = 1
         for inner in rows_at.values():
             rows = sent(inner, p.device)
-            nodes, found = drafts.nodes[rows], list[Tensor]()
+            nodes = drafts.nodes[rows]
+            found = list[Tensor]()
             own = weights[nodes, None]
             for step in self.refusals(p[nodes], drafts.q[rows], drafts.draws.rows(rows), own):
                 found.append(step[0])
@@ -158,7 +165,8 @@ class Traversal:
 
         # 4. The path down to it. No token follows a draw without a node.
         last, *text = (yield torch.cat([end, after])).tolist()
-        node, path = order[last], list[int]()
+        node = order[last]
+        path = list[int]()
         if node >= n:
             node, *text = above[node]
         while node:
@@ -189,7 +197,8 @@ def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
     """
     # 1. The mass that the earlier draws leave of q, which normalises it, and q at each draw. It is a
     #    sum, since 1 less their mass has few digits.
-    at, is_drawn = draws.tokens.clamp(min=0), draws.tokens >= 0
+    at = draws.tokens.clamp(min=0)
+    is_drawn = draws.tokens >= 0
     at_q = q.gather(1, at) * is_drawn
     left = without(q, draws.tokens).sum(-1, keepdim=True) + at_q.flip(1).cumsum(1).flip(1)
     left = positive(left).masked_fill(~is_drawn, torch.inf)  # [n, K]; by inf, q is 0
@@ -204,7 +213,8 @@ def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
         rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
         kept = rest.sum(-1, keepdim=True)
         whole = positive(kept + (1 - weight))
-        rest, weight = rest.div_(whole), kept / whole
+        rest = rest.div_(whole)
+        weight = kept / whole
     yield weight, rest, weight
 
 

@@ -109,7 +109,8 @@ class Walk:
 
     def plans(self, tree: TokenTree, p: Probabilities) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
-        plans, drafts = self.without_draws(tree, p, slice(None)), tree.drafts
+        plans = self.without_draws(tree, p, slice(None))
+        drafts = tree.drafts
         if not drafts:
             return plans
         of_draws = self.scheme.plan(p[drafts.nodes], drafts.q, drafts.draws)
@@ -204,7 +205,8 @@ def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int
 
     child_of: as `children_by_token`. choice: the output token at a node.
     """
-    path, tokens = [0], []
+    path = [0]
+    tokens = []
     while True:
         tokens.append(choice(path[-1]))
         child = child_of.get((path[-1], tokens[-1]))
@@ -225,11 +227,13 @@ def judge_all(
     rows = zip(logits, distributions, trees, strict=True)
     targets = [TargetDistributions(*row) for row in rows]
     chosen = dict[int, Tensor]()
-    counts, counting = list[Any](), [*map(counted, trees)]
+    counts = list[Any]()
+    counting = [*map(counted, trees)]
     if targets[0].device.type != "cpu":
         settled = [at for at, by in enumerate(distributions) if by.settled]
         if any(distributions[at].noise and len(logits[at]) > 1 for at in settled):
-            counts, counting = together(counting), []
+            counts = together(counting)
+            counting = []
         depths = {at: 1 + len(counts[at]) if counts else 1 for at in settled}
         chosen = outputs(trees, targets, depths)
 
@@ -278,12 +282,14 @@ def outputs(
 
     depths: by sequence, of its tree: 1 + the deepest node's depth, where noise decides.
     """
-    groups, found = defaultdict[Any, list[int]](list), dict[int, Tensor]()
+    groups = defaultdict[Any, list[int]](list)
+    found = dict[int, Tensor]()
     for row, deep in depths.items():
         groups[targets[row].by.params, len(targets[row]), deep].append(row)
     for (_, _, deep), rows in groups.items():
         scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
-        if noises := [made for row in rows if (made := targets[row].by.noise)]:
+        noises = [made for row in rows if (made := targets[row].by.noise)]
+        if noises:
             noise = torch.stack([made.at(depth) for made in noises for depth in range(deep)])
             first = deep * columns(len(rows), noise.device)[:, None]
             places = first + torch.stack([trees[row].depth for row in rows])  # [B, N]

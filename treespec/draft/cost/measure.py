@@ -40,14 +40,19 @@ from treespec.verify.walk import judge_all
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MANY = 256  # nodes of a batch; measured where the context has room for them
-CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
+# tokens before the tree, and tokens that the last cycle committed
+CONTEXT = 192
+WAITING = 3
 DEEP = 5  # levels, at most
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
 SOME, DRIFT = (
     16,
     1.25,
 )  # nodes whose time over one node's may differ by this factor from a kept cost
-ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
+# rounds; after SECONDS they stop, but not before FEWEST
+ROUNDS = 12
+FEWEST = 4
+SECONDS = 10.0
 
 TRUSTED = set[Path]()  # files whose cost was measured, or found to hold, by this process
 
@@ -92,7 +97,8 @@ def holds(target: Target, cost: Cost) -> bool:
 
     Memory and clock of a machine that others share change from hour to hour.
     """
-    bench, some = Bench(target, None, CONTEXT), min(SOME, cost.nodes[-1])
+    bench = Bench(target, None, CONTEXT)
+    some = min(SOME, cost.nodes[-1])
     steps = [(step := partial(bench.forward, bench.branch(n)), step) for n in (1, some)]
     one, more = fast_times(steps, target.output_device, FEWEST)
     known = cost.line(some)
@@ -111,7 +117,9 @@ def dependencies(target: Target, proposer: Proposer | None) -> list[object]:
 @torch.inference_mode()
 def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Cost:
     """proposer: None leaves the drafts at 0. context: tokens before the tree."""
-    bench, steps, device = Bench(target, proposer, context), dict[str, Step](), target.output_device
+    bench = Bench(target, proposer, context)
+    steps = dict[str, Step]()
+    device = target.output_device
     most = (proposer and proposer.max_depth) or DEEP
     levels = min(DEEP, most)
     before: Act = partial(bench.forward, bench.branch(4))
@@ -123,7 +131,8 @@ def measure(target: Target, proposer: Proposer | None, context: int = CONTEXT) -
     earlier = steps["levels"][1] if proposer else before
 
     # 2. Forwards over growing numbers of nodes, up to the first that is too dear.
-    nodes, first = list[int](), list[float]()
+    nodes = list[int]()
+    first = list[float]()
     for n in (*NODES, *[MANY] * (context + MANY <= target.context_length)):
         forward = partial(bench.forward, bench.branch(n))
         steps[str(n)] = before if n == 1 else earlier, forward
@@ -149,7 +158,8 @@ class Bench:
     """A sequence in the target's cache, observed by the proposer, and the parts of its cycle."""
 
     def __init__(self, target: Target, proposer: Proposer | None, context: int) -> None:
-        self.target, aux_layers = target, proposer.aux_layers if proposer else ()
+        self.target = target
+        aux_layers = proposer.aux_layers if proposer else ()
         # The context may exceed the target's context length.
         ids = torch.arange(context + MANY, device=target.output_device)
         self.ids = ids % target.vocab_size
@@ -169,7 +179,8 @@ class Bench:
 
     def draft(self, grow: Trees, shape: StaticTree) -> None:
         """Draft a chain after observing a few new tokens, by a graph where decoding has one. shape: the chain's."""
-        proposer, root = self.proposer, self.ids[:1]
+        proposer = self.proposer
+        root = self.ids[:1]
         proposer.rewind([len(self.tokens) - 1 - WAITING])
         proposer.observe([self.features[-1 - WAITING : -1]], [self.tokens[-1 - WAITING :]])
         begun = [row for row in proposer.begin(self.tokens[-1:], self.cache) if row is not None]
@@ -182,7 +193,8 @@ class Bench:
 
     def end(self, tree: TokenTree, kept: list[int]) -> Step:
         """A tree is verified and the path `kept` committed."""
-        logits, by = self.forward(tree), Distribution(SamplingParams())
+        logits = self.forward(tree)
+        by = Distribution(SamplingParams())
         generator = torch.Generator(device=self.ids.device)
 
         def finish() -> None:

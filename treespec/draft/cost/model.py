@@ -55,7 +55,8 @@ class Cost:
     @cached_property
     def _line(self) -> tuple[np.ndarray, np.ndarray]:
         """Corners of T: sizes and seconds, which never fall."""
-        at, known = np.array(self.nodes, dtype=float), np.maximum.accumulate(self.forward)
+        at = np.array(self.nodes, dtype=float)
+        known = np.maximum.accumulate(self.forward)
         slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
         return np.append(at, FAR), np.append(known, known[-1] + slope * (FAR - at[-1]))
 
@@ -76,7 +77,8 @@ class Cost:
         """
         forward = tuple(np.interp(np.multiply(self.nodes, batch), *self._line).tolist())
         grows = forward[0] / max(self.forward[0], math.ulp(1.0))
-        level, begin = self.level * grows, self.begin * grows
+        level = self.level * grows
+        begin = self.begin * grows
         return Cost(self.nodes, forward, level, begin, batch * self.overhead)
 
     @property
@@ -100,7 +102,8 @@ class Cost:
         Returns the tree and its tokens per second.
         """
         trees = best_trees(rates[1], nodes, depth, rates[0])
-        size, levels = np.arange(2, nodes + 1), np.arange(1, depth + 1)[:, None]
+        size = np.arange(2, nodes + 1)
+        levels = np.arange(1, depth + 1)[:, None]
         inner = np.maximum(size / 2, levels) if rates.shape[1] > 1 else levels
         speed = trees.tokens[1:, 2:] / self.seconds(size, levels, inner)
         place = np.unravel_index(int(speed.argmax()), speed.shape)

@@ -21,10 +21,14 @@ import numpy as np
 from treespec.draft.cost.model import Cost, CostBy
 
 FORGET = 0.98  # weight of the cycles before, a cycle: sequences change their manner
-FITTED, GUESSED = 10.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
+# acceptances that rates fitted on text, and rates guessed, count for
+FITTED = 10.0
+GUESSED = 2.0
 GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
 CYCLES = 4  # cycles that the first estimate of the speed counts for
-LEAST, MOST = 0.02, 1.5  # bounds of a correction
+# bounds of a correction
+LEAST = 0.02
+MOST = 1.5
 CERTAIN = 0.98  # the most that is believed of a child
 GAP = 8  # cycles without drafts before one is tried again, where drafting nearly pays
 STEEP = 6  # that number grows with how far off drafting is, to this power
@@ -35,8 +39,10 @@ def bounded(probabilities: np.ndarray) -> np.ndarray:
 
     .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
     """
-    first, others = probabilities[:, :1].clip(max=CERTAIN), probabilities[:, 1:]
-    left, wanted = CERTAIN - first, others.sum(1, keepdims=True)
+    first = probabilities[:, :1].clip(max=CERTAIN)
+    others = probabilities[:, 1:]
+    left = CERTAIN - first
+    wanted = others.sum(1, keepdims=True)
     share = left / np.maximum(wanted, left).clip(np.finfo(float).tiny)
     return np.concatenate([first, others * share], axis=1)
 
@@ -67,7 +73,8 @@ class Correction:
 
     def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
         """A tree was verified. path: its accepted nodes, without the root."""
-        self.predicted, self.accepted = FORGET * self.predicted, FORGET * self.accepted
+        self.predicted = FORGET * self.predicted
+        self.accepted = FORGET * self.accepted
         for depth, (node, taken) in enumerate(zip((0, *path), (*path, None), strict=True)):
             (children,) = np.nonzero(prediction.parents == node)
             if len(children):
@@ -112,12 +119,17 @@ class CostModel:
         batch: sequences that decode together. All of them wait while one tries whether drafting pays, so
         each tries more rarely.
         """
-        self.cost, self.rates, self.plain = cost, rates or GUESS, cost.plain
+        self.cost = cost
+        self.rates = rates or GUESS
+        self.plain = cost.plain
         self.forward = cost.line(cost.nodes[-1])  # [M] seconds over 1, 2, … nodes
         self.by_rates, self.by_law = corrections or corrections_of(rates)
         self.corrects = self.by_law
         self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
-        self.idle, self.trials, self.trying, self.gap = 0, 0, False, GAP * batch
+        self.idle = 0
+        self.trials = 0
+        self.trying = False
+        self.gap = GAP * batch
 
     @property
     def cycle_seconds(self) -> float:
@@ -127,7 +139,8 @@ class CostModel:
     def start(self, speed: float) -> None:
         """An estimate of the speed of trees chosen level by level, in tokens per second, for some cycles."""
         if not self.seconds:
-            self.tokens, self.seconds = CYCLES * speed / self.plain, CYCLES / self.plain
+            self.tokens = CYCLES * speed / self.plain
+            self.seconds = CYCLES / self.plain
 
     @property
     def speed(self) -> float:
@@ -139,7 +152,8 @@ class CostModel:
 
         The lower it is, and the more trials have brought nothing, the later drafting is tried again.
         """
-        self.prediction, self.trying = None, False
+        self.prediction = None
+        self.trying = False
         if speed > self.plain:
             self.idle = self.trials = 0
             return False
@@ -151,7 +165,8 @@ class CostModel:
 
     def predict(self, prediction: Prediction, corrects: Correction) -> None:
         """What the tree of this cycle brings. corrects: `by_rates` or `by_law`."""
-        self.prediction, self.corrects = prediction, corrects
+        self.prediction = prediction
+        self.corrects = corrects
 
     def update(self, path: Sequence[int]) -> None:
         """A cycle has ended. path: the accepted nodes, without the root."""
@@ -210,7 +225,9 @@ class Choice:
     """
 
     def __init__(self) -> None:
-        self.cycles, self.tokens, self.seconds = float(CYCLES), CYCLES * (1 + EXPECTED), 0.0
+        self.cycles = float(CYCLES)
+        self.tokens = CYCLES * (1 + EXPECTED)
+        self.seconds = 0.0
 
     def prefers_cache(self, score: float, nodes: int, cost: Cost | None) -> bool:
         """Whether to take the drafts of a suffix cache.

@@ -24,7 +24,8 @@ from treespec.trees.static import StaticTree
 
 # Grid of the logarithm of the corrections, of first children and of others. Trees are solved at every fifth
 # point: a text meets few of them, and graphs soon repeat their drafts.
-GRAINS, SOLVED = np.array([0.1, 0.3]), 5
+GRAINS = np.array([0.1, 0.3])
+SOLVED = 5
 SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
 
 
@@ -52,7 +53,8 @@ def _shape(
 ) -> Shape:
     """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them."""
     point = np.reshape(grains, (2, 2)) / SOLVED
-    corrected, found = _at(rates, point), list[Shape]()
+    corrected = _at(rates, point)
+    found = list[Shape]()
     for firsts in product(*([math.floor(x), math.ceil(x)] for x in point[:, 0])):
         near = (*zip(firsts, map(round, point[:, 1]), strict=True),)
         shape = _solved(cost, rates, near, tree)
@@ -68,7 +70,9 @@ def _solved(
 ) -> Shape:
     """The fastest chain at a point where trees are solved, or the fastest tree if that is faster."""
     # 1. The tree.
-    corrected, most, found = _at(rates, np.array(point)), min(cost.nodes[-1], tree.nodes), []
+    corrected = _at(rates, np.array(point))
+    most = min(cost.nodes[-1], tree.nodes)
+    found = []
     for width in {1, len(rates)}:
         found.append(cost.best(corrected[:, :width], most, tree.depth))
     fastest, speed = max(found, key=lambda entry: entry[1])
@@ -103,7 +107,9 @@ class Profitable(Ranked):
         calibration: Calibration | None,
     ) -> None:
         super().__init__(tree.depth, tree.topk, nodes=1)
-        self.model, self.params, self.calibration = model, params, calibration
+        self.model = model
+        self.params = params
+        self.calibration = calibration
         self.forward = model.forward[: tree.nodes]
         self.predicted = list[np.ndarray]()
         self.tops = model.rates[0]  # of the most likely child of each level
@@ -121,7 +127,8 @@ class Profitable(Ranked):
 
     def width(self, level: int, scores: list[Tensor]) -> int:
         # 1. The best size of all candidates so far, and what one more node costs there.
-        model, cost = self.model, self.model.cost
+        model = self.model
+        cost = self.model.cost
         rate = max(model.plain, model.speed)  # tokens that a second is worth
         self.nodes = best_size(np.sort(torch.cat(scores).numpy())[::-1], self.forward, rate)
         end = min(self.nodes + SLOPE, len(self.forward))
@@ -211,7 +218,8 @@ class AutoBuilder(TreeBuilder):
         assert self.models
         model = self.models.present
         self.by_level = self.logits.device.type == "cpu"
-        if shape := self.settled():
+        shape = self.settled()
+        if shape:
             return (yield from self.fixed(shape))
         by = Profitable(self.policy, model, self.params, self.calibration)
         tree, kept = yield from by.grow(self.root, self.logits)

@@ -45,8 +45,10 @@ class TreeBuilder:
         calibration: Calibration | None = None,
         costs: CostBy | None = None,
     ) -> None:
-        self.policy, self.drawing = policy, scheme
-        self.calibration, self.costs = calibration, costs
+        self.policy = policy
+        self.drawing = scheme
+        self.calibration = calibration
+        self.costs = costs
         self.choice = Choice()
 
     @property
@@ -68,7 +70,10 @@ class TreeBuilder:
 
         root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
         """
-        self.root, self.logits, self.params, self.generator = root, logits, params, generator
+        self.root = root
+        self.logits = logits
+        self.params = params
+        self.generator = generator
         return (yield from self.shaped())
 
     def settled(self) -> Policy | None:
@@ -99,7 +104,10 @@ class TreeBuilder:
 
     def fixed(self, shape: StaticTree) -> Growth:
         """One draft step and one batch of draws for each level."""
-        tokens, levels, logits, scheme = [self.root], list[Drawn](), self.logits, self.scheme
+        tokens = [self.root]
+        levels = list[Drawn]()
+        logits = self.logits
+        scheme = self.scheme
         fixed = layout(shape, logits.device)
         for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
             # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
@@ -160,7 +168,10 @@ class Ranked:
         root: [1] int64. logits: [1, V] draft logits of its children. With [B, 1] and [B, 1, V] the
         trees of a batch grow together: all that it yields and returns is [B, ...] then.
         """
-        drafted, orders, scores, above = [root], list[Tensor](), list[Tensor](), None
+        drafted = [root]
+        orders = list[Tensor]()
+        scores = list[Tensor]()
+        above = None
         for level in range(1, self.depth + 1):
             # 1. The most likely children of each frontier node are candidates.
             tokens, reach = self.below(above, logits, level - 1)  # [..., F, K]
@@ -171,11 +182,13 @@ class Ranked:
             expanded = self.width(level, scores)
             if not expanded:
                 break
-            above, last = scores[-1], drafted[-1]
+            above = scores[-1]
+            last = drafted[-1]
             order = columns(above.shape[-1], root.device).expand_as(last)
             if expanded < above.shape[-1]:
                 above, best = above.sort(descending=True, stable=True)
-                above, order = above[..., :expanded], sent(best[..., :expanded], root.device)
+                above = above[..., :expanded]
+                order = sent(best[..., :expanded], root.device)
                 last = last.gather(-1, order)
             orders.append(order)
             below = yield Frontier(last, orders[-1], tokens.shape[-1])

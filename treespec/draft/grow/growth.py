@@ -57,11 +57,13 @@ def grow_together(extend: Extend, growths: Sequence[Growing[Grown]]) -> list[Gro
 
     found = [step(row, None) for row in range(len(growths))]
     while len(grown) < len(growths):
-        if asked := {row: part for row, part in enumerate(found) if isinstance(part, Tensor)}:
+        asked = {row: part for row, part in enumerate(found) if isinstance(part, Tensor)}
+        if asked:
             for row, numbers in zip(asked, received([*asked.values()]), strict=True):
                 found[row] = step(row, numbers)
         else:
-            below = extend(frontiers := cast(Frontiers, found))
+            frontiers = cast(Frontiers, found)
+            below = extend(frontiers)
             found = [part and step(row, below[row]) for row, part in enumerate(frontiers)]
     return [grown[row] for row in range(len(growths))]
 
@@ -87,7 +89,8 @@ def best_tree(
     its expanded nodes [..., F]. scores: of each level, [..., M]. nodes: N, the root included.
     """
     # 1. Rank all columns. What is no number is the largest: nothing is first, the root second.
-    first, device = scores[0], tokens[0].device
+    first = scores[0]
+    device = tokens[0].device
     *batch, children = first.shape
     unbeaten = made(torch.full, (*batch, 2), torch.nan, dtype=first.dtype, device=first.device)
     ranked = sent(best_first(torch.cat([unbeaten, *scores], -1)), device)
@@ -133,7 +136,8 @@ def stack(draws: list[Draws]) -> Draws:
     def joined(fields: list[Tensor | None], fill: float) -> Any:
         return None if fields[0] is None else table(fields, fill)
 
-    sure, uniforms = [level.sure for level in draws], [level.uniforms for level in draws]
+    sure = [level.sure for level in draws]
+    uniforms = [level.uniforms for level in draws]
     tokens = table([level.tokens for level in draws], -1)
     return Draws(tokens, joined(sure, False), joined(uniforms, 0))
 

@@ -28,14 +28,16 @@ def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tupl
         place      0 1 2 3 4 5 6 7
         tokens     a b c a b c a b
     """
-    places, length = np.flatnonzero(tokens[:-1] == context[-1]) + 1, 1
+    places = np.flatnonzero(tokens[:-1] == context[-1]) + 1
+    length = 1
     places = places[tokens[places] != END]
     while len(places) and length < min(longest, len(context)):
         longer = places[places > length]
         longer = longer[tokens[longer - length - 1] == context[-length - 1]]
         if not len(longer):
             break
-        places, length = longer, length + 1
+        places = longer
+        length = length + 1
     return length * bool(len(places)), places
 
 
@@ -51,21 +53,26 @@ def tree_of(
     nodes: the most of them, without the root. length: tokens of the match that they follow. rate:
     Pr(one of a node's children is right), by the length of the match above it. least: of a path's probability.
     """
-    tokens, parents, shares, probabilities = list[int](), list[int](), list[float](), [1.0]
+    tokens = list[int]()
+    parents = list[int]()
+    shares = list[float]()
+    probabilities = [1.0]
     levels = [0]  # depth of each node
     waiting: list[tuple[float, int, int, int, float, list[Sequence[int]]]] = []
     order = count()  # of equal probabilities the first wins
 
     def add_children(node: int, reach: float, reached: Sequence[Sequence[int]]) -> None:
         """Candidates below a node that some continuations reach."""
-        level, below = levels[node], dict[int, list[Sequence[int]]]()
+        level = levels[node]
+        below = dict[int, list[Sequence[int]]]()
         for line in reached:
             if level < len(line) and line[level] != END:
                 below.setdefault(line[level], []).append(line)
         right = rate(length + level)
         for token, following in below.items():
             share = len(following) / len(reached)
-            if (probability := reach * share * right) >= least:
+            probability = reach * share * right
+            if probability >= least:
                 heappush(waiting, (-probability, next(order), node, token, share, following))
 
     # The most likely node of all that wait, and its children in turn.

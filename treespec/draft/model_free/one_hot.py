@@ -61,7 +61,8 @@ class OneHotDrafter(ForcedDrafter):
     one_hot = True
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
-        self.name, self.times = type(drafter).__name__.lower(), times
+        self.name = type(drafter).__name__.lower()
+        self.times = times
         self.rows = [Row(drafter, np.empty(0, dtype=np.int64))]
 
     @property

@@ -24,7 +24,8 @@ NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones
 
 
 # Matches of up to so many tokens, and of more; Pr(one of the children is right) before any feedback.
-BANDS, RIGHT = (1, 3, 7, 15, 31), (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
+BANDS = (1, 3, 7, 15, 31)
+RIGHT = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
 WEIGHT = 3.0  # guesses that the first rates count for
 FORGET = 0.98  # weight of what was learned before, a guess
 CERTAIN = 0.98  # the highest rate
@@ -40,7 +41,8 @@ class Suffix(TextDrafter):
     """
 
     def __init__(self, options: SuffixOptions, caches: SuffixCaches) -> None:
-        self.options, self.caches = options, caches
+        self.options = options
+        self.caches = caches
         self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
         self.seen, self.last = 0, Guess()  # tokens of the text of the last guess
         self.promised = [WEIGHT for _ in RIGHT]
@@ -58,7 +60,8 @@ class Suffix(TextDrafter):
         The guess of the sequence itself, or that of the cache: the more promising one.
         """
         self._learn(text[self.seen :].tolist())
-        self.seen, known = len(text), [text, *([self.cache.tokens] if self.cache else [])]
+        self.seen = len(text)
+        known = [text, *([self.cache.tokens] if self.cache else [])]
         self.last = max((self._guess(tokens, text) for tokens in known), key=lambda it: it.score)
         return self.last
 
@@ -85,7 +88,8 @@ class Suffix(TextDrafter):
         for depth, token in enumerate(new):
             if node not in children:
                 return
-            band, below = bisect_left(BANDS, self.last.length + depth), children[node]
+            band = bisect_left(BANDS, self.last.length + depth)
+            below = children[node]
             promised = sum(share for _, share in below.values())
             self.promised[band] = FORGET * self.promised[band] + promised
             self.kept[band] = FORGET * self.kept[band] + (token in below)

@@ -47,7 +47,10 @@ class SuffixCache:
 
         Raises InputError for a file that is damaged or of another tokenizer.
         """
-        self.most, self.file, self.tokenizer, self.vocab_size = most, file, tokenizer, vocab_size
+        self.most = most
+        self.file = file
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self.tokens = self._stored()
 
     def add(self, completion: Sequence[int]) -> None:
@@ -92,7 +95,9 @@ class SuffixCaches:
         """tokenizer: a digest of the target's. Raises InputError for files that are of another
         tokenizer or damaged.
         """
-        self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
+        self.tokens = tokens
+        self.root = root
+        self._of_target = (tokenizer, vocab_size)
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
             check_files(root, tokenizer)
@@ -131,7 +136,8 @@ def check_header(file: Path, remedy: str, tokenizer: str | None = None) -> None:
     tokenizer: `fingerprint` of the target's; None: any.
     """
     about = read_about(file, remedy)
-    if (found := about.get("format")) != FORMAT:
+    found = about.get("format")
+    if found != FORMAT:
         raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {remedy}")
     if tokenizer not in (None, about.get("tokenizer")):
         raise InputError(f"{file} is of another tokenizer than the target's: {remedy}")

@@ -24,7 +24,8 @@ class Levels:
     """
 
     def __init__(self, seen: Tensor, columns: Tensor | None = None) -> None:
-        self.seen, self.columns = seen, columns
+        self.seen = seen
+        self.columns = columns
 
     def extend(self, above: Tensor) -> None:
         """The next level. above: [B, F] rows of the parents."""
@@ -45,7 +46,8 @@ class BranchProposer(Proposer):
 
     def follow(self, cache: TreeCache) -> None:
         """Draft behind the B sequences of a cache."""
-        device, lengths = self.model.output_device, cache.lengths
+        device = self.model.output_device
+        lengths = cache.lengths
         self.written, self.places = cache, columns(cache.end, device).expand(len(lengths), -1)
         self.branch = Levels(torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device))
         self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position

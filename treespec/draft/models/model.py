@@ -157,7 +157,8 @@ class OtherVocabulary(ModelProposer):
 
 def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
     """A draft model by directory or hub id, in the target's dtype, on its device. Raises InputError."""
-    place, name = target.output_device, f"--drafter {spec.own}"
+    place = target.output_device
+    name = f"--drafter {spec.own}"
     how: dict[str, Any] = {"dtype": target.dtype, "trust_remote_code": target.trust_remote_code}
     try:
         model = Target.load(
@@ -167,7 +168,8 @@ def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
         said = str(error).replace("the target", "the draft model")
         raise InputError(f"{name}: {said}") from error
     both = target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
-    if (difference := tokens_differ(*both)) is None:
+    difference = tokens_differ(*both)
+    if difference is None:
         return ModelProposer(model, target)
     try:
         if None in both:

@@ -90,7 +90,9 @@ class SharedVocabulary:
         return self._spelled[token]
 
     def _split(self, text: bytes) -> tuple[int, ...]:
-        text, found, at = text.removeprefix(SPECIAL), list[int](), 0
+        text = text.removeprefix(SPECIAL)
+        found = list[int]()
+        at = 0
         while at < len(text):
             for size in range(min(self.longest, len(text) - at), 0, -1):
                 number = self.draft_by_bytes.get(text[at : at + size])
@@ -114,7 +116,8 @@ def shared_vocabulary(
     """
     ours = {n: text for n, text in bytes_of(target).items() if n < target_size}
     theirs = {n: text for n, text in bytes_of(draft).items() if n < draft_size}
-    ours_by_bytes, theirs_by_bytes = by_bytes(target, ours), by_bytes(draft, theirs)
+    ours_by_bytes = by_bytes(target, ours)
+    theirs_by_bytes = by_bytes(draft, theirs)
     shared = [text for text in ours_by_bytes if text and text in theirs_by_bytes]
     if not shared:
         raise InputError("the two vocabularies share no token")
@@ -157,5 +160,6 @@ def start_of(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer gives every text at its start; [] without a tokenizer."""
     if tokenizer is None:
         return []
-    around, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    around = tokenizer.encode("a")
+    bare = tokenizer.encode("a", add_special_tokens=False)
     return list(around[: around.index(bare[0])]) if bare and bare[0] in around else []

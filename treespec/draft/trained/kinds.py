@@ -122,7 +122,8 @@ def draft_steps(head: Head, steps: int) -> int:
 
 def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
     """The proposer of a head. Raises InputError for a head of another kind than the one named."""
-    head, kind = trained_head(spec.place, target), spec.kind.name
+    head = trained_head(spec.place, target)
+    kind = spec.kind.name
     if kind not in ("head", head.kind):
         raise InputError(
             f"--drafter {spec.own} is a head of kind {head.kind}: write {head.kind}:{spec.place}"
@@ -135,8 +136,10 @@ def trained_head(folder: str, target: Target) -> Head:
 
     Raises InputError.
     """
-    head, path = plain_head(folder, target), head_folder(folder)
-    if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
+    head = plain_head(folder, target)
+    path = head_folder(folder)
+    tokens = load_vocabulary(path, target.vocab_size)
+    if tokens is not None:
         restrict(head, target, tokens)
     return head
 
@@ -165,7 +168,8 @@ def fit(head: Head, target: Target, name: str) -> None:
     Raises InputError for the head of another target.
     """
     # 1. Sizes and tokens.
-    hidden_size, last = target.config.hidden_size, target.feature_width
+    hidden_size = target.config.hidden_size
+    last = target.feature_width
     try:
         head.check_target(target.layers, target.vocab_size, hidden_size, last)
     except ValueError as error:
@@ -175,9 +179,11 @@ def fit(head: Head, target: Target, name: str) -> None:
 
     # 2. The embedding.
     embedding: Any = target.model.get_input_embeddings()
-    plain, here = is_plain(embedding), target.device == target.output_device
+    plain = is_plain(embedding)
+    here = target.device == target.output_device
     if head.lacks_embedding:
-        if (width := embedding_width(embedding)) != head.hidden_size:
+        width = embedding_width(embedding)
+        if width != head.hidden_size:
             raise InputError(
                 f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
                 f"not {head.hidden_size}"

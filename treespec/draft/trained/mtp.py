@@ -50,7 +50,8 @@ class MtpLayer(nn.Module):
     def __init__(self, config: Any, like: Any, embedding_first: bool) -> None:
         super().__init__()
         width = self.feature_size = config.hidden_size
-        norm, eps = like.input_layernorm.__class__, config.rms_norm_eps
+        norm = like.input_layernorm.__class__
+        eps = config.rms_norm_eps
         norms = (norm(width, eps=eps) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
         self.project = nn.Linear(2 * width, width, bias=False)
@@ -79,7 +80,8 @@ class MtpProposer(EagleProposer):
 
     def __init__(self, layer: MtpLayer, target: Target) -> None:
         super().__init__(layer, target)
-        self.layer, self.head = layer, None
+        self.layer = layer
+        self.head = None
 
     @property
     def models(self) -> list[nn.Module]:
@@ -93,7 +95,8 @@ class MtpProposer(EagleProposer):
         return torch.empty(0, 0)  # a position is how many columns are seen before it
 
     def forward(self, tokens: Tensor, features: Tensor, places: Tensor, seen: Tensor) -> Tensor:
-        target, positions = self.target, seen.sum(-1) - 1
+        target = self.target
+        positions = seen.sum(-1) - 1
         rotary = getattr(target.decoder, "rotary_emb", None)
         hidden: Tensor = self.layer(
             target.embeddings(tokens).to(features.dtype),
@@ -120,7 +123,8 @@ def load_mtp(spec: DrafterSpec, target: Target) -> MtpProposer:
     are missing, unknown or misshapen, by name.
     """
     # 1. The tensors.
-    config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
+    config = target.model.config
+    name = str(getattr(target.model, "name_or_path", "") or "")
     files = tensor_files(name, getattr(config, "_commit_hash", None))
     layout, names = mtp_layer(files, target.layers)
     tensors = joined_experts(dequantised(read_tensors(files, names)))
@@ -173,7 +177,8 @@ def dequantised(tensors: Mapping[str, Tensor], block: int = BLOCK) -> dict[str, 
     """
     plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
     for name in plain.keys() & {name.removesuffix(SCALE) for name in tensors.keys() - plain.keys()}:
-        factors, (rows, columns) = tensors[name + SCALE].float(), plain[name].shape
+        factors = tensors[name + SCALE].float()
+        (rows, columns) = plain[name].shape
         factors = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)
         plain[name] = plain[name].float() * factors[:rows, :columns]
     return plain

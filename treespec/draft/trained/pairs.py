@@ -33,7 +33,9 @@ class PairProposer(Proposer):
     per_text: tuple[str, ...] = ("waiting", "cache")
 
     def __init__(self, head: Any, target: Target) -> None:
-        self.head, self.target, self.vocab_size = head, target, target.vocab_size
+        self.head = head
+        self.target = target
+        self.vocab_size = target.vocab_size
         self.cache = TreeCache(head.cached_layers)
         self.graphs = Graphs(type(head).__name__) if target.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
@@ -82,9 +84,11 @@ class PairProposer(Proposer):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            (states, following), after = self.waiting[row], sent(known[1:], new.device)
+            (states, following) = self.waiting[row]
+            after = sent(known[1:], new.device)
             if len(following):
-                new, after = torch.cat([states, new]), torch.cat([following, after])
+                new = torch.cat([states, new])
+                after = torch.cat([following, after])
             self.waiting[row] = new, after
         if max(len(known) for _, known in self.waiting) > PREFILL_AT:
             ends = [(states[-1:], known[-1:]) for states, known in self.waiting]

@@ -49,7 +49,8 @@ class EagleProposer(DeepeningProposer):
 
         tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
-        layers, inputs = self.cache.tree_layers, {"tokens": tokens, "features": features}
+        layers = self.cache.tree_layers
+        inputs = {"tokens": tokens, "features": features}
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor]:
             known = given["tokens"], given["features"], given["places"].unbind(1), given["mask"]
@@ -66,7 +67,8 @@ class EagleProposer(DeepeningProposer):
 
         [B, 2, 1, count, R] cos and sin.
         """
-        starts, device = self.cache.lengths, self.target.output_device
+        starts = self.cache.lengths
+        device = self.target.output_device
         table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
             return table[None, :, None, -count:]
@@ -95,7 +97,8 @@ class EagleProposer(DeepeningProposer):
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             """The features of the first drafted level, and the fields of all trees."""
-            self.frontiers, self.places = [given["frontier"]], given["places"]
+            self.frontiers = [given["frontier"]]
+            self.places = given["places"]
             self.drafted = Levels(given["mask"][:, 0], layers[0].columns)
             rows = given["logits"].unbind(0)
             trees = grow(given["tokens"][:, 0], rows, given.get("noise"))
@@ -197,7 +200,8 @@ class BlockProposer(AtOnceProposer):
         """
         # 1. Positions [B, T]: the block's follow the sequence's last pair.
         b, n = tokens.shape
-        size, device = 0 if roots is None else self.head.block, chunk.seen.device
+        size = 0 if roots is None else self.head.block
+        device = chunk.seen.device
         taken = sent(chunk.taken, device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
         places = torch.cat([chunk.places, after], dim=1)

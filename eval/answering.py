@@ -11,13 +11,13 @@ import torch
 
 from treespec.api.load import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
-from treespec.decoding.stats import Stats
 from treespec.draft.drafters import DrafterSpec
+from treespec.engine.options import Seed
+from treespec.engine.stats import Stats
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
 from treespec.eval.questions import Question
-from treespec.requests.options import Seed
 
 
 class Ask(NamedTuple):
@@ -83,7 +83,7 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
 
     group: of results, the category or its task. right: None where nobody knows. cycles: target
     forwards; none of a peer. wall: seconds by the clock, of a batch its share. seconds: of all
-    turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
+    turns, by stage, as `treespec.engine.stats.Stats`; first: to the first token of a server.
     accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
     tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
     "model", "max_new_tokens" or "context". time: Unix's.

@@ -11,17 +11,17 @@ from torch import nn
 from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from treespec.api.spec import Output
-from treespec.decoding.stats import Stats
+from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
 from treespec.eval.contestants import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
+from treespec.files.openai_client import FAILURES, completed, said_by, served
 from treespec.model.folder import loading
 from treespec.model.placement import Placement
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config, load_model
-from treespec.requests.endpoint import FAILURES, completed, said_by, served
 
 
 def peer_answerers(

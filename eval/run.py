@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from treespec.decoding.stats import figures
+from treespec.engine.stats import figures
 from treespec.errors import InputError
 from treespec.eval.answering import answerer, ask, load_own
 from treespec.eval.common import Report, Step, differences, listed, silent

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from treespec.decoding import decode
+from treespec.engine import decoder as decode
 from treespec.shaping import sampling
 from treespec.shaping.sampling import probs
 from treespec.verify import rrs

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from treespec import load
 from treespec.cli.side_by_side import compare, race
-from treespec.decoding.sequence import Piece
-from treespec.decoding.stats import TAU, Stats
 from treespec.draft.calibration import load_calibration
-from treespec.requests.output import Stream
+from treespec.engine.output import Stream
+from treespec.engine.request import Piece
+from treespec.engine.stats import TAU, Stats
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from ranks import by_two
 from refusals import complains
 
 from treespec.api.spec import Spec
-from treespec.decoding.stats import TAU
+from treespec.engine.stats import TAU
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.questions import Question

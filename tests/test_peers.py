@@ -21,8 +21,8 @@ from treespec.eval.contestants import GENERATE, Contestant
 from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock
 from treespec.eval.run import evaluate
+from treespec.files import openai_client as endpoint
 from treespec.model.target import Target
-from treespec.requests import endpoint
 
 
 @pytest.fixture(scope="module")

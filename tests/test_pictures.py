@@ -15,7 +15,7 @@ from test_every_model import equal_or_refused
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.decoding import batch
+from treespec.engine import batch
 from treespec.model.pictures import shown
 from treespec.model.target import Target
 from treespec.serve.errors import failed

@@ -12,10 +12,10 @@ import test_suffix
 import torch
 from mutants import plant
 
-from treespec.decoding.sequence import Request
 from treespec.draft.cost import running
 from treespec.draft.cost.running import Choice
 from treespec.draft.tree_drafter import TreeDrafter
+from treespec.engine.request import Request
 from treespec.model import kernels
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.noise import Noise

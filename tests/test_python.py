@@ -19,8 +19,8 @@ from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import source_for
 from treespec.draft.trained.proposers import EagleProposer
+from treespec.engine.options import Keywords
 from treespec.errors import InputError
-from treespec.requests.options import Keywords
 from treespec.trees.tree import root_only
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk

@@ -14,7 +14,7 @@ from treespec.trees.ranges import Range
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
-    "treespec.requests.options",
+    "treespec.engine.options",
     "treespec.shaping.options",
     *(f"treespec.cli.{name}" for name in ("answer", "chat", "make")),
     "treespec.train.config",

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from treespec.cli.terminal import remark, show_result, with_progress
-from treespec.decoding.stats import TAU, Stats, figures, figures_of
+from treespec.engine.stats import TAU, Stats, figures, figures_of
 from treespec.eval.common import Step
 from treespec.eval.config import EvalConfig
 from treespec.eval.intervals import FEW

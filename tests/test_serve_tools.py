@@ -7,7 +7,7 @@ import pytest
 from http_serving import MESSAGES, client, serving, tiny_spec
 from models import CHAT, tokenizer
 
-from treespec.decoding.sequence import Piece
+from treespec.engine.request import Piece
 from treespec.serve.messages import encoded
 from treespec.serve.schema import ChatRequest
 from treespec.serve.tools import Call, Catcher, form_of

@@ -12,10 +12,10 @@ from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
-from treespec.decoding.sequence import Piece
 from treespec.draft.vocabulary import restrict, whole
+from treespec.engine.events import Cycle, OwnToken, explained, visible
+from treespec.engine.request import Piece
 from treespec.model.target import Target
-from treespec.requests.events import Cycle, OwnToken, explained, visible
 from treespec.shaping.sampling import SamplingParams, probs
 
 

@@ -25,8 +25,8 @@ import typer
 from treespec.api.load import load
 from treespec.demo.known import head_of
 from treespec.eval.questions import load_questions
+from treespec.files.openai_client import opened
 from treespec.heads.checkpoint import load_head
-from treespec.requests.endpoint import opened
 
 ASK = {
     "llama.cpp": ("completion", {"return_tokens": True, "cache_prompt": False}, "n_predict"),

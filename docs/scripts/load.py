@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from treespec.requests.endpoint import Reply, completed, served
+from treespec.files.openai_client import Reply, completed, served
 from treespec.text.conversations import read_conversations
 from treespec.train.data.known import data_file
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost, CostBy
+from treespec.engine.events import Cycle
 from treespec.errors import InputError
 from treespec.eval.texts import Text
-from treespec.requests.events import Cycle
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree

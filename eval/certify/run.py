@@ -42,9 +42,9 @@ from treespec.eval.config import CertifyConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
+from treespec.files.openai_client import Reply
 from treespec.model.plain import has_equal_bits
 from treespec.options import chosen
-from treespec.requests.endpoint import Reply
 from treespec.shaping.options import LogitOptions
 from treespec.shaping.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Recorded
+from treespec.engine.request import Recorded
 from treespec.eval.certify.draws import Cycle, shown
 from treespec.eval.peers import plain_tokens
 from treespec.shaping.distribution import Distribution

@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.requests.endpoint import FAILURES, Reply, completed, said_by, served
+from treespec.files.openai_client import FAILURES, Reply, completed, said_by, served
 from treespec.shaping.sampling import SamplingParams
 
 # What servers are asked for the ids of tokens: vLLM and treespec, llama.cpp, others for words alone.

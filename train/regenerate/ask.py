@@ -13,7 +13,7 @@ from typing import Any
 
 from treespec.api.engine import Engine
 from treespec.errors import InputError
-from treespec.requests.endpoint import Reply, completed, said_by
+from treespec.files.openai_client import Reply, completed, said_by
 from treespec.text.turns import split_thought
 from treespec.train.regenerate.config import RegenerateConfig
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Recorded
 from treespec.draft.calibration import COLDEST, Calibration, features_of
 from treespec.draft.drafter import Proposer
 from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
+from treespec.engine.request import Recorded
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target

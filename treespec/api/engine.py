@@ -12,15 +12,15 @@ import psutil
 import torch
 
 from treespec.api.spec import Spec
-from treespec.decoding.batch import ALONE, STRETCH, admitted
-from treespec.decoding.sequence import Piece, Request
+from treespec.engine.batch import ALONE, STRETCH, admitted
+from treespec.engine.options import Keywords, Seed
+from treespec.engine.output import Completion, OnPiece
+from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.model.target import Target
 from treespec.model.workers import end_workers
 from treespec.options import whole
-from treespec.requests.options import Keywords, Seed
-from treespec.requests.output import Completion, OnPiece
 from treespec.text.prompts import Prompt
 
 LEAST = 16  # prompt tokens between two cycles

@@ -30,10 +30,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Request
-from treespec.decoding.stats import Stats
+from treespec.engine.prepare import room_of
+from treespec.engine.request import Request
+from treespec.engine.stats import Stats
 from treespec.errors import InputError
-from treespec.requests.prepare import room_of
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.processors import Processed
 from treespec.shaping.sampling import SamplingParams

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from treespec.demo.known import DEMO, default_drafter, head_of
 from treespec.draft.options import FORMS
+from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.model.placement import Placement
 from treespec.options import (
@@ -23,7 +24,6 @@ from treespec.options import (
     option,
     shared,
 )
-from treespec.requests.options import RequestOptions
 from treespec.verify.facts import LOSSY, NAMES
 
 DRAFTER = f"drafter instead of --head: {FORMS}; suffix+eagle:HEAD and the like draft from both"

@@ -4,23 +4,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack, final, overload
 
-from treespec.decoding.batch import ALONE
-from treespec.decoding.decode import Decoder
-from treespec.decoding.sequence import Piece, Request
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.measure import measured_costs
 from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.drafter import Proposer
 from treespec.draft.source import Drafting, source_for
+from treespec.engine.batch import ALONE
+from treespec.engine.decoder import Decoder
+from treespec.engine.events import Cycle
+from treespec.engine.options import BatchKeywords, Keywords, Seed, Seeds, requested
+from treespec.engine.output import Output, Stream, output_of
+from treespec.engine.prepare import requests_for, seeds_of
+from treespec.engine.request import Piece, Request
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.options import whole
-from treespec.requests.events import Cycle
-from treespec.requests.options import BatchKeywords, Keywords, Seed, Seeds, requested
-from treespec.requests.output import Output, Stream, output_of
-from treespec.requests.prepare import requests_for, seeds_of
 from treespec.text.prompts import Prompt, Prompts, Single, encode, prompts_of
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
@@ -151,9 +151,9 @@ class Spec:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
-        seed another prompt's draws are independent (`treespec.requests.prepare.generator_of`). None draws a
+        seed another prompt's draws are independent (`treespec.engine.prepare.generator_of`). None draws a
         new seed, and a `torch.Generator` draws it from there. options: see
-        `treespec.requests.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
+        `treespec.engine.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
         text = self.request(prompt, seed=seed, **options)

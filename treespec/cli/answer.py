@@ -14,9 +14,9 @@ from treespec.cli.early import begin, begin_answers
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, standard_input
 from treespec.demo.known import DEMO, default_drafter
+from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.options import SEEDS, TOKENS, CommandOptions, chosen, option, shared
-from treespec.requests.options import RequestOptions
 from treespec.serve.options import ServeConfig
 from treespec.text.strings import printable, readable
 
@@ -78,7 +78,7 @@ def generate(config: GenerateConfig) -> None:
 
     # 2. Print one answer as it comes, or several when all are there, then the figures of all.
     spec = load_spec(config)
-    from treespec.decoding.stats import Stats, figures_of
+    from treespec.engine.stats import Stats, figures_of
 
     shown = printable if sys.stdout.isatty() else str
     total = Stats()
@@ -131,7 +131,7 @@ def trace(config: TraceConfig) -> None:
     spec = load_spec(config)
     from treespec.api.spec import trace as cycles_of
     from treespec.cli.trace import show
-    from treespec.decoding.stats import TAU
+    from treespec.engine.stats import TAU
 
     tokens = count = 0
     for count, cycle in enumerate(cycles_of(spec, prompt, **config.requested), 1):

@@ -16,7 +16,7 @@ import typer
 from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
-from treespec.decoding.stats import Stats, figures_of
+from treespec.engine.stats import Stats, figures_of
 from treespec.errors import InputError
 from treespec.options import nearest, option
 from treespec.text.strings import one_line, printable

@@ -165,7 +165,7 @@ def tree(config: TreeConfig) -> None:
     check_text(config.text)
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
-    from treespec.decoding.stats import TAU
+    from treespec.engine.stats import TAU
     from treespec.eval.fit import make_tree
     from treespec.eval.report import Report, Table
 

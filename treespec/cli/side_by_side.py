@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Piece
-from treespec.decoding.stats import TAU, Stats, figures_of
-from treespec.requests.output import Stream
+from treespec.engine.output import Stream
+from treespec.engine.request import Piece
+from treespec.engine.stats import TAU, Stats, figures_of
 from treespec.text.strings import printable
 
 QUESTIONS = (

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from treespec.requests.events import Cycle, explained, percent, visible
+from treespec.engine.events import Cycle, explained, percent, visible
 
 ACCEPTED = "bold green"
 OWN = "bold yellow"

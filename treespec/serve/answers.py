@@ -12,9 +12,9 @@ from typing import Any, TypeVar, final
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 
-from treespec.decoding.sequence import Piece
+from treespec.engine.output import Completion
+from treespec.engine.request import Piece
 from treespec.errors import Busy, InputError
-from treespec.requests.output import Completion
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
 from treespec.shaping.compiled import KINDS

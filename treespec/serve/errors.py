@@ -9,8 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from treespec.engine.options import NAMES
 from treespec.errors import InputError, TooLong
-from treespec.requests.options import NAMES
 from treespec.text.strings import one_line
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from treespec.api.spec import trace
+from treespec.engine.events import explained, visible
 from treespec.options import TREE_FORMS, either
-from treespec.requests.events import explained, visible
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.replies import Fields, events

@@ -14,8 +14,8 @@ from typing import Any, final
 
 from fastapi.responses import StreamingResponse
 
-from treespec.decoding.sequence import Piece
-from treespec.decoding.stats import Stats
+from treespec.engine.request import Piece
+from treespec.engine.stats import Stats
 from treespec.serve.answers import Answers
 from treespec.serve.errors import failed
 from treespec.serve.tools import Catcher

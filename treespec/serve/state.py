@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Piece
-from treespec.requests.output import Completion
+from treespec.engine.output import Completion
+from treespec.engine.request import Piece
 from treespec.serve.errors import ApiError
 from treespec.serve.options import ServeConfig
 from treespec.shaping.compiled import Trial

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.decoding.sequence import Piece
+from treespec.engine.request import Piece
 from treespec.text.strings import beginning
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from itertools import chain
 from threading import Condition, Event, RLock
 from typing import final
 
-from treespec.decoding.sequence import Piece, Request, TokenLogprob
-from treespec.decoding.stats import Stats, figures_of
+from treespec.engine.request import Piece, Request, TokenLogprob
+from treespec.engine.stats import Stats, figures_of
 from treespec.errors import InputError
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.decoding.sequence import Listener, Piece, Recorded
-from treespec.decoding.stats import Stats
+from treespec.engine.request import Listener, Piece, Recorded
+from treespec.engine.stats import Stats
 from treespec.shaping.distribution import Path
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.text.strings import one_line, text_after

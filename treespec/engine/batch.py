@@ -8,9 +8,9 @@ from typing import final
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from treespec.decoding.sequence import Request, copied
-from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
+from treespec.engine.request import Request, copied
+from treespec.engine.stats import shared
 from treespec.model.cache import TreeCache
 from treespec.model.pictures import Shown, shown
 from treespec.model.target import Target

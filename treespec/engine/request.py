@@ -8,8 +8,8 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.decoding.stats import Stats
 from treespec.draft.drafter import Drafter
+from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.shaping.distribution import Distribution, Path

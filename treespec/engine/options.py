@@ -18,7 +18,7 @@ from treespec.text.strings import readable
 if TYPE_CHECKING:
     import torch
 
-    from treespec.requests.events import Cycle
+    from treespec.engine.events import Cycle
     from treespec.shaping.processors import Processor, Shaper
 
 Seed: TypeAlias = "int | torch.Generator | None"
@@ -50,7 +50,7 @@ class RequestOptions(SamplingParams, LogitOptions):
     where nothing may follow.
     memory: requests of one name share their answers. None: drafts come from the text at hand alone,
     as for a sampled answer with a number for a seed in any case.
-    on_cycle: is called with each `treespec.requests.events.Cycle` while the decoder waits; an error
+    on_cycle: is called with each `treespec.engine.events.Cycle` while the decoder waits; an error
     of it ends the answer. For one prompt.
     """
 

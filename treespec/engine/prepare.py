@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treespec.decoding.sequence import Request, Samples
-from treespec.decoding.stats import Stats
+from treespec.engine.events import reporting
+from treespec.engine.options import RequestOptions, Seed, Seeds
+from treespec.engine.request import Request, Samples
+from treespec.engine.stats import Stats
 from treespec.errors import InputError, TooLong
 from treespec.model.target import Target
 from treespec.options import whole
-from treespec.requests.events import reporting
-from treespec.requests.options import RequestOptions, Seed, Seeds
 from treespec.shaping.compiled import KINDS, compiled
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.grammar import GrammarShaper

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import nn
 
-from treespec.decoding.batch import Batch, admitted
-from treespec.decoding.sequence import Piece, Recorded, Request, take
-from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
+from treespec.engine.batch import Batch, admitted
+from treespec.engine.request import Piece, Recorded, Request, take
+from treespec.engine.stats import shared
 from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
 from treespec.model import kernels

@@ -26,7 +26,7 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.shaping.options import LogitOptions
+from treespec.sampling.params import LogitOptions
 
 TRANSFORMERS = "transformers"
 PEER = re.compile(rf"({TRANSFORMERS}|https?://[^\s,]+)(,[^,]+)?")

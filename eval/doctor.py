@@ -25,7 +25,7 @@ from treespec.eval.report import Report, Table, page
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.eval.trials import Trial, trials
 from treespec.files.atomic import write_text
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 
 DEPTH = 4  # draft steps
 HELPS = 0.005  # of the drafts: a change after which more than these agree may name a fault

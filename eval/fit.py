@@ -22,7 +22,7 @@ from treespec.eval.common import Report, Step, silent
 from treespec.eval.config import CalibrateConfig, TreeConfig
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import write_text
-from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.sampling.probs import SamplingParams, largest, probs
 from treespec.trees.most_likely import expected_length, most_likely
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, text_of

@@ -25,7 +25,7 @@ from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
 from treespec.eval.report import Table
 from treespec.eval.texts import BATCH, Passage, from_file, runs
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.text.conversations import SAMPLE, SAMPLED
 
 SHORTEST = 8  # tokens of an answer

@@ -17,7 +17,7 @@ from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, read_json, write_json
 from treespec.model.processor import processor
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
 

@@ -17,7 +17,7 @@ from treespec.draft.trained.kinds import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution
+from treespec.sampling.sampler import Distribution
 
 VOCAB = 64
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}

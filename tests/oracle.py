@@ -1,6 +1,6 @@
 """Every text that a decoding can give, with its exact probability: an oracle makes the draws.
 
-The oracle stands behind each function that uses a generator (`treespec.shaping.sampling`) and follows a script
+The oracle stands behind each function that uses a generator (`treespec.sampling.probs`) and follows a script
 of outcomes. Past its end it takes the first possible outcome and notes the others, which are replayed later, depth
 first, through the real loop. Sequences with equal tokens whose cycles had equal sizes and paths go on as one: a
 drafter's state is a function of these.
@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 from treespec.engine import decoder as decode
-from treespec.shaping import sampling
-from treespec.shaping.sampling import probs
+from treespec.sampling import probs as sampling
+from treespec.sampling.probs import probs
 from treespec.verify import rrs
 from treespec.verify.distributions import without
 

@@ -14,8 +14,8 @@ from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
 from treespec.draft.trained.kinds import new_head, rollout
 from treespec.draft.trained.proposers import BlockProposer
-from treespec.shaping.distribution import node_paths
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import node_paths
 
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 

@@ -26,8 +26,8 @@ from treespec.eval.certify.statistics import least_gap
 from treespec.eval.config import CertifyConfig
 from treespec.model import kernels
 from treespec.model.target import Target
-from treespec.shaping.processors import Penalties
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.processors import Penalties
 from treespec.text.templates import Stops
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]

@@ -21,7 +21,7 @@ from treespec.eval.certify.run import Examination, certify, examined_server
 from treespec.eval.certify.served import Asked, Served
 from treespec.eval.config import CertifyConfig
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 
 QUESTIONS = ["the user asks", "who is there"]
 

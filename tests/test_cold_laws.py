@@ -13,7 +13,7 @@ from equality import close, seeded
 from test_optimal import limit, off, sampled_plans
 
 from treespec.draft.grow.growth import stack
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import distinct
 from treespec.verify.optimal import Optimal

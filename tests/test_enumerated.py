@@ -11,7 +11,7 @@ from oracle import deviation, distribution, outcomes
 from tiny_pairs import NEW, PROMPT, WAYS, spec_of
 
 from treespec.draft import tree_drafter
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 from treespec.trees.static import StaticTree
 
 EXACT = 1e-6

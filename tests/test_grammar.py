@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.shaping.compiled import compiled
-from treespec.shaping.grammar import GrammarShaper
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.compiled_grammar import compiled
+from treespec.sampling.grammar import GrammarShaper
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.verify.facts import NAMES
 
 TOKENS = ["a", "b", "c", "ab", "</s>", "d"]

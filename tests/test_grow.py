@@ -10,7 +10,7 @@ from models import TableConfig, TableModel, draft_tree, follow, random_head
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import policy
 from treespec.verify.registry import SCHEMES, verifier_by_name

@@ -17,8 +17,8 @@ from treespec.draft.cost.running import Choice
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
 from treespec.model import kernels
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.noise import Noise
+from treespec.sampling.noise import Noise
+from treespec.sampling.sampler import Distribution
 
 
 @dataclass(frozen=True)

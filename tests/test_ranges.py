@@ -15,7 +15,7 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
     "treespec.engine.options",
-    "treespec.shaping.options",
+    "treespec.sampling.params",
     *(f"treespec.cli.{name}" for name in ("answer", "chat", "make")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),

@@ -25,8 +25,8 @@ from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.model import kernels
 from treespec.model.packed import pack
 from treespec.model.target import Target
-from treespec.shaping.noise import Noise, gumbel, signed
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.noise import Noise, gumbel, signed
+from treespec.sampling.probs import SamplingParams
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WAYS = {"plain": {}, "cut": {"top_k": 3, "top_p": 0.9, "min_p": 0.05}, "habits": {"logits_processor": habits}}

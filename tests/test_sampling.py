@@ -6,8 +6,8 @@ import transformers as hf
 from equality import close, seeded
 from scipy.stats import chi2
 
-from treespec.shaping import sampling
-from treespec.shaping.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
+from treespec.sampling import probs as sampling
+from treespec.sampling.probs import SamplingParams, greedy_choice, invert, largest, probs, sample
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 

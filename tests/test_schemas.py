@@ -11,7 +11,7 @@ from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.shaping.compiled import compiled
+from treespec.sampling.compiled_grammar import compiled
 
 WORDS = ("a", "id", "size", "the user", "x-1", 'quote"d', "naïve", "kind", "tags")
 

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
 

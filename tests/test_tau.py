@@ -19,7 +19,7 @@ from treespec.eval.acceptance.decoded import Decoded
 from treespec.eval.acceptance.tau import along_text, ends, measure
 from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.texts import Text
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.policy import policy
 from treespec.trees.tree import Draws
 

@@ -16,7 +16,7 @@ from treespec.draft.vocabulary import restrict, whole
 from treespec.engine.events import Cycle, OwnToken, explained, visible
 from treespec.engine.request import Piece
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 
 
 def own(at=1, text=" sat", p=0.7, q=None, rank=None):

@@ -11,7 +11,7 @@ from enumeration import STOCHASTIC, outcomes
 from equality import seeded
 from oracle import deviation, verdict_texts
 
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree

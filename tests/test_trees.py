@@ -18,7 +18,7 @@ from treespec.draft.trained.kinds import new_head, rollout
 from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.dynamic import AutoTree, DDTree, DynamicTree
 from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask

@@ -21,7 +21,7 @@ from treespec.draft.trained.kinds import FEW, FIELD, new_head, trained_head, wit
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 
 TIMES = Cost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
 PROMPT = [5, 9, 33, 12, 7]

@@ -25,8 +25,8 @@ from treespec.model.fused import fuse
 from treespec.model.packed import pack
 from treespec.model.processor import processor
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution, TargetDistributions
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import Distribution, TargetDistributions
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.shaping.sampling import sample, uniforms
+from treespec.sampling.probs import sample, uniforms
 from treespec.trees.tree import Draws
 from treespec.verify import traversal
 from treespec.verify.distributions import (

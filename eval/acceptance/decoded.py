@@ -13,7 +13,7 @@ from treespec.draft.cost.model import Cost, CostBy
 from treespec.engine.events import Cycle
 from treespec.errors import InputError
 from treespec.eval.texts import Text
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 from treespec.verify.topk import TopK

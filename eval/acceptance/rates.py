@@ -18,7 +18,7 @@ from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
 from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.verify.rates import find_optimum, measured
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme

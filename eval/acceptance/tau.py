@@ -44,7 +44,7 @@ from treespec.eval.intervals import Array, interval, leave_one_out
 from treespec.eval.report import markdown, page
 from treespec.eval.texts import Text, describe, kept_texts, load_specs
 from treespec.files.atomic import locked, write_json, write_text
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree

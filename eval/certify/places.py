@@ -17,7 +17,7 @@ from treespec.draft.trained.kinds import rollout
 from treespec.eval.certify import statistics
 from treespec.eval.certify.draws import DRAWS, POWER, REPEATS, placed
 from treespec.eval.certify.samples import Sample
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 
 AT_ONCE = 1 << 23  # probabilities in one tensor
 # A statistic: the p-value of numbers, and the smallest fault that n numbers find at an error.

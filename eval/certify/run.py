@@ -45,8 +45,8 @@ from treespec.files.atomic import check_writable, write_json
 from treespec.files.openai_client import Reply
 from treespec.model.plain import has_equal_bits
 from treespec.options import chosen
-from treespec.shaping.options import LogitOptions
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.params import LogitOptions
+from treespec.sampling.probs import SamplingParams
 
 
 def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from treespec.api.spec import Spec
 from treespec.engine.request import Recorded
 from treespec.eval.certify.draws import Cycle, shown
 from treespec.eval.peers import plain_tokens
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import Distribution
 from treespec.text.strings import common_prefix
 
 AT_ONCE = 16  # outputs of one prompt in one call of model.generate

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.files.openai_client import FAILURES, Reply, completed, said_by, served
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
 
 # What servers are asked for the ids of tokens: vLLM and treespec, llama.cpp, others for words alone.
 WAYS: Sequence[Mapping[str, object]] = ({"return_token_ids": True}, {"logprobs": True}, {})

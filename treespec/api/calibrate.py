@@ -15,7 +15,7 @@ from treespec.engine.request import Recorded
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.static import eagle
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]

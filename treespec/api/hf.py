@@ -34,9 +34,9 @@ from treespec.engine.prepare import room_of
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.processors import Processed
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.processors import Processed
+from treespec.sampling.sampler import Distribution
 from treespec.text.ending import Ending
 
 log = logging.getLogger(__name__)

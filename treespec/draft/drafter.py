@@ -14,7 +14,7 @@ from treespec.draft.cost.model import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.shaping.distribution import Distribution
+from treespec.sampling.sampler import Distribution
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 

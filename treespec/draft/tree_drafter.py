@@ -28,9 +28,9 @@ from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
-from treespec.shaping.distribution import Distribution, Path
-from treespec.shaping.noise import Noise
-from treespec.shaping.options import SamplingParams
+from treespec.sampling.noise import Noise
+from treespec.sampling.params import SamplingParams
+from treespec.sampling.sampler import Distribution, Path
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only, sent
 from treespec.verify.scheme import Scheme

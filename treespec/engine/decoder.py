@@ -18,8 +18,8 @@ from treespec.files.locks import alone_with
 from treespec.model import kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.distribution import node_paths
-from treespec.shaping.noise import Noise
+from treespec.sampling.noise import Noise
+from treespec.sampling.sampler import node_paths
 from treespec.trees.tree import TokenTree, cut_below, root_only, sent
 from treespec.verify.walk import Verdict, Verifier, judge_all
 

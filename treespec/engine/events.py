@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from treespec.engine.request import Listener, Piece, Recorded
 from treespec.engine.stats import Stats
-from treespec.shaping.distribution import Path
-from treespec.shaping.sampling import SamplingParams, probs
+from treespec.sampling.probs import SamplingParams, probs
+from treespec.sampling.sampler import Path
 from treespec.text.strings import one_line, text_after
 from treespec.trees.tree import TokenTree
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treespec.errors import InputError
 from treespec.options import MANY, nearest, option
-from treespec.shaping.compiled import KINDS
-from treespec.shaping.options import LogitOptions, SamplingParams
+from treespec.sampling.compiled_grammar import KINDS
+from treespec.sampling.params import LogitOptions, SamplingParams
 from treespec.text.strings import readable
 
 if TYPE_CHECKING:
     import torch
 
     from treespec.engine.events import Cycle
-    from treespec.shaping.processors import Processor, Shaper
+    from treespec.sampling.processors import Processor, Shaper
 
 Seed: TypeAlias = "int | torch.Generator | None"
 Seeds: TypeAlias = "Seed | Sequence[Seed]"

@@ -14,11 +14,11 @@ from treespec.engine.stats import Stats
 from treespec.errors import InputError, TooLong
 from treespec.model.target import Target
 from treespec.options import whole
-from treespec.shaping.compiled import KINDS, compiled
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.grammar import GrammarShaper
-from treespec.shaping.options import SamplingParams
-from treespec.shaping.processors import LeastTokens, shapers_of
+from treespec.sampling.compiled_grammar import KINDS, compiled
+from treespec.sampling.grammar import GrammarShaper
+from treespec.sampling.params import SamplingParams
+from treespec.sampling.processors import LeastTokens, shapers_of
+from treespec.sampling.sampler import Distribution
 from treespec.text import templates
 from treespec.text.ending import Ending
 from treespec.text.pictures import Pictured

@@ -12,7 +12,7 @@ from treespec.draft.drafter import Drafter
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
-from treespec.shaping.distribution import Distribution, Path
+from treespec.sampling.sampler import Distribution, Path
 from treespec.text.ending import Ending
 from treespec.trees.tree import TokenTree, sent
 from treespec.verify.walk import Verdict

@@ -150,7 +150,7 @@ INLINE float lnf(float x) {
   return exponent * 0.693147181f + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z / 9))));
 }
 
-// Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.shaping.noise`).
+// Rows of Gumbel numbers y [rows, size]: the SplitMix64 streams from `starts` (`treespec.sampling.noise`).
 void noise(const int64_t *starts, float *y, long rows, long size, int threads) {
   long blocks = (size + 1023) / 1024;
 #pragma omp parallel for num_threads(threads)

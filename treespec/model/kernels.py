@@ -133,7 +133,7 @@ def linear(
 
 
 def noise(starts: Sequence[int], size: int) -> Tensor:
-    """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.shaping.noise`."""
+    """[P, size] float32 Gumbel numbers, the SplitMix64 streams from P starts (int64), as `treespec.sampling.noise`."""
     given = torch.tensor(starts)
     out = torch.empty(len(starts), size)
     threads = torch.get_num_threads()

@@ -15,9 +15,9 @@ from fastapi import Request
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
 from treespec.errors import Busy, InputError
+from treespec.sampling.compiled_grammar import KINDS
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
-from treespec.shaping.compiled import KINDS
 
 QUIET = 5.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]

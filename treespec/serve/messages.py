@@ -6,10 +6,10 @@ from typing import Any
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
+from treespec.sampling.compiled_grammar import KINDS
 from treespec.serve.errors import ApiError
 from treespec.serve.schema import ChatRequest, Message, Tool
 from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
-from treespec.shaping.compiled import KINDS
 from treespec.text import templates
 from treespec.text.pictures import has_pictures
 from treespec.text.prompts import encode

@@ -14,9 +14,9 @@ from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
+from treespec.sampling.compiled_grammar import Trial
 from treespec.serve.errors import ApiError
 from treespec.serve.options import ServeConfig
-from treespec.shaping.compiled import Trial
 from treespec.text import templates
 
 COUNTERS = {  # what each counts, and its labels

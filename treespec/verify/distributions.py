@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.shaping.sampling import largest, sample_each
+from treespec.sampling.probs import largest, sample_each
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 

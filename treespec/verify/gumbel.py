@@ -1,7 +1,7 @@
 """Sampling by noise that target and drafts share: one seed gives one text, whatever is drafted.
 
 The output at a position is the token with the largest log p + noise, and a draft's children are the tokens
-with the largest log q + the same noise (`treespec.shaping.noise`). The output is a function of the target
+with the largest log q + the same noise (`treespec.sampling.noise`). The output is a function of the target
 and the noise alone. So a tree may be any function of q and of the noise, pruned and reranked as at temperature 0,
 and the text is the one that the same seed gives without drafts. Daliri, Musco and Suresh 2024, Coupling without
 Communication and Drafter-Invariant Speculative Decoding (2408.07978), for one draft; Rowan, Phan and

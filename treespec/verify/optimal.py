@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import uniforms
+from treespec.sampling.probs import uniforms
 from treespec.trees.static import levels
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import uniforms
+from treespec.sampling.probs import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import (
     Independent,

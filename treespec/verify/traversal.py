@@ -18,7 +18,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import happens, sample
+from treespec.sampling.probs import happens, sample
 from treespec.trees.tree import Drafts, Draws, TokenTree, sent
 from treespec.verify.distributions import normalise, positive, without
 from treespec.verify.rrs import RRSWithoutReplacement

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.shaping.distribution import Distribution, TargetDistributions
-from treespec.shaping.sampling import greedy_choice, sample
+from treespec.sampling.probs import greedy_choice, sample
+from treespec.sampling.sampler import Distribution, TargetDistributions
 from treespec.trees.tree import Draws, TokenTree, columns, received
 from treespec.verify.scheme import Scheme
 

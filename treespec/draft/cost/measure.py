@@ -30,8 +30,8 @@ from treespec.files.downloads import cache_folder
 from treespec.model import kernels
 from treespec.model.processor import processor
 from treespec.model.target import Target
-from treespec.shaping.distribution import Distribution
-from treespec.shaping.sampling import SamplingParams
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import Distribution
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import TokenTree, sent

@@ -16,7 +16,7 @@ from treespec.draft.cost.model import Cost, best_size
 from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction, bounded
 from treespec.draft.grow.builder import Ranked, TreeBuilder
 from treespec.draft.grow.growth import Growth
-from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.sampling.probs import SamplingParams, largest, probs
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.layout import layout
 from treespec.trees.most_likely import expected_length

@@ -18,7 +18,7 @@ from treespec.draft.grow.growth import (
     best_tree,
     drafts_of,
 )
-from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.sampling.probs import SamplingParams, largest, probs
 from treespec.trees.layout import layout
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree

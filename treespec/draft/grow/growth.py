@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot, pad
 
 from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
-from treespec.shaping.distribution import Distribution, Path
+from treespec.sampling.sampler import Distribution, Path
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import (
     Drafts,

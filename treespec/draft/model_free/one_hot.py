@@ -22,7 +22,7 @@ from treespec.draft.drafter import Renewed
 from treespec.draft.grow.growth import ForcedDrafter
 from treespec.draft.model_free.guess import Guess
 from treespec.model.cache import TreeCache
-from treespec.shaping.distribution import Distribution
+from treespec.sampling.sampler import Distribution
 from treespec.trees.tree import TokenTree
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.shaping.options import LogitOptions
+from treespec.sampling.params import LogitOptions
 from treespec.trees.tree import sent
 
 Paths: TypeAlias = Sequence[Sequence[int]]

@@ -64,7 +64,7 @@ class LogitOptions(Options):
     the node's own path. The text has exactly the distribution of the changed logits.
 
     logit_bias: {token id: added to its logit}; -inf forbids a token. logits_processor: a
-    transformers `LogitsProcessor`, any function like one, a `treespec.shaping.processors.Shaper`, or
+    transformers `LogitsProcessor`, any function like one, a `treespec.sampling.processors.Shaper`, or
     a list of them. Each must be a function of its arguments.
     """
 

@@ -6,10 +6,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.grammar import GrammarShaper
-from treespec.shaping.noise import Noise
-from treespec.shaping.processors import Shaper
-from treespec.shaping.sampling import SamplingParams, greedy_choice, probs, truncated
+from treespec.sampling.grammar import GrammarShaper
+from treespec.sampling.noise import Noise
+from treespec.sampling.probs import SamplingParams, greedy_choice, probs, truncated
+from treespec.sampling.processors import Shaper
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node

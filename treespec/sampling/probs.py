@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.shaping.options import SamplingParams as SamplingParams
+from treespec.sampling.params import SamplingParams as SamplingParams
 
 NARROW = 64  # tokens a block, for the largest scores
 FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.shaping.compiled import Grammar, too_complex
+from treespec.sampling.compiled_grammar import Grammar, too_complex
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
 

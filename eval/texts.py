@@ -15,7 +15,7 @@ from treespec.errors import InputError
 from treespec.eval.common import Report, Step
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, read_json, write_json
-from treespec.model.processor import processor
+from treespec.kernels.processor import processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations

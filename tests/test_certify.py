@@ -24,7 +24,7 @@ from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.eval.certify.statistics import least_gap
 from treespec.eval.config import CertifyConfig
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.processors import Penalties

@@ -14,7 +14,7 @@ from treespec.draft.cost.model import FORMAT, Cost, cost_in
 from treespec.draft.cost.running import Choice, Correction, CostModel, CostModels, Prediction, bounded
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
-from treespec.model.processor import processor
+from treespec.kernels.processor import processor
 from treespec.trees.most_likely import expected_length
 from treespec.trees.sequoia import sequoia
 

@@ -167,7 +167,7 @@ def test_no_new_string_names_a_module_of_a_floor_above():
 
 def test_only_the_command_line_changes_the_allocator():
     """A program that imports treespec keeps its own."""
-    setters = {place_of(name) for name in MODULES if "treespec.model.allocator" in imported_when_run(MODULES[name])}
+    setters = {place_of(name) for name in MODULES if "treespec.kernels.allocator" in imported_when_run(MODULES[name])}
     assert setters == {"cli"}
 
 

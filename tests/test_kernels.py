@@ -15,12 +15,12 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import new_head
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
+from treespec.kernels.huge_pages import LINE, SHARED, huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
 from treespec.model.experts import BLOCK, GRAIN, blocked
 from treespec.model.fused import fuse
-from treespec.model.huge_pages import LINE, SHARED, huge_pages
 from treespec.model.packed import PackedNorm, pack, packed_layer
 from treespec.model.plain import has_equal_bits
 from treespec.model.target import Target

@@ -11,7 +11,8 @@ from torch import nn
 from treespec.api.load import load
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.registry import HEADS
-from treespec.model import kernels, packed
+from treespec.kernels import ops as kernels
+from treespec.model import packed
 from treespec.model.packed import pack, packed_layer
 from treespec.model.target import Target
 

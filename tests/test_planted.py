@@ -16,7 +16,7 @@ from treespec.draft.cost import running
 from treespec.draft.cost.running import Choice
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Distribution
 

@@ -21,7 +21,7 @@ from treespec.eval.intervals import FEW
 from treespec.eval.report import Report, Table, markdown, markdown_lines, page
 from treespec.eval.run import evaluate
 from treespec.eval.verdict import noise_of, sentences
-from treespec.model.processor import processor
+from treespec.kernels.processor import processor
 from treespec.options import command_line
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "eagle", "chain:5")

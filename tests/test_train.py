@@ -109,7 +109,7 @@ def test_training_is_in_bfloat16_where_the_cpu_multiplies_it(kernels):
     """By /proc/cpuinfo, unless torch's kernels are those of AVX2."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     made_for_it = kernels == "default" and bool({"avx512_bf16", "amx_bf16"} & set(text.split()))
-    code = "from treespec.model.processor import computes_bfloat16; print(computes_bfloat16())"
+    code = "from treespec.kernels.processor import computes_bfloat16; print(computes_bfloat16())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(made_for_it)

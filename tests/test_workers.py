@@ -7,7 +7,7 @@ import pytest
 
 WORKERS = """
 import time, psutil, torch
-from treespec.model.workers import end_workers
+from treespec.kernels.workers import end_workers
 
 def threads():
     time.sleep(0.5)

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import release_memory
 
 from treespec.errors import InputError, first_line
-from treespec.model.processor import computes_bfloat16
+from treespec.kernels.processor import computes_bfloat16
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_ends

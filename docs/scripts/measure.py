@@ -19,11 +19,11 @@ from treespec import load
 from treespec.draft.cost.measure import NODES, measure
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.model_free.guess import Guess
-from treespec.model.allocator import keep_freed_memory
+from treespec.kernels.allocator import keep_freed_memory
+from treespec.kernels.processor import processor
 from treespec.model.cache import TreeCache
 from treespec.model.fused import fuse
 from treespec.model.packed import pack
-from treespec.model.processor import processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Distribution, TargetDistributions

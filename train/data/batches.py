@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from treespec.model.workers import end_workers
+from treespec.kernels.workers import end_workers
 
 POOL = 64  # batches sorted by length together: less than 5 % is padding
 

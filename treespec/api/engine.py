@@ -18,8 +18,8 @@ from treespec.engine.output import Completion, OnPiece
 from treespec.engine.request import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
+from treespec.kernels.workers import end_workers
 from treespec.model.target import Target
-from treespec.model.workers import end_workers
 from treespec.options import whole
 from treespec.text.prompts import Prompt
 

@@ -18,7 +18,7 @@ from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
 from treespec.errors import first_line
 from treespec.files.quiet import LOUD
-from treespec.model.allocator import keep_freed_memory
+from treespec.kernels.allocator import keep_freed_memory
 from treespec.text.strings import one_line
 
 TRACEBACK = "--traceback"

@@ -15,7 +15,7 @@ from treespec.engine.request import Piece, Recorded, Request, take
 from treespec.engine.stats import shared
 from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise

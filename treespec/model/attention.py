@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.model.masks import additive
 from treespec.model.placement import device_of
 

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.model.attention import NAME
 from treespec.model.cache import TreeCache
 from treespec.model.masks import additive

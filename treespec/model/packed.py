@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from treespec.model import kernels
+from treespec.kernels import ops as kernels
 from treespec.model.experts import PACKED, alike, in_blocks, pack_router, run_experts
 from treespec.model.quantised import is_plain_weight
 

@@ -27,8 +27,8 @@ from treespec.draft.grow.growth import Growing, grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder
-from treespec.model import kernels
-from treespec.model.processor import processor
+from treespec.kernels import ops as kernels
+from treespec.kernels.processor import processor
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Distribution

@@ -25,8 +25,8 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files.atomic import writing
 from treespec.files.downloads import cache_folder
-from treespec.model.huge_pages import huge_pages
-from treespec.model.processor import processor
+from treespec.kernels.huge_pages import huge_pages
+from treespec.kernels.processor import processor
 
 log = logging.getLogger(__name__)
 

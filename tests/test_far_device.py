@@ -56,9 +56,9 @@ def measure():
     from treespec.draft.trained.proposers import EagleProposer
     from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEADS
-    from treespec.model import graphs
-    from treespec.model.plain import has_equal_bits
+    from treespec.model import cuda_graphs as graphs
     from treespec.model.target import Target
+    from treespec.model.tree_check import has_equal_bits
 
     # 1. A target on the device, and what drafts for it.
     torch.set_num_threads(1)  # the tensors are small

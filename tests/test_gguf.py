@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from treespec.api.load import load
 from treespec.cli import app
 from treespec.heads.checkpoint import save_head
-from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.identity import target_identity
 from treespec.model.placement import Placement
+from treespec.model.quantization.gguf import tell_of_rotary_factors
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.train.run import train

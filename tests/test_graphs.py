@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
 from treespec.kernels import ops as kernels
-from treespec.model import graphs
+from treespec.model import cuda_graphs as graphs
 from treespec.model.target import Target
 from treespec.trees.tree import TokenTree
 

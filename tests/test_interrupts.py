@@ -14,10 +14,10 @@ from serving import interrupted
 from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
-from treespec.model import tree_layer
+from treespec.model import cache_layer as tree_layer
 from treespec.model.cache import TreeCache, first_seen
+from treespec.model.cache_layer import TreeLayer
 from treespec.model.target import Target
-from treespec.model.tree_layer import TreeLayer
 
 PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]
 

@@ -19,11 +19,11 @@ from treespec.kernels import ops as kernels
 from treespec.kernels.huge_pages import LINE, SHARED, huge_pages
 from treespec.model.attention import CAPS_OR_SINKS
 from treespec.model.cache import TreeCache
-from treespec.model.experts import BLOCK, GRAIN, blocked
-from treespec.model.fused import fuse
-from treespec.model.packed import PackedNorm, pack, packed_layer
-from treespec.model.plain import has_equal_bits
+from treespec.model.cpu.experts import BLOCK, GRAIN, blocked
+from treespec.model.cpu.fused_layers import fuse
+from treespec.model.cpu.packing import PackedNorm, pack, packed_layer
 from treespec.model.target import Target
+from treespec.model.tree_check import has_equal_bits
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree, root_only
 

@@ -12,8 +12,8 @@ from treespec.api.load import load
 from treespec.draft.trained.kinds import new_head
 from treespec.heads.registry import HEADS
 from treespec.kernels import ops as kernels
-from treespec.model import packed
-from treespec.model.packed import pack, packed_layer
+from treespec.model.cpu import packing as packed
+from treespec.model.cpu.packing import pack, packed_layer
 from treespec.model.target import Target
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding

@@ -9,7 +9,7 @@ from test_engine import NEW, alone, spec
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.kernels import ops as kernels
-from treespec.model import graphs
+from treespec.model import cuda_graphs as graphs
 from treespec.model.target import Target
 
 __all__ = ["spec"]  # the fixture

@@ -72,7 +72,7 @@ def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form
         as_undrafted(spec, [PROMPT], 24)
     weight = spec.target.model.model.layers[0].mlp.up_proj.weight
     assert form.startswith("gguf") or type(weight) is not nn.Parameter or weight.dtype != torch.float32
-    assert [record.name for record in caplog.records].count("treespec.model.load_in") == (form == "8bit")
+    assert [record.name for record in caplog.records].count("treespec.model.quantization.load_in") == (form == "8bit")
     assert "MatMul8bitLt" not in caplog.text
     assert ("change the last bits" in caplog.text) == ("gguf" not in form)
 

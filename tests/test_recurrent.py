@@ -16,7 +16,7 @@ from training import small_run, write_data
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
-from treespec.model.recurrent_rows import linear_layers
+from treespec.model.recurrent.rows import linear_layers
 from treespec.model.target import Target
 from treespec.train.run import train
 

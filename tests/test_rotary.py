@@ -13,7 +13,7 @@ from tiny_configs import MODELS, tiny
 
 from treespec.api.spec import Spec
 from treespec.heads.layers import Attention, Rotary
-from treespec.model.inspect import context_length
+from treespec.model.support import context_length
 from treespec.model.target import Target
 
 ORIGINAL = 32  # positions; 128 by the configs

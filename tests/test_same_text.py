@@ -23,7 +23,7 @@ from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
 from treespec.kernels import ops as kernels
-from treespec.model.packed import pack
+from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise, gumbel, signed
 from treespec.sampling.probs import SamplingParams

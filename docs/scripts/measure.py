@@ -22,8 +22,8 @@ from treespec.draft.model_free.guess import Guess
 from treespec.kernels.allocator import keep_freed_memory
 from treespec.kernels.processor import processor
 from treespec.model.cache import TreeCache
-from treespec.model.fused import fuse
-from treespec.model.packed import pack
+from treespec.model.cpu.fused_layers import fuse
+from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import Distribution, TargetDistributions

@@ -43,7 +43,7 @@ from treespec.eval.questions import load_questions
 from treespec.eval.texts import describe
 from treespec.files.atomic import check_writable, write_json
 from treespec.files.openai_client import Reply
-from treespec.model.plain import has_equal_bits
+from treespec.model.tree_check import has_equal_bits
 from treespec.options import chosen
 from treespec.sampling.params import LogitOptions
 from treespec.sampling.probs import SamplingParams

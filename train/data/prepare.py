@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.model.inspect import context_length
+from treespec.model.support import context_length
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config

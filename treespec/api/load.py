@@ -18,11 +18,11 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import head_folder
 from treespec.model.adapters import unwrapped
-from treespec.model.fused import fuse
-from treespec.model.packed import multiplies_bfloat16, pack
+from treespec.model.cpu.fused_layers import fuse
+from treespec.model.cpu.packing import multiplies_bfloat16, pack
 from treespec.model.placement import AS_IT_IS, Placement
-from treespec.model.plain import tell_of_bits
 from treespec.model.target import Target
+from treespec.model.tree_check import tell_of_bits
 
 if TYPE_CHECKING:
     from treespec.model.placement import DeviceMap

@@ -137,7 +137,7 @@ def export(config: ExportConfig) -> None:
     from treespec.files.hub import push
     from treespec.heads.formats.export import command
     from treespec.heads.formats.export import export as write
-    from treespec.model.quantised import table_of
+    from treespec.model.quantization.layers import table_of
     from treespec.model.weights import load_config, load_model
 
     load = config.target, config.placement

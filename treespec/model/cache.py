@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from treespec.model.tree_layer import TreeLayer
+from treespec.model.cache_layer import TreeLayer
 from treespec.trees.tree import made, sent
 
 State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from treespec.model.recurrent_rows import replaced
+from treespec.model.recurrent.rows import replaced
 
 TRIAL_STATES = 7  # hidden states of a trial
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from treespec.model.cache import TreeCache
-from treespec.model.recurrent_rows import replaced
+from treespec.model.recurrent.rows import replaced
 from treespec.trees.tree import sent
 
 Factors = tuple[Tensor, ...]  # cos and sin, [B, N, D] each

@@ -21,8 +21,16 @@ from treespec.errors import InputError
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import NAME, take_trees
 from treespec.model.cache import SLACK, TreeCache
-from treespec.model.graphs import Graphs, graphs_of
-from treespec.model.inspect import (
+from treespec.model.cuda_graphs import Graphs, graphs_of
+from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
+from treespec.model.output import OutputPath, forward_with_features
+from treespec.model.output import TreeOutput as TreeOutput
+from treespec.model.pictures import Shown
+from treespec.model.placement import AS_IT_IS, Placement, device_of
+from treespec.model.quantization.layers import rows_of_output, sizes_of
+from treespec.model.quantization.load_in import unpack_compressed
+from treespec.model.rotary import LengthFactors, longest_short_text
+from treespec.model.support import (
     LENGTH_DEPENDENT,
     arguments_taken,
     context_length,
@@ -34,16 +42,8 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.model.load_in import unpack_compressed
-from treespec.model.masks import additive_masks, as_taken, batched, causal_chunks, unpadded
-from treespec.model.output import OutputPath, forward_with_features
-from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.pictures import Shown
-from treespec.model.placement import AS_IT_IS, Placement, device_of
-from treespec.model.plain import understand
-from treespec.model.quantised import rows_of_output, sizes_of
-from treespec.model.rotary import LengthFactors, longest_short_text
 from treespec.model.tokenizers import load_tokenizer
+from treespec.model.tree_check import understand
 from treespec.model.weights import load_model
 from treespec.trees.mask import positions
 from treespec.trees.tree import TokenTree, sent

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError
 from treespec.model.folder import base_of, gguf_file, has_words, loading
-from treespec.model.gguf_load import own_or_gguf
 from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.quantization.gguf import own_or_gguf
 
 # a file of a tokenizer -> the module that reads it, and what installs that
 PACKAGES = {

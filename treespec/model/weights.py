@@ -28,9 +28,9 @@ from treespec.model.folder import (
     loading,
     located,
 )
-from treespec.model.gguf_load import own_or_gguf, switch_gguf_bar, tell_of_rotary_factors
-from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.placement import AS_IT_IS, Placement
+from treespec.model.quantization.gguf import own_or_gguf, switch_gguf_bar, tell_of_rotary_factors
+from treespec.model.quantization.load_in import FOREIGN, foreign, quantizer_options
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 BUFFERS = (

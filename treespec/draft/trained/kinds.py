@@ -23,7 +23,7 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.folder import head_folder
 from treespec.heads.head import Config, Head
 from treespec.heads.registry import HEADS
-from treespec.model.quantised import embedding_width, is_plain, table_of
+from treespec.model.quantization.layers import embedding_width, is_plain, table_of
 from treespec.model.target import Target
 
 FEW = 16  # tokens that a head names

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
-from treespec.model.graphs import Graphs
+from treespec.model.cuda_graphs import Graphs
 from treespec.model.masks import Chunk, causal_chunks, together, unpadded
 from treespec.model.target import Target
 from treespec.trees.tree import sent

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from treespec.errors import first_line
-from treespec.model.tree_layer import TreeLayer
+from treespec.model.cache_layer import TreeLayer
 
 log = logging.getLogger(__name__)
 

@@ -25,18 +25,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from treespec.errors import InputError, first_line
 from treespec.model.cache import State, States, TreeCache
+from treespec.model.cache_layer import TreeLayer
 from treespec.model.masks import Masks
 from treespec.model.placement import device_of
-from treespec.model.recurrent_rows import (
-    Outputs,
-    PathRows,
-    entries,
-    once_a_node,
-    path_rows,
-    read_back,
-    replaced,
-)
-from treespec.model.recurrent_run import (
+from treespec.model.recurrent.mixer import (
     KINDS,
     TRIAL,
     Arguments,
@@ -48,7 +40,15 @@ from treespec.model.recurrent_run import (
     split,
     tried,
 )
-from treespec.model.tree_layer import TreeLayer
+from treespec.model.recurrent.rows import (
+    Outputs,
+    PathRows,
+    entries,
+    once_a_node,
+    path_rows,
+    read_back,
+    replaced,
+)
 
 HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 

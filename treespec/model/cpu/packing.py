@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from treespec.kernels import ops as kernels
-from treespec.model.experts import PACKED, alike, in_blocks, pack_router, run_experts
-from treespec.model.quantised import is_plain_weight
+from treespec.model.cpu.experts import PACKED, alike, in_blocks, pack_router, run_experts
+from treespec.model.quantization.layers import is_plain_weight
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # they read the same input
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself

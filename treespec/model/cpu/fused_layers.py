@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from treespec.kernels import ops as kernels
 from treespec.model.attention import NAME
 from treespec.model.cache import TreeCache
+from treespec.model.cache_layer import TreeLayer
 from treespec.model.masks import additive
-from treespec.model.tree_layer import TreeLayer
 
 PARAMETERS = Struct("26P17l3f3i")  # `Layer` of layer.c: pointers, sizes and strides, numbers, modes
 PRODUCTS = [f"self_attn.{name}_proj" for name in "qkvo"]

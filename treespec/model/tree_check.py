@@ -10,9 +10,9 @@ from torch import nn
 
 from treespec.errors import InputError
 from treespec.model.attention import NAME
-from treespec.model.experts import PACKED
+from treespec.model.cpu.experts import PACKED
 from treespec.model.output import captured
-from treespec.model.quantised import is_plain_weight
+from treespec.model.quantization.layers import is_plain_weight
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree, root_only
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treespec.errors import InputError, first_line
 
 if TYPE_CHECKING:
-    from treespec.model.recurrent import Recurrent
+    from treespec.model.recurrent.model import Recurrent
 
 TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
 INDEXED = "indexed_attention"  # sees the columns that an index chooses
@@ -77,7 +77,7 @@ def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) ->
     """The layers that carry a state, None for a model without. Raises InputError."""
     if not carries_state(model):
         return None
-    from treespec.model.recurrent import Recurrent  # takes transformers 5.23 or newer
+    from treespec.model.recurrent.model import Recurrent  # takes transformers 5.23 or newer
 
     recurrent = Recurrent(model, decoder, layers)
     return recurrent if recurrent.mixers else None

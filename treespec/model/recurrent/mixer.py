@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import LinearAttentionLayer
 
 from treespec.model.cache import State, TreeCache
-from treespec.model.recurrent_rows import input_once
-from treespec.model.tree_layer import TreeLayer
+from treespec.model.cache_layer import TreeLayer
+from treespec.model.recurrent.rows import input_once
 
 TRIAL = 6  # tokens of the forward in which mixers are found
 LENGTH = 3  # tokens of a trial

@@ -1,0 +1,1 @@
+"""A target's layers on a CPU: packed weights, fused layers, experts."""

@@ -1,0 +1,1 @@
+"""Weights that are no plain matrix: quantised layers, quantising while loading, GGUF."""

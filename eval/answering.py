@@ -11,7 +11,7 @@ import torch
 
 from treespec.api.load import calibration_of, load_sources
 from treespec.api.spec import Output, Spec
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import Seed
 from treespec.engine.stats import Stats
 from treespec.eval.config import EvalConfig, drafters_of

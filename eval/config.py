@@ -22,7 +22,7 @@ from treespec.api.options import (
     TargetOptions,
     TextOptions,
 )
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared

@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import PurePath
 from random import Random
 
-from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import check_named
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.api.calibrate import Row, drafted, sharpest
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import draft_steps, plain_head, rollout
+from treespec.draft.heads.loading import draft_steps, plain_head, rollout
 from treespec.errors import InputError
 from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent

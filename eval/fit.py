@@ -13,9 +13,9 @@ from torch import Tensor
 
 from treespec.api.calibrate import Row, calibrate
 from treespec.api.spec import Spec
+from treespec.draft.auto.measure import cost_for
 from treespec.draft.calibration import FILE, save_calibration
-from treespec.draft.cost.measure import cost_for
-from treespec.draft.trained.kinds import draft_steps, rollout
+from treespec.draft.heads.loading import draft_steps, rollout
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.eval.common import Report, Step, silent

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from treespec.api.calibrate import Row
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import remade
+from treespec.draft.heads.loading import remade
 from treespec.eval.fit import rows_of
 from treespec.eval.texts import Passage
 

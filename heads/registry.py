@@ -20,7 +20,7 @@ from treespec.heads.folder import written
 
 FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
-PROPOSERS = "treespec.draft.trained.proposers"
+PROPOSERS = "treespec.draft.heads.proposers"
 # model_type of treespec's own directories
 DFLASH = "dflash"
 P_EAGLE = "p-eagle"

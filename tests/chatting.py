@@ -15,7 +15,7 @@ from models import GROUPED, random_model, tokenizer
 
 from treespec.cli.answer import load_spec
 from treespec.cli.chat import ChatConfig
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.text.strings import printable
 

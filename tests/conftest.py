@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and f
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements():
     """Costs are measured in two rounds: no test needs exact ones."""
-    from treespec.draft.cost import measure
+    from treespec.draft.auto import measure
 
     measure.FEWEST = 2
     measure.SECONDS = 0.0

@@ -1,7 +1,7 @@
 """Sources of drafts by the names that `--drafter` takes."""
 
-from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import load_source
+from treespec.draft.spec import DrafterSpec
 
 
 def source_of(name, target):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.model.cache import TreeCache
 from treespec.trees.tree import Drafts
 

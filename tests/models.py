@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target

@@ -12,12 +12,12 @@ from test_cost import times
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
+from treespec.draft.auto.builder import expansion, shape_for
+from treespec.draft.auto.cost import best_size
+from treespec.draft.auto.cost_model import CostModel, bounded
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import best_size
-from treespec.draft.cost.running import CostModel, bounded
-from treespec.draft.grow.auto import expansion, shape_for
-from treespec.draft.model_free.matches import tree_of
-from treespec.draft.model_free.one_hot import part
+from treespec.draft.lookup.matches import tree_of
+from treespec.draft.lookup.one_hot import part
 from treespec.draft.pairing import check_fit
 from treespec.model.target import Target
 from treespec.trees.dynamic import AutoTree

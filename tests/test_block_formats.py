@@ -9,8 +9,8 @@ from test_block_heads import TEXT, dflash, p_eagle
 from test_formats import LLAMA, write
 from torch import nn
 
-from treespec.draft.trained.kinds import trained_head
-from treespec.draft.trained.proposers import BlockProposer
+from treespec.draft.heads.loading import trained_head
+from treespec.draft.heads.proposers import BlockProposer
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import HEADS, kind_of
 

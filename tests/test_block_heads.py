@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import new_head, rollout
-from treespec.draft.trained.proposers import BlockProposer
+from treespec.draft.heads.loading import new_head, rollout
+from treespec.draft.heads.proposers import BlockProposer
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.sampler import node_paths
 

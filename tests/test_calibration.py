@@ -17,9 +17,9 @@ from treespec.draft.calibration import (
     load_calibration,
     save_calibration,
 )
+from treespec.draft.heads.loading import rollout
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.models.model import ModelProposer
-from treespec.draft.trained.kinds import rollout
-from treespec.draft.trained.proposers import EagleProposer
 from treespec.model.target import Target
 
 RATES = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}

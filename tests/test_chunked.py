@@ -8,7 +8,7 @@ from models import random_head, target
 from test_losses import plain as losses_of
 from training import batch_of, options
 
-from treespec.draft.trained.kinds import rollout
+from treespec.draft.heads.loading import rollout
 from treespec.train.losses.objectives import STEP_DECAY, eagle_objective
 from treespec.train.losses.tokens import Guess, Teacher, precise, token_losses
 

@@ -12,7 +12,7 @@ from enumeration import ENUMERABLE, law, outcomes, scheme_by_name
 from equality import close, seeded
 from test_optimal import limit, off, sampled_plans
 
-from treespec.draft.grow.growth import stack
+from treespec.draft.tree_assembly import stack
 from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.tree import Draws
 from treespec.verify.distributions import distinct

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from models import random_head, target
 
-from treespec.draft.cost import measure
-from treespec.draft.cost.measure import NODES, cost_for, dependencies, measured_costs
-from treespec.draft.cost.model import FORMAT, Cost, cost_in
-from treespec.draft.cost.running import Choice, Correction, CostModel, CostModels, Prediction, bounded
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.auto import measure
+from treespec.draft.auto.cost import FORMAT, Cost, cost_in
+from treespec.draft.auto.cost_model import Choice, Correction, CostModel, CostModels, Prediction, bounded
+from treespec.draft.auto.measure import NODES, cost_for, dependencies, measured_costs
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.kernels.processor import processor
 from treespec.trees.most_likely import expected_length
@@ -108,7 +108,7 @@ def test_a_batch_computes_the_nodes_of_all_in_one_forward():
 
 
 def test_the_drawing_of_predicted_and_actual_acceptance():
-    """Drawn in treespec/draft/cost/running.py."""
+    """Drawn in treespec/draft/auto/cost_model.py."""
     correction = Correction(0.0)
     correction.update(Prediction(1.0, np.array([-1, 0, 0, 1]), np.array([1, 0.6, 0.2, 0.5])), [1])
     assert correction.predicted.tolist() == [[0.6, 0.2], [0.5, 0]]

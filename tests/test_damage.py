@@ -13,8 +13,8 @@ from models import random_eagle3, random_head, target, tokenizer
 from test_calibration import USUAL
 from test_cost import times
 
+from treespec.draft.auto.cost import FORMAT, cost_in
 from treespec.draft.calibration import load_calibration, save_calibration
-from treespec.draft.cost.model import FORMAT, cost_in
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.files.atomic import write_json, write_text
 from treespec.heads.checkpoint import load_head, save_head

@@ -11,8 +11,8 @@ from models import CONFIGS, plain_generate, prompt, random_head, random_model, t
 from refusals import complains
 
 from treespec.api.spec import Spec
+from treespec.draft.auto.cost import Cost
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import Cost
 from treespec.draft.pairing import check_fit, default_tree
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target

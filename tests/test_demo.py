@@ -25,8 +25,8 @@ from treespec.demo import fetch, known
 from treespec.demo.fetch import convert, demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
 from treespec.draft.calibration import load_calibration
-from treespec.draft.checks import width_of
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.preflight import width_of
+from treespec.draft.spec import DrafterSpec
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.config import CalibrateConfig, CertifyConfig, EvalConfig, TreeConfig
 from treespec.files.atomic import remove_leftovers

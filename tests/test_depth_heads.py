@@ -9,8 +9,8 @@ from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import fit, new_head, proposer_of, rollout
-from treespec.draft.trained.proposers import HydraProposer
+from treespec.draft.heads.loading import fit, new_head, proposer_of, rollout
+from treespec.draft.heads.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage

@@ -12,7 +12,7 @@ from test_depth_heads import heads_for
 from torch.nn.functional import cross_entropy
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import fit, new_head, remade
+from treespec.draft.heads.loading import fit, new_head, remade
 from treespec.eval.config import DoctorConfig
 from treespec.eval.doctor import diagnosed
 from treespec.eval.learnt import told

@@ -17,7 +17,7 @@ from models import (
 from tiny_configs import MODELS, tiny
 
 from treespec.api.spec import Spec
-from treespec.draft.cost.measure import measure
+from treespec.draft.auto.measure import measure
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.other_vocabulary import tokens_differ
 from treespec.model.target import Target

@@ -13,8 +13,8 @@ from torch.nn.functional import softmax
 from training import batch_of, options, trained
 from transformers import LlamaConfig
 
-from treespec.draft.trained.kinds import new_head, rollout
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.heads.loading import new_head, rollout
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import parts_of

@@ -14,9 +14,9 @@ from models import hollow_model, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 from test_command_line import Terminal
 
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.heads.loading import new_head
 from treespec.draft.pairing import model_of
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import levels_in
 

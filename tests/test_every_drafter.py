@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from treespec import load
 from treespec.api.spec import trace
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.options import DRAFTERS as ROWS
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
+from treespec.draft.registry import DRAFTERS as ROWS
+from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target

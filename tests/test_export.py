@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
 from treespec.cli.make import ENGINES
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import save_model
 
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

@@ -49,11 +49,11 @@ def measure():
     from models import CONFIGS, random_model
 
     from treespec.api.spec import Spec
-    from treespec.draft.cost.model import Cost
-    from treespec.draft.drafters import DrafterSpec
+    from treespec.draft.auto.cost import Cost
+    from treespec.draft.heads.loading import new_head
+    from treespec.draft.heads.proposers import EagleProposer
     from treespec.draft.source import load_source
-    from treespec.draft.trained.kinds import new_head
-    from treespec.draft.trained.proposers import EagleProposer
+    from treespec.draft.spec import DrafterSpec
     from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEADS
     from treespec.model import cuda_graphs as graphs

@@ -12,7 +12,7 @@ from test_block_heads import TEXT, dflash, plain_dflash
 from test_formats import DRAFTED, EIGHT, IDS, LLAMA, THREE, one, three, write
 from torch.nn.functional import pad, rms_norm, silu, softmax
 
-from treespec.draft.trained.kinds import fit
+from treespec.draft.heads.loading import fit
 from treespec.draft.vocabulary import whole
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.export import outputs

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_depth_heads import heads_for
 from transformers import LlamaConfig
 
-from treespec.draft.options import TRAINED
+from treespec.draft.registry import TRAINED
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs

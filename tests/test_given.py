@@ -12,7 +12,7 @@ from test_decode import prompts
 
 from treespec.api.spec import Spec
 from treespec.cli.chat import ChatConfig, Conversation, run
-from treespec.draft.model_free.matches import longest_match, tree_of
+from treespec.draft.lookup.matches import longest_match, tree_of
 from treespec.eval.certify.run import Examination
 from treespec.eval.config import CertifyConfig
 

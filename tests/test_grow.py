@@ -7,7 +7,7 @@ import torch
 from equality import seeded
 from models import TableConfig, TableModel, draft_tree, follow, random_head
 
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams

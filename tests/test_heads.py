@@ -15,7 +15,7 @@ from test_formats import LLAMA, write
 from transformers import LlamaConfig
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import fit, new_head
+from treespec.draft.heads.loading import fit, new_head
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle3 import default_aux_layers

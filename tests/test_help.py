@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from treespec import options
 from treespec.cli import app
 from treespec.cli.make import ENGINES
-from treespec.draft.options import DRAFTERS as ROWS
+from treespec.draft.registry import DRAFTERS as ROWS
 from treespec.eval.acceptance.config import DRAWN_BY, PRESETS
 from treespec.eval.suites import SUITES
 from treespec.heads.registry import HEADS, TRAINING

@@ -33,7 +33,7 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
 )
 
 UPWARD_STRINGS = {  # (module, what a string of it names): only fewer
-    ("treespec.heads.registry", "treespec.draft.trained.proposers"),
+    ("treespec.heads.registry", "treespec.draft.heads.proposers"),
     ("treespec.heads.registry", "treespec.train.losses.objectives"),
 }
 

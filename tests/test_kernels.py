@@ -14,7 +14,7 @@ from tiny_configs import MODELS, tiny
 from torch import nn
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.kernels import ops as kernels
 from treespec.kernels.huge_pages import LINE, SHARED, huge_pages
 from treespec.model.attention import CAPS_OR_SINKS

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from training import options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.losses.objectives import Batch

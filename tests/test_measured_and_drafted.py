@@ -11,7 +11,7 @@ from training import options
 
 from treespec.api.spec import Spec, trace
 from treespec.draft.drafter import Frontier
-from treespec.draft.trained.kinds import new_head, proposer_of, rollout
+from treespec.draft.heads.loading import new_head, proposer_of, rollout
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.model.target import Target

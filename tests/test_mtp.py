@@ -12,8 +12,8 @@ from tiny_configs import MODELS, tiny
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.mtp import dequantised, joined_experts, load_mtp
+from treespec.draft.heads.mtp import dequantised, joined_experts, load_mtp
+from treespec.draft.spec import DrafterSpec
 from treespec.heads.mtp_layouts import mtp_layer
 from treespec.model.target import Target
 

@@ -9,7 +9,7 @@ from models import CONFIGS, random_model, save_model
 from torch import nn
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.heads.registry import HEADS
 from treespec.kernels import ops as kernels
 from treespec.model.cpu import packing as packed

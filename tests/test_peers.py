@@ -13,7 +13,7 @@ from regenerating import Server as FakeServer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.cost.measure import measure
+from treespec.draft.auto.measure import measure
 from treespec.draft.vocabulary import restrict
 from treespec.eval import contestants
 from treespec.eval.answering import Ask

@@ -12,8 +12,8 @@ import test_suffix
 import torch
 from mutants import plant
 
-from treespec.draft.cost import running
-from treespec.draft.cost.running import Choice
+from treespec.draft.auto import cost_model as running
+from treespec.draft.auto.cost_model import Choice
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.engine.request import Request
 from treespec.kernels import ops as kernels

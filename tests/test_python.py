@@ -16,9 +16,9 @@ import treespec
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.source import source_for
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import Keywords
 from treespec.errors import InputError
 from treespec.trees.tree import root_only

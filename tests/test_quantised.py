@@ -14,8 +14,8 @@ from test_recurrent import save
 from torch import nn
 
 from treespec.api.load import load
-from treespec.draft.cost.measure import dependencies
-from treespec.draft.trained.kinds import embedding_of, new_head
+from treespec.draft.auto.measure import dependencies
+from treespec.draft.heads.loading import embedding_of, new_head
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head

@@ -19,7 +19,7 @@ MODULES = (
     *(f"treespec.cli.{name}" for name in ("answer", "chat", "make")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".acceptance")),
-    "treespec.draft.options",
+    "treespec.draft.registry",
 )
 LISTS = {"temperature", "draws", "draft_temperature", "batch"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)

@@ -15,7 +15,7 @@ from treespec import load
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.demo.known import default_drafter
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations

@@ -27,8 +27,8 @@ from test_foreign_heads import (
 )
 from test_formats import DIRECTORIES, IDS, LLAMA, NESTED, SPECULATORS, THREE, built, layered, three, write
 
-from treespec.draft.checks import check_head
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.preflight import check_head
+from treespec.draft.spec import DrafterSpec
 from treespec.heads.architectures import KNOWN_ARCHITECTURES, find_architecture
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.export import export, outputs

@@ -15,10 +15,10 @@ from tiny_pairs import PROMPT
 from tiny_pairs import spec_of as pair_of
 
 from treespec.api.engine import Engine
-from treespec.draft.model_free.matches import longest_match, tree_of
-from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
-from treespec.draft.options import SuffixOptions
+from treespec.draft.lookup.matches import longest_match, tree_of
+from treespec.draft.lookup.suffix import Suffix
+from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches
+from treespec.draft.registry import SuffixOptions
 from treespec.files.atomic import read_tensors
 from treespec.model.target import Target
 
@@ -182,7 +182,7 @@ def test_memories_are_as_many_as_are_kept():
 KILLED = """
 import sys
 from pathlib import Path
-from treespec.draft.model_free.suffix_cache import SuffixCaches
+from treespec.draft.lookup.suffix_cache import SuffixCaches
 memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).named("")
 print("ready", flush=True)
 for number in range(10**6):

@@ -12,7 +12,7 @@ from refusals import complains
 from tiny_pairs import NEW, PROMPT, spec_of
 from torch.nn.functional import pad
 
-from treespec.draft.cost.model import Cost
+from treespec.draft.auto.cost import Cost
 from treespec.eval.acceptance.carried import FORMS, Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded

@@ -21,7 +21,7 @@ from test_depth_heads import SEVERAL, heads_for
 from training import batch_of, beside, drafts, killed, options, refused, same_head, trained, weights
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import new_head, rollout
+from treespec.draft.heads.loading import new_head, rollout
 from treespec.heads.registry import TRAINING
 from treespec.train.data.batches import epoch_batches
 from treespec.train.loop.run import validate

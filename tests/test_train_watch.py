@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from training import checkpoint_of, folder_of, metrics_of, trained, weights
 
 from treespec.api.load import load
-from treespec.draft.trained.kinds import FEW, FIELD, new_head
+from treespec.draft.heads.loading import FEW, FIELD, new_head
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations

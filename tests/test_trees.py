@@ -14,7 +14,7 @@ from refusals import complains
 from test_depth_heads import heads_for
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import new_head, rollout
+from treespec.draft.heads.loading import new_head, rollout
 from treespec.eval.fit import accuracies
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target

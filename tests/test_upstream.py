@@ -16,7 +16,7 @@ from test_export import saved
 from test_formats import DRAFTED, EIGHT
 from transformers import LlamaConfig
 
-from treespec.draft.trained.kinds import new_head
+from treespec.draft.heads.loading import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.formats.export import export
 from treespec.heads.formats.upstream import Ends, read_as

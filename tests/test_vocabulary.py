@@ -16,8 +16,8 @@ from transformers import PhiConfig
 from treespec.api.calibrate import choices, drafted
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.draft.cost.model import Cost
-from treespec.draft.trained.kinds import FEW, FIELD, new_head, trained_head, with_tokens
+from treespec.draft.auto.cost import Cost
+from treespec.draft.heads.loading import FEW, FIELD, new_head, trained_head, with_tokens
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target

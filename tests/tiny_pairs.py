@@ -13,17 +13,17 @@ from models import TableConfig, TableModel, random_eagle3, random_head, random_m
 from tiny_configs import MODELS, tiny
 
 from treespec.api.spec import Spec
+from treespec.draft.auto.cost import Cost
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import Cost
-from treespec.draft.model_free.one_hot import OneHotDrafter
-from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.model_free.suffix_cache import SuffixCaches
+from treespec.draft.heads.loading import new_head
+from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.lookup.one_hot import OneHotDrafter
+from treespec.draft.lookup.suffix import Suffix
+from treespec.draft.lookup.suffix_cache import SuffixCaches
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
-from treespec.draft.options import SuffixOptions
+from treespec.draft.registry import SuffixOptions
 from treespec.draft.source import Source
-from treespec.draft.trained.kinds import new_head
-from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from treespec.api.options import TargetOptions
-from treespec.draft.options import TRAINED
+from treespec.draft.registry import TRAINED
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
 from treespec.heads.registry import TRAINING, Recipe, Training

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from treespec.draft.trained.kinds import new_head, with_tokens
+from treespec.draft.heads.loading import new_head, with_tokens
 from treespec.draft.vocabulary import load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head

@@ -26,7 +26,7 @@ class AutoTree(Policy):
     Its children are a function of the draft's scores. The number of draws at a node must not depend on
     the drawn tokens, so the tree does not take draws.
 
-    The limits of the trees that the cost model may choose (`treespec.draft.grow.auto`):
+    The limits of the trees that the cost model may choose (`treespec.draft.auto.builder`):
     nodes: the largest N, root included.
     depth: the largest number of levels of drafted tokens.
     topk: the largest number of nodes expanded per level, and of children per node.

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 
 from treespec import Spec, load
-from treespec.draft.model_free.guess import Guess
-from treespec.draft.model_free.one_hot import TextDrafter
+from treespec.draft.lookup.guess import Guess
+from treespec.draft.lookup.one_hot import TextDrafter
 
 
 class Echo(TextDrafter):

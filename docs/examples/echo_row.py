@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treespec.draft.options import DrafterKind, DrafterOptions
+from treespec.draft.registry import DrafterKind, DrafterOptions
 from treespec.options import option
 
 

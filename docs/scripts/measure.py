@@ -16,9 +16,9 @@ import typer
 from torch import Tensor
 
 from treespec import load
-from treespec.draft.cost.measure import NODES, measure
-from treespec.draft.grow.builder import TreeBuilder
-from treespec.draft.model_free.guess import Guess
+from treespec.draft.auto.measure import NODES, measure
+from treespec.draft.builders import TreeBuilder
+from treespec.draft.lookup.guess import Guess
 from treespec.kernels.allocator import keep_freed_memory
 from treespec.kernels.processor import processor
 from treespec.model.cache import TreeCache

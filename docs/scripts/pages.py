@@ -20,9 +20,9 @@ import typer
 
 from results import Result
 from treespec.cli import app
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.options import DRAFTERS
 from treespec.draft.pairing import check_named
+from treespec.draft.registry import DRAFTERS
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.heads.architectures import KNOWN_ARCHITECTURES
 from treespec.trees.policy import POLICIES, policy

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from treespec.api.spec import Spec
-from treespec.draft.cost.model import Cost, CostBy
+from treespec.draft.auto.cost import Cost, CostBy
 from treespec.engine.events import Cycle
 from treespec.errors import InputError
 from treespec.eval.texts import Text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import draft_steps, rollout
+from treespec.draft.heads.loading import draft_steps, rollout
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Report

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
+from treespec.draft.auto.cost import Cost
 from treespec.draft.calibration import sharpened
-from treespec.draft.cost.model import Cost
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.kinds import draft_along, draft_steps
+from treespec.draft.heads.loading import draft_along, draft_steps
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.acceptance.carried import Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by

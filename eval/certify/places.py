@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import rollout
+from treespec.draft.heads.loading import rollout
 from treespec.eval.certify import statistics
 from treespec.eval.certify.draws import DRAWS, POWER, REPEATS, placed
 from treespec.eval.certify.samples import Sample

@@ -18,7 +18,7 @@ from commands import treespec
 from safetensors.torch import load_file
 
 from treespec import load
-from treespec.draft.cost.model import cost_in
+from treespec.draft.auto.cost import cost_in
 
 Figures = dict[str, Any]
 

@@ -34,7 +34,7 @@ from training import Killed, kill_at
 from golden.figures import EXPORTS, FIGURES, HEAD, OF_HEAD, PROMPTS, RUNS, capture, choose_training, find_differences
 from golden.names import LISTS, find_lost
 from treespec import load
-from treespec.draft.cost.measure import cost_for
+from treespec.draft.auto.measure import cost_for
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.train.config import TrainConfig
 from treespec.train.run import train

@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import draft_steps, rollout
+from treespec.draft.heads.loading import draft_steps, rollout
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.heads.head import Head

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, softplus
 from treespec.api.spec import Spec
 from treespec.draft.calibration import COLDEST, Calibration, features_of
 from treespec.draft.drafter import Proposer
-from treespec.draft.trained.kinds import draft_steps, proposer_of, rollout
+from treespec.draft.heads.loading import draft_steps, proposer_of, rollout
 from treespec.engine.request import Recorded
 from treespec.errors import InputError
 from treespec.heads.head import Head

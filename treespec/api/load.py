@@ -12,8 +12,8 @@ from treespec.api.options import ModelOptions
 from treespec.api.spec import Spec
 from treespec.demo.known import default_drafter
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.drafters import DrafterSpec
 from treespec.draft.source import Source, load_source
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.folder import head_folder
@@ -54,7 +54,7 @@ def load(
     not change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
     head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
-    `kind:value` instead of a head, with a kind of `treespec.draft.options.DRAFTERS`. Default: for
+    `kind:value` instead of a head, with a kind of `treespec.draft.registry.DRAFTERS`. Default: for
     `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.facts.NAMES`. allow_lossy: permit a lossy one.

@@ -6,7 +6,7 @@ A configuration states a shared option again only where its default or its meani
 from dataclasses import dataclass, fields
 
 from treespec.demo.known import DEMO, default_drafter, head_of
-from treespec.draft.options import FORMS
+from treespec.draft.registry import FORMS
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
 from treespec.model.placement import Placement

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack, final, overload
 
+from treespec.draft.auto.cost import Cost, CostBy
+from treespec.draft.auto.measure import measured_costs
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.measure import measured_costs
-from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.drafter import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.engine.batch import ALONE

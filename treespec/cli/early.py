@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from treespec.api.options import ModelOptions
 from treespec.cli.terminal import notice
 from treespec.demo.known import is_demo
-from treespec.draft.checks import check_there
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.preflight import check_there
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.model.folder import check_files, located
 from treespec.options import nearest

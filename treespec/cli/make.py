@@ -18,7 +18,7 @@ from treespec.cli.early import (
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, resumes, with_progress
 from treespec.demo.known import head_of, name_elsewhere
-from treespec.draft.checks import check_width
+from treespec.draft.preflight import check_width
 from treespec.files.atomic import check_folder
 from treespec.heads.folder import check_new, head_folder
 from treespec.heads.registry import check_export, kind_in

@@ -12,7 +12,7 @@ from treespec.cli.early import (
 )
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice, remark, resumes, show_result, with_progress
-from treespec.draft.checks import check_there
+from treespec.draft.preflight import check_there
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, TauConfig, cases, schemes_in, sweeps
 from treespec.eval.common import listed

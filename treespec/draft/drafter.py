@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.cost.model import CostBy
+from treespec.draft.auto.cost import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together

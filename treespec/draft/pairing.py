@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.options import DRAFTERS
+from treespec.draft.registry import DRAFTERS
+from treespec.draft.spec import DrafterSpec
 from treespec.heads.registry import kind_in, levels_in
 from treespec.options import MANY, refuse
 from treespec.trees.dynamic import AutoTree

@@ -7,13 +7,13 @@ from typing import TypeAlias, final
 
 from torch import nn
 
+from treespec.draft.auto.cost import CostBy
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Drafter, Proposer
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
+from treespec.draft.heads.loading import proposer_of
+from treespec.draft.lookup.one_hot import OneHotDrafter, TextDrafter
 from treespec.draft.pairing import check_one_hot, default_tree
-from treespec.draft.trained.kinds import proposer_of
+from treespec.draft.spec import DrafterSpec
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.model.target import Target

@@ -12,20 +12,20 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.draft.auto.builder import AutoBuilder
+from treespec.draft.auto.cost import CostBy
+from treespec.draft.builders import TreeBuilder
 from treespec.draft.calibration import Calibration, sharpened
-from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Frontier, Frontiers, Proposer
-from treespec.draft.grow.auto import AutoBuilder
-from treespec.draft.grow.builder import TreeBuilder
-from treespec.draft.grow.growth import (
+from treespec.draft.lookup.one_hot import OneHotDrafter
+from treespec.draft.pairing import DraftModel, check_fit
+from treespec.draft.tree_assembly import (
     ForcedDrafter,
     Growth,
     grow_together,
     in_drafts,
     shape_drafts,
 )
-from treespec.draft.model_free.one_hot import OneHotDrafter
-from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.sampling.noise import Noise

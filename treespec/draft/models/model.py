@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from treespec.draft.drafter import PREFILL_AT, Frontier, Frontiers
-from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import BranchProposer
 from treespec.draft.models.other_vocabulary import (
     SharedVocabulary,
@@ -22,6 +21,7 @@ from treespec.draft.models.other_vocabulary import (
     start_of,
     tokens_differ,
 )
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together

@@ -18,7 +18,7 @@ from typing import final
 
 import numpy as np
 
-from treespec.draft.cost.model import Cost, CostBy
+from treespec.draft.auto.cost import Cost, CostBy
 
 FORGET = 0.98  # weight of the cycles before, a cycle: sequences change their manner
 # acceptances that rates fitted on text, and rates guessed, count for

@@ -20,10 +20,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treespec.draft.cost.model import FORMAT, Cost, CostBy, cost_in
+from treespec.draft.auto.cost import FORMAT, Cost, CostBy, cost_in
+from treespec.draft.builders import Ranked
 from treespec.draft.drafter import Proposer
-from treespec.draft.grow.builder import Ranked
-from treespec.draft.grow.growth import Growing, grow_together
+from treespec.draft.tree_assembly import Growing, grow_together
 from treespec.errors import InputError
 from treespec.files.atomic import remove_leftovers, write_json
 from treespec.files.downloads import cache_folder

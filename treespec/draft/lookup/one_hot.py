@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.cost.model import Cost, CostBy, best_size
+from treespec.draft.auto.cost import Cost, CostBy, best_size
 from treespec.draft.drafter import Renewed
-from treespec.draft.grow.growth import ForcedDrafter
-from treespec.draft.model_free.guess import Guess
+from treespec.draft.lookup.guess import Guess
+from treespec.draft.tree_assembly import ForcedDrafter
 from treespec.model.cache import TreeCache
 from treespec.sampling.sampler import Distribution
 from treespec.trees.tree import TokenTree

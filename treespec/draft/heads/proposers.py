@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.drafter import Grow
+from treespec.draft.heads.base import AtOnceProposer, DeepeningProposer
 from treespec.draft.models.branch import Levels
-from treespec.draft.trained.pairs import AtOnceProposer, DeepeningProposer
 from treespec.heads.eagle import FeatureHead
 from treespec.heads.hydra import HydraHead
 from treespec.heads.llama import BlockHead, Pairs

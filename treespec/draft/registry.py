@@ -10,7 +10,7 @@ from typing import Any
 from treespec.heads.registry import HEADS
 from treespec.options import TOKENS, Options, either, installed, option
 
-HEAD = "treespec.draft.trained.kinds:load_trained"
+HEAD = "treespec.draft.heads.loading:load_trained"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SuffixOptions(DrafterOptions):
     percent: int = option("least probability of a drafted path", 10, least=1, most=100)
 
 
-CHECKS = "treespec.draft.checks"
+CHECKS = "treespec.draft.preflight"
 
 
 def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterKind:
@@ -82,7 +82,7 @@ ROWS = (
     DrafterKind(
         "suffix",
         ("suffix", "suffix:DIR", "suffix+eagle:HEAD"),
-        "treespec.draft.model_free.suffix:load_suffix",
+        "treespec.draft.lookup.suffix:load_suffix",
         "what followed the text's last tokens, in it and in earlier answers, by counts; alone or "
         "beside a draft model",
         "SuffixDecoding, Oliaro et al. 2024",
@@ -103,7 +103,7 @@ ROWS = (
     DrafterKind(
         "mtp",
         ("mtp",),
-        "treespec.draft.trained.mtp:load_mtp",
+        "treespec.draft.heads.mtp:load_mtp",
         "the target's own MTP layers, from its checkpoint",
         "DeepSeek-V3, 2412.19437",
         f"{CHECKS}:check_mtp",

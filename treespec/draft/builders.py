@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.draft.auto.cost import CostBy
+from treespec.draft.auto.cost_model import Choice
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.model import CostBy
-from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Frontier
-from treespec.draft.grow.growth import (
+from treespec.draft.tree_assembly import (
     Drawn,
     Growing,
     Growth,

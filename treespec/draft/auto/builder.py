@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.draft.auto.cost import Cost, best_size
+from treespec.draft.auto.cost_model import CERTAIN, CostModel, CostModels, Prediction, bounded
+from treespec.draft.builders import Ranked, TreeBuilder
 from treespec.draft.calibration import COLDEST, Calibration, nearest
-from treespec.draft.cost.model import Cost, best_size
-from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction, bounded
-from treespec.draft.grow.builder import Ranked, TreeBuilder
-from treespec.draft.grow.growth import Growth
+from treespec.draft.tree_assembly import Growth
 from treespec.sampling.probs import SamplingParams, largest, probs
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.layout import layout

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from treespec.demo.known import head_of
-from treespec.draft.options import DRAFTERS, FORMS, DrafterKind
+from treespec.draft.registry import DRAFTERS, FORMS, DrafterKind
 from treespec.errors import InputError
 from treespec.options import nearest
 

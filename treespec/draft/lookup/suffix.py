@@ -12,12 +12,12 @@ from typing import final
 
 import numpy as np
 
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.guess import Guess
-from treespec.draft.model_free.matches import longest_match, tree_of
-from treespec.draft.model_free.one_hot import TextDrafter
-from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches, fingerprint
-from treespec.draft.options import SuffixOptions
+from treespec.draft.lookup.guess import Guess
+from treespec.draft.lookup.matches import longest_match, tree_of
+from treespec.draft.lookup.one_hot import TextDrafter
+from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches, fingerprint
+from treespec.draft.registry import SuffixOptions
+from treespec.draft.spec import DrafterSpec
 from treespec.model.target import Target
 
 NEWEST = 64  # places of a match that `suffix` drafts from, the latest ones

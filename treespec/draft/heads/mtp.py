@@ -23,9 +23,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from treespec.draft.checks import tensor_files
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.proposers import EagleProposer
+from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.preflight import tensor_files
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError, first_line
 from treespec.heads.checkpoint import check_shapes
 from treespec.heads.mtp_layouts import KNOWN, mtp_layer

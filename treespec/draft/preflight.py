@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from treespec.draft.drafters import DrafterSpec
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError, first_line
 from treespec.files.hub import mistyped
 from treespec.heads.folder import check_files as check_head_files
@@ -83,7 +83,7 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.model_free.suffix_cache import check_files as check_caches
+        from treespec.draft.lookup.suffix_cache import check_files as check_caches
 
         check_caches(Path(spec.place).expanduser())
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from treespec.draft.calibration import sharpened
 from treespec.draft.drafter import Proposer
-from treespec.draft.drafters import DrafterSpec
-from treespec.draft.trained.pairs import PairProposer
+from treespec.draft.heads.base import PairProposer
+from treespec.draft.spec import DrafterSpec
 from treespec.draft.vocabulary import load_vocabulary, restrict, whole
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from treespec.draft.model_free.guess import END
+from treespec.draft.lookup.guess import END
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_about, read_tensors, write_tensors
 

@@ -16,7 +16,7 @@ from itertools import count
 
 import numpy as np
 
-from treespec.draft.model_free.guess import END, Guess
+from treespec.draft.lookup.guess import END, Guess
 
 
 def longest_match(tokens: np.ndarray, context: np.ndarray, longest: int) -> tuple[int, np.ndarray]:

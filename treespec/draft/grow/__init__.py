@@ -1,1 +1,0 @@
-"""How trees grow from draft logits: one grower for each policy."""

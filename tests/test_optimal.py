@@ -10,10 +10,10 @@ from equality import close, seeded
 from scipy.stats import kstest, norm
 
 from treespec.verify import coupling
+from treespec.verify.block_optimal import selected_first
 from treespec.verify.distributions import independent, mass_on
 from treespec.verify.optimal import Optimal, selected
 from treespec.verify.rates import optimal_iid
-from treespec.verify.selected import selected_first
 
 KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each

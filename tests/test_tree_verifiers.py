@@ -15,9 +15,9 @@ from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.verify.block_optimal import selected_first
 from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
-from treespec.verify.selected import selected_first
 from treespec.verify.traversal import BLOCK, TRAVERSAL, Traversal
 from treespec.verify.walk import Walk, answered
 

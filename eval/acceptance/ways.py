@@ -51,7 +51,7 @@ def judged_last(way: Way, nodes: Nodes, parts: tuple[Tensor, Tensor]) -> list[Wa
 
 
 def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
-    """As `in_turn`, for `treespec.verify.selected`."""
+    """As `in_turn`, for `treespec.verify.block_optimal`."""
     # 1. y is the selected draw with x(y): which draw that is.
     nodes = replace(nodes, p=nodes.p * weight)
     many, tops, _, of = of_optimal(nodes, k, scheme)

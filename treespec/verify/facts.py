@@ -85,7 +85,7 @@ BEYOND_THE_NODE: dict[str, Known] = {
         Known(
             "block-optimal",
             SCHEMES["optimal"],
-            "treespec.verify.selected:block_optimal",
+            "treespec.verify.block_optimal:block_optimal",
             over="optimal",
         ),
     )

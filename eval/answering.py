@@ -15,9 +15,9 @@ from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import Seed
 from treespec.engine.stats import Stats
 from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
 from treespec.eval.questions import Question
+from treespec.eval.systems import Contestant
 
 
 class Ask(NamedTuple):

@@ -16,14 +16,14 @@ from treespec.api.calibrate import Row, drafted, sharpest
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import draft_steps, plain_head, rollout
 from treespec.errors import InputError
+from treespec.eval.ablations import Trial, trials
 from treespec.eval.common import Report as Say
 from treespec.eval.common import Step, silent
 from treespec.eval.config import DoctorConfig
 from treespec.eval.fit import rows_of
-from treespec.eval.learnt import told
 from treespec.eval.report import Report, Table, page
 from treespec.eval.texts import Passage, load_models, passages_of
-from treespec.eval.trials import Trial, trials
+from treespec.eval.training_text import told
 from treespec.files.atomic import write_text
 from treespec.sampling.probs import SamplingParams, probs
 

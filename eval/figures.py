@@ -27,9 +27,9 @@ import numpy as np
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig
-from treespec.eval.contestants import BASELINE, GENERATE, Contestant
 from treespec.eval.intervals import FEW, Array, interval, leave_one_out, share_of
 from treespec.eval.ledger import Completion, Ledger
+from treespec.eval.systems import BASELINE, GENERATE, Contestant
 
 STAGES = ("draft model", "rest of drafting", "target", "verify", "commit", "rest")  # of a cycle
 

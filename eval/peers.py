@@ -15,7 +15,7 @@ from treespec.engine.stats import Stats
 from treespec.errors import InputError
 from treespec.eval.answering import Answerer, Ask
 from treespec.eval.config import TRANSFORMERS, EvalConfig
-from treespec.eval.contestants import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
+from treespec.eval.systems import ASSISTED, EARLY_EXIT, METHODS, SERVED, Contestant
 from treespec.files.openai_client import FAILURES, completed, said_by, served
 from treespec.model.folder import loading
 from treespec.model.placement import Placement

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 FORKED = get_context("forkserver")  # it imports these once, and has no threads
-FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.run"])
+FORKED.set_forkserver_preload(["treespec.train.run", "treespec.eval.benchmark"])
 
 
 def rank(number, port, words, said):

@@ -17,11 +17,11 @@ from scipy.optimize import linprog
 from test_tau import pair_of
 from torch.nn.functional import pad
 
-from treespec.eval.acceptance.carried import Nodes
+from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.drafted import DRAW_FINDERS, DraftedTexts, count_fewest_cycles
+from treespec.eval.acceptance.path_probability import followed
 from treespec.eval.acceptance.tau import ends
-from treespec.eval.acceptance.ways import followed
 from treespec.trees.policy import policy
 from treespec.verify.rates import optimal_iid
 

@@ -19,7 +19,7 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.draft.models.model import ModelProposer
 from treespec.eval.certify.draws import DRAWS, POWER, REPEATS
-from treespec.eval.certify.places import BY_P, BY_RATIO, CYCLES, FIRST, RANK, TOKENS, places
+from treespec.eval.certify.ranks import BY_P, BY_RATIO, CYCLES, FIRST, RANK, TOKENS, places
 from treespec.eval.certify.run import Examination, certify
 from treespec.eval.certify.samples import Sample, greedy_output, own_settings, plain_outputs
 from treespec.eval.certify.statistics import least_gap

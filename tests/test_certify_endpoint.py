@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from treespec.api.spec import Spec
 from treespec.cli import app
-from treespec.eval.certify.places import ALIKE, BY_P, BY_RATIO, TOKENS
+from treespec.eval.certify.ranks import ALIKE, BY_P, BY_RATIO, TOKENS
 from treespec.eval.certify.run import Examination, certify, examined_server
 from treespec.eval.certify.served import Asked, Served
 from treespec.eval.config import CertifyConfig

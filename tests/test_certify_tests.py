@@ -6,7 +6,7 @@ from equality import seeded
 from scipy.stats import binom
 
 from treespec.eval.certify.draws import drawn, placed, repeats_among
-from treespec.eval.certify.places import successive
+from treespec.eval.certify.ranks import successive
 from treespec.eval.certify.statistics import (
     ODDS,
     POWERS,

@@ -6,9 +6,9 @@ from evaluating import answered, config_in, tokens_of, write_questions
 from refusals import complains
 
 from treespec import load
+from treespec.eval.benchmark import evaluate
 from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.contestants import contestants, pairs
-from treespec.eval.run import evaluate
+from treespec.eval.systems import contestants, pairs
 
 
 def config_of(**options):

@@ -15,8 +15,8 @@ from treespec.api.spec import Spec
 from treespec.draft.heads.loading import fit, new_head, remade
 from treespec.eval.config import DoctorConfig
 from treespec.eval.doctor import diagnosed
-from treespec.eval.learnt import told
 from treespec.eval.texts import Passage
+from treespec.eval.training_text import told
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 

@@ -24,10 +24,10 @@ from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.engine.stats import TAU
+from treespec.eval.benchmark import evaluate
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.questions import Question
-from treespec.eval.run import evaluate
 from treespec.files.atomic import read_json
 from treespec.model.target import Target
 

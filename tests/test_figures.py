@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from evaluating import pair
 
-from treespec.eval.contestants import Contestant, planned
 from treespec.eval.figures import figures
 from treespec.eval.intervals import interval, leave_one_out
 from treespec.eval.questions import Question
+from treespec.eval.systems import Contestant, planned
 from treespec.eval.verdict import noise_of, sentences
 
 

@@ -15,9 +15,9 @@ from refusals import complains
 from training import Killed, files_of_at_most
 
 from treespec.cli.measure import evaluate as command
+from treespec.eval.benchmark import evaluate
 from treespec.eval.figures import summarise
 from treespec.eval.ledger import FORMAT, Ledger
-from treespec.eval.run import evaluate
 from treespec.files.atomic import locked, sealed, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -60,7 +60,7 @@ def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp
 def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, tmp_path, monkeypatch):
     config = begun(options(home, tmp_path / "out", questions=counting(tmp_path / "q.jsonl", 3)))
     questions = counting(tmp_path / "questions.jsonl", 3)
-    monkeypatch.setattr("treespec.eval.run.describe", lambda target: {"device": "abacus"})
+    monkeypatch.setattr("treespec.eval.benchmark.describe", lambda target: {"device": "abacus"})
     with complains(r"device was .*, now abacus"):
         evaluate(config)
     monkeypatch.undo()

@@ -15,12 +15,12 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.auto.measure import measure
 from treespec.draft.vocabulary import restrict
-from treespec.eval import contestants
+from treespec.eval import systems as contestants
 from treespec.eval.answering import Ask
-from treespec.eval.contestants import GENERATE, Contestant
+from treespec.eval.benchmark import evaluate
 from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock
-from treespec.eval.run import evaluate
+from treespec.eval.systems import GENERATE, Contestant
 from treespec.files import openai_client as endpoint
 from treespec.model.target import Target
 

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from treespec.cli.terminal import remark, show_result, with_progress
 from treespec.engine.stats import TAU, Stats, figures, figures_of
+from treespec.eval.benchmark import evaluate
 from treespec.eval.common import Step
 from treespec.eval.config import EvalConfig
 from treespec.eval.intervals import FEW
 from treespec.eval.report import Report, Table, markdown, markdown_lines, page
-from treespec.eval.run import evaluate
 from treespec.eval.verdict import noise_of, sentences
 from treespec.kernels.processor import processor
 from treespec.options import command_line
@@ -193,7 +193,7 @@ def measured(home, tmp_path_factory):
 def test_a_finished_evaluation_makes_the_page_again_without_models(measured, monkeypatch):
     out, config = measured
     page = (out / "report.html").read_text()
-    monkeypatch.setattr("treespec.eval.run.load_own", None)
+    monkeypatch.setattr("treespec.eval.benchmark.load_own", None)
     (out / "report.html").unlink()
     evaluate(config)
     assert (out / "report.html").read_text() == page

@@ -13,11 +13,11 @@ from tiny_pairs import NEW, PROMPT, spec_of
 from torch.nn.functional import pad
 
 from treespec.draft.auto.cost import Cost
-from treespec.eval.acceptance.carried import FORMS, Nodes
+from treespec.eval.acceptance.acceptance_shares import FORMS, Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded
+from treespec.eval.acceptance.path_probability import Pair, followed
 from treespec.eval.acceptance.tau import along_text, ends, measure
-from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.policy import policy

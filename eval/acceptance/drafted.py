@@ -1,7 +1,7 @@
 """How likely a text is to be drafted, by how the draws are made, and the bound of τ that follows.
 
 Whatever verifies, a cycle keeps only paths that are drafted, and more tokens of a text never more often than fewer. So
-R_i (`treespec.eval.acceptance.ways`) is at most
+R_i (`treespec.eval.acceptance.path_probability`) is at most
 
     C_0 = 1,    C_i = min(C_(i-1), Pr(y_1 … y_i is drafted) / Pr(the target writes y_1 … y_i))
 
@@ -20,9 +20,9 @@ import torch
 from scipy.special import gammainccinv, gammaincinv
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import Nodes
+from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.counts import count_rung_clocks, find_distinct_chances
-from treespec.eval.acceptance.ways import Pair
+from treespec.eval.acceptance.path_probability import Pair
 from treespec.eval.intervals import Array
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import most_likely, positive, scale, without
@@ -166,7 +166,7 @@ class DraftedTexts:
         return find, SAME_FOR_MORE.get(find, pair.scheme)
 
     def add_level(self, nodes: Nodes, scored: Nodes) -> None:
-        """Take the draws of the next level; as `treespec.eval.acceptance.ways.followed` has them."""
+        """Take the draws of the next level; as `treespec.eval.acceptance.path_probability.followed` has them."""
         # 1. Which draws, and how many of them.
         numbers = defaultdict[tuple[FindDraws, Scheme], set[int]](set)
         for pair in self.pairs:

@@ -33,12 +33,12 @@ from treespec.draft.calibration import sharpened
 from treespec.draft.heads.loading import draft_along, draft_steps
 from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.acceptance.carried import Nodes
+from treespec.eval.acceptance.acceptance_shares import Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
 from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
+from treespec.eval.acceptance.path_probability import Pair, followed
 from treespec.eval.acceptance.table import report_of_tau
-from treespec.eval.acceptance.ways import Pair, followed
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Array, interval, leave_one_out
 from treespec.eval.report import markdown, page

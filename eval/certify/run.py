@@ -27,7 +27,7 @@ from treespec.api.load import load_options, load_sources
 from treespec.api.spec import Spec
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.certify import statistics
-from treespec.eval.certify.places import ALIKE, BY_P, BY_RATIO, QUESTIONS, RANK, TOKENS, places
+from treespec.eval.certify.ranks import ALIKE, BY_P, BY_RATIO, QUESTIONS, RANK, TOKENS, places
 from treespec.eval.certify.samples import (
     Sample,
     difference,

@@ -33,8 +33,8 @@ from treespec.text.strings import one_line
 def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
     # 1. What can be refused before torch loads.
-    from treespec.eval.contestants import contestants
     from treespec.eval.ledger import FILE
+    from treespec.eval.systems import contestants
 
     check_folder(config.out)
     contestants(config)
@@ -47,7 +47,7 @@ def evaluate(config: EvalConfig) -> None:
             check_there(config.assistant, "assistant directory")
 
     # 2. Measure and show; of several processes the first one shows.
-    from treespec.eval.run import evaluate as run
+    from treespec.eval.benchmark import evaluate as run
     from treespec.eval.tables import report_of
 
     with resumes(config.out):

@@ -14,12 +14,12 @@ from treespec.errors import InputError
 from treespec.eval.answering import answerer, ask, load_own
 from treespec.eval.common import Report, Step, differences, listed, silent
 from treespec.eval.config import EvalConfig, drafters_of
-from treespec.eval.contestants import Contestant, Plan, contestants, pairs, planned
 from treespec.eval.figures import Summary
 from treespec.eval.intervals import FEW
 from treespec.eval.ledger import Completion, Entry, Ledger, head_of, models_of, place_of
 from treespec.eval.peers import peer_answerers
 from treespec.eval.questions import Question, first_of_each, load_questions
+from treespec.eval.systems import Contestant, Plan, contestants, pairs, planned
 from treespec.eval.tables import write_report
 from treespec.eval.texts import describe
 from treespec.files.atomic import locked

@@ -19,7 +19,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from treespec.eval.acceptance.carried import DRAWS, FORMS, TINY, Nodes, in_turn, of_optimal
+from treespec.eval.acceptance.acceptance_shares import (
+    DRAWS,
+    FORMS,
+    TINY,
+    Nodes,
+    in_turn,
+    of_optimal,
+)
 from treespec.trees.static import StaticTree
 from treespec.verify.distributions import positive
 from treespec.verify.optimal import Optimal

@@ -199,7 +199,7 @@ def counted(owner, name, sign):
 
 
 def again(run):
-    """A graph that is not there: it computes again, and counts as one launch (`treespec.model.cuda_graphs.Recorder`)."""
+    """A graph that is not there: it computes again, as one launch (`treespec.model.cuda_graphs.Recorder`)."""
     outputs = run()
 
     def repeat():

@@ -9,7 +9,7 @@ from test_house import MODULES, ROOT, imported
 SEAMS = {  # folders or files whose classes are asked for nowhere but in the file that defines them
     "verifiers": ["treespec/verify"],
     "policies": ["trees"],
-    "growers": ["treespec/draft/grow"],
+    "growers": ["treespec/draft/builders.py", "treespec/draft/tree_assembly.py", "treespec/draft/auto/builder.py"],
 }
 
 

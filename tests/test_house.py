@@ -19,13 +19,13 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
     "heads",
     "demo",
     "options",
-    "shaping",
+    "sampling",
+    "kernels",
     "model",
     "text",
     "verify",
     "draft",
-    "decoding",
-    "requests",
+    "engine",
     "api",
     "serve",
     "train eval",
@@ -92,7 +92,7 @@ def named_in_strings(file):
 
 
 def place_of(module):
-    """The room of a module: treespec.draft.grow.static -> draft."""
+    """The room of a module: treespec.draft.auto.builder -> draft."""
     return module.split(".")[1] if "." in module else ""
 
 

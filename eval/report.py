@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from rich.cells import cell_len
 
 from treespec.eval.intervals import Figure
-from treespec.text.strings import one_line
+from treespec.files.printable import one_line
 
 Cell = str | Figure | None
 PROSE = 100  # columns of a note in Markdown

@@ -16,8 +16,8 @@ from models import GROUPED, random_model, tokenizer
 from treespec.cli.answer import load_spec
 from treespec.cli.chat import ChatConfig
 from treespec.draft.heads.loading import new_head
+from treespec.files.printable import printable
 from treespec.heads.checkpoint import save_head
-from treespec.text.strings import printable
 
 CONTEXT = 4096
 PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered

@@ -14,8 +14,8 @@ from test_command_line import typed
 from treespec.cli import run
 from treespec.cli.answer import load_spec
 from treespec.cli.chat import COMMANDS, ChatConfig, Conversation
+from treespec.files.printable import printable
 from treespec.options import command_line
-from treespec.text.strings import printable
 
 STARTED = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
 TAU = r" \(tokens per target forward\)"

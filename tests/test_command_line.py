@@ -19,10 +19,11 @@ from treespec.cli import run
 from treespec.cli.make import ENGINES
 from treespec.cli.options import takes
 from treespec.errors import InputError
+from treespec.files.printable import printable
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 from treespec.options import CommandOptions, option
-from treespec.text.strings import printable, readable
+from treespec.text.strings import readable
 
 OSC = "\x1b]0;owned\x07"
 

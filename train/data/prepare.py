@@ -8,13 +8,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.files.printable import one_line
 from treespec.model.support import context_length
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_config
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, encode_conversations, split
-from treespec.text.strings import one_line
 from treespec.train.config import TrainConfig
 from treespec.train.data.batches import padded
 from treespec.train.data.features import store

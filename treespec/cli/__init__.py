@@ -17,9 +17,9 @@ from treespec.cli import answer, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
 from treespec.errors import first_line
+from treespec.files.printable import one_line
 from treespec.files.quiet import LOUD
 from treespec.kernels.allocator import keep_freed_memory
-from treespec.text.strings import one_line
 
 TRACEBACK = "--traceback"
 INTERRUPTED = 130  # as in shells: 128 plus the signal's number

@@ -16,9 +16,10 @@ from treespec.cli.terminal import end_notice, remark, standard_input
 from treespec.demo.known import DEMO, default_drafter
 from treespec.engine.options import RequestOptions
 from treespec.errors import InputError
+from treespec.files.printable import printable
 from treespec.options import SEEDS, TOKENS, CommandOptions, chosen, option, shared
 from treespec.serve.options import ServeConfig
-from treespec.text.strings import printable, readable
+from treespec.text.strings import readable
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec

@@ -18,8 +18,8 @@ from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
 from treespec.engine.stats import Stats, figures_of
 from treespec.errors import InputError
+from treespec.files.printable import one_line, printable
 from treespec.options import nearest, option
-from treespec.text.strings import one_line, printable
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec

@@ -20,10 +20,10 @@ from treespec.cli.terminal import end_notice, remark, resumes, with_progress
 from treespec.demo.known import head_of, name_elsewhere
 from treespec.draft.preflight import check_width
 from treespec.files.atomic import check_folder
+from treespec.files.printable import one_line
 from treespec.heads.folder import check_new, head_folder
 from treespec.heads.registry import check_export, kind_in
 from treespec.options import either, option, refuse
-from treespec.text.strings import one_line
 from treespec.train.config import TrainConfig, check_folders
 from treespec.train.regenerate.config import RegenerateConfig
 

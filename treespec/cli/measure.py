@@ -25,8 +25,8 @@ from treespec.eval.config import (
     drafters_of,
 )
 from treespec.files.atomic import check_folder, check_writable
+from treespec.files.printable import one_line
 from treespec.heads.registry import levels_in
-from treespec.text.strings import one_line
 
 
 @takes(EvalConfig)

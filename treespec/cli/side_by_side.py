@@ -16,7 +16,7 @@ from treespec.api.spec import Spec
 from treespec.engine.output import Stream
 from treespec.engine.request import Piece
 from treespec.engine.stats import TAU, Stats, figures_of
-from treespec.text.strings import printable
+from treespec.files.printable import printable
 
 QUESTIONS = (
     "Why is the sky blue?",

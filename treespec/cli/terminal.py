@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
-from treespec.text.strings import one_line
+from treespec.files.printable import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

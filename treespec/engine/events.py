@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from treespec.engine.request import Listener, Piece, Recorded
 from treespec.engine.stats import Stats
+from treespec.files.printable import one_line
 from treespec.sampling.probs import SamplingParams, probs
 from treespec.sampling.sampler import Path
-from treespec.text.strings import one_line, text_after
+from treespec.text.strings import text_after
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:

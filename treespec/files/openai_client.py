@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from treespec.text.strings import one_line
+from treespec.files.printable import one_line
 
 KEY = "OPENAI_API_KEY"  # the environment variable of a server's key
 SECONDS = 600.0  # that a server may be silent

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from treespec.engine.options import NAMES
 from treespec.errors import InputError, TooLong
-from treespec.text.strings import one_line
+from treespec.files.printable import one_line
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from treespec.files.printable import one_line
 from treespec.options import nearest
 from treespec.serve.errors import ApiError
 from treespec.text.pictures import has_pictures
-from treespec.text.strings import one_line, text_of
+from treespec.text.strings import text_of
 
 OPTIONS = (  # fields with the name and the meaning of an option
     *("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"),

@@ -1,48 +1,16 @@
-"""Strings: safe to print, of a content's parts, with a common beginning, short enough for a context."""
+"""Strings: of a content's parts, with a common beginning, short enough for a context."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
-from unicodedata import bidirectional, category
 
 from treespec.errors import InputError, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REPLACED = INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # also for the first bytes of a character
-JOINERS = (0x200C, 0x200D)  # Persian, Hindi and emoji need them
-
-
-class Symbols(dict[int, str]):
-    """A table for `str.translate`, filled as characters come.
-
-    Characters that move the cursor, change the terminal, turn the direction of text or have no width
-    are shown as symbols: controls, formats but for Arabic signs of numbers, and surrogates. The C1
-    controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a sequence as ESC [ does.
-    """
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        hidden = category(character) in ("Cc", "Cf", "Cs") and bidirectional(character) != "AN"
-        self[code] = REPLACED if hidden and code not in JOINERS else character
-        return self[code]
-
-
-CONTROL = Symbols({code: chr(0x2400 + code) for code in range(32)})
-CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
-CONTROL |= dict.fromkeys((0x2028, 0x2029), "\n")  # separators that some terminals break a line at
-
-
-def printable(text: str) -> str:
-    """The text with symbols for control characters, so that a terminal only shows it."""
-    return text.translate(CONTROL)
-
-
-def one_line(text: str) -> str:
-    """`printable`, with symbols for line breaks and tabs."""
-    return printable(text).replace("\n", "␊").replace("\t", "␉")
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
 
 
 def text_of(content: object) -> str:

@@ -6,14 +6,18 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from treespec.old_paths import NEW_PATHS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"treespec": "treespec"} | {f"treespec.{name}": name for name in ("heads", "trees", "train", "eval")}
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
+    "old_paths",
     "trees",
     "files",
     "heads",
@@ -118,6 +122,15 @@ def test_the_package_list_is_what_lies_on_the_disk():
     assert tool["package-dir"] == {package: folder for package, folder in FOLDERS.items() if package != folder}
     for folder in ("heads", "trees", "train", "eval"):
         assert not (ROOT / "treespec" / folder).exists()
+
+
+@pytest.mark.parametrize("path", NEW_PATHS)
+def test_an_old_path_imports_the_module_of_the_new_one(path):
+    assert import_module(path) is import_module(NEW_PATHS[path])
+
+
+def test_a_module_of_an_old_package_keeps_its_name_in_the_new_one():
+    assert import_module("treespec.requests.output") is import_module("treespec.engine.output")
 
 
 ASKING = "import treespec.heads.mtp_layouts as file\nprint(file.__file__)"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
+from treespec.old_paths import install_old_paths
 
 if TYPE_CHECKING:
     from treespec.api.engine import Engine
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # In a checkout heads, trees, train and eval lie beside this folder, in a wheel inside it.
 if not (_here := Path(__file__).parent).joinpath("heads").is_dir():
     __path__.append(str(_here.parent))
+
+install_old_paths()
 
 # Imported when first asked for: the command line must not wait for torch.
 _LATER = {

@@ -2,7 +2,7 @@
 //
 // Each number is summed by one thread in one order, which depends on neither the number of rows, nor
 // on the tree around a node, nor on the threads. So a node of a tree gives the bits of a forward over
-// one token. `kernels.py` compiles this file when it is first used, and says what it takes.
+// one token. `ops.py` compiles this file when it is first used, and says what it takes.
 
 #include <math.h>
 #include <stdint.h>

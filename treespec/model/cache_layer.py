@@ -19,7 +19,7 @@ class TreeLayer(CacheLayerMixin):
     it is the first rows of; the others are for sequences that join.
     window: positions that a node sees, None for all. most: columns that growing stops at, if they
     are enough. first: the first column that a forward gets; no node sees an earlier one. columns:
-    where the next forwards write instead, and get all columns (`graphs`).
+    where the next forwards write instead, and get all columns (`cuda_graphs`).
     """
 
     is_sliding = False

@@ -20,7 +20,7 @@ class Levels:
 
     A node sees what its parent saw, and itself. Sequences with fewer frontier nodes are padded with
     nodes that no other node sees. seen: [B, F, U] bool, the columns that each frontier node sees: of
-    the levels, or of the sequences too. columns: of the levels, where `seen` has all of them (`graphs`).
+    the levels, or of the sequences too. columns: of the levels, where `seen` has all of them (`cuda_graphs`).
     """
 
     def __init__(self, seen: Tensor, columns: Tensor | None = None) -> None:

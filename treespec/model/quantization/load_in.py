@@ -91,7 +91,7 @@ def unpack_compressed(model: PreTrainedModel) -> None:
         first forward    | weight           forward: round the inputs, multiply
         here             | weight           forward: the layer's own, where no inputs are rounded
 
-    Layers that round nothing become plain ones, so that they can be packed for the CPU (`packed`).
+    Layers that round nothing become plain ones, so that they can be packed for the CPU (`cpu.packing`).
     """
     # 1. The weights.
     if not hasattr(getattr(model, "hf_quantizer", None), "compressor"):

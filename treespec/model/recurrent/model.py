@@ -1,7 +1,7 @@
 """Targets with layers that carry a state from token to token: Mamba, delta nets, short convolutions.
 
 Attention layers of such a model take trees by their masks, as in any model. A recurrent layer takes a
-tree as a batch of its paths (`recurrent_rows`), each after the state of its sequence. The layer's own
+tree as a batch of its paths (`recurrent.rows`), each after the state of its sequence. The layer's own
 code computes both. A forward leaves the states alone and keeps the layers' inputs at each uncommitted
 column. `commit` runs each layer once more over the inputs of the accepted nodes, unless the forward
 has left the state after the last of them. Five drafted nodes, of which the path 0 2 is accepted:

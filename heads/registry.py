@@ -1,7 +1,7 @@
-"""The table of the kinds of draft head. It loads no torch.
+"""The table of the kinds of draft head: the class of each, and the readers and writers of its files.
 
-A name such as `module:function` is imported when it is needed. A new kind is a module here and a row,
-a format, and a proposer where none of the others drafts with it.
+It loads no torch: a name such as `module:function` is imported when it is needed. How a kind drafts stands in
+`treespec/draft/heads/registry.py`, how it is trained in `train/recipes.py`, both by the kind's name.
 """
 
 import re
@@ -17,10 +17,10 @@ from treespec.files.atomic import Fields as Config
 from treespec.heads import architectures
 from treespec.heads import folder as folders
 from treespec.heads.folder import written
+from treespec.heads.training import Recipe as Recipe
+from treespec.heads.training import Training as Training
 
 FORMATS = "treespec.heads.formats"
-LOSSES = "treespec.train.losses"
-PROPOSERS = "treespec.draft.heads.proposers"
 # model_type of treespec's own directories
 DFLASH = "dflash"
 P_EAGLE = "p-eagle"
@@ -28,72 +28,30 @@ KIND = architectures.SPECULATORS_TYPE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The options of training on which the kinds' published configurations differ.
-
-    warm_up: steps, None is a tenth of the run. decay: how the rate falls, "linear" or "cosine".
-    last_rate: the rate at the end, as a share of the highest. grow_at: the share of the run over
-    one draft step alone. batch: conversations per optimizer step in all processes; None: every
-    process has one forward.
-    """
-
-    epochs: int
-    learning_rate: float
-    weight_decay: float
-    warm_up: int | None
-    decay: str = "linear"
-    last_rate: float = 0.0
-    unrolled_steps: int = 1
-    grow_at: float = 0.5
-    beta2: float = 0.95
-    clip: float = 0.5
-    dropout: float = 0.0
-    batch: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """objective: name of (options, target, head, batch) -> its loss. options: those of
-    `treespec train` that not every kind takes, and this one does.
-
-    restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
-    its weights. The others are trained on all tokens, and restricted when they draft. levels: whether it drafts no
-    more levels than it is trained on.
-    """
-
-    objective: str
-    recipe: Recipe
-    options: tuple[str, ...] = ()
-    restricted_first: bool = False
-    levels: bool = False
-
-    def loss(self) -> Any:
-        return resolve_name(self.objective)
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """head: name of its class, which builds it with random weights from a config.json, and raises
-    for one that describes none.
+    """A row of the table.
 
-    proposer: name of (head, target) -> what drafts trees with it. read: name of the function that
-    turns what the directory holds, in the format of any project, into the config and the tensors
-    that the class and its `fill` take; it raises ValueError for what it does not understand.
+    head: name of its class, which builds it with random weights from a config.json, and raises
+    for one that describes none. read: name of the function that turns what the directory holds, in the
+    format of any project, into the config and the tensors that the class and its `fill` take; it raises
+    ValueError for what it does not understand.
     summary, source: what it drafts from, and the paper. at_once: whether it drafts all levels from
     the sequence alone.
     engines: the formats that `write` has, the name of (head, target, format) -> config and tensors
     to write, which raises ValueError for a head that the format cannot describe. embedded: whether
-    these formats store the target's embedding. training: None where treespec does not train it.
+    these formats store the target's embedding.
 
     marks: a pattern. A directory is of this kind if it matches the beginning of a line
     `FIELD=VALUE` of its config.json, or of `tensor NAME`, whatever the case. excludes: the same of what
     a directory of this kind does not have; by default nothing.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
+
+    proposer, training: for a package that says all in one row: the name of (head, target) -> what drafts
+    with it, and how it is trained. The tables of drafting and of training have them for treespec's own.
     """
 
     head: str
-    proposer: str
     read: str
     summary: str = ""
     source: str = ""
@@ -101,10 +59,11 @@ class HeadKind:
     write: str = ""
     engines: tuple[str, ...] = ()
     embedded: bool = False
-    training: Training | None = None
     marks: str
     excludes: str = "(?!)"
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
+    proposer: str = ""
+    training: Training | None = None
 
     def build(self) -> Any:
         """The class of its heads."""
@@ -120,63 +79,18 @@ class HeadKind:
 
 
 EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
-EAGLE3_PARTS = (
-    *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
-    *("layer_family", "head_layers", "sliding_window"),
-)
-DEPTH = Training(
-    objective=f"{LOSSES}.objectives:depth_objective",
-    recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
-    options=("draft_heads",),
-)
-# treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
-BLOCKS = Training(
-    objective=f"{LOSSES}.objectives:own_output_objective",
-    recipe=Recipe(
-        epochs=20, learning_rate=1e-4, weight_decay=0.0, warm_up=None, unrolled_steps=8, grow_at=0.0
-    ),
-    options=("unrolled_steps", *EAGLE3_PARTS),
-    restricted_first=True,
-    levels=True,
-)
-# Medusa's and Hydra++'s as in the commands of their repositories' README.md.
-MEDUSA_RECIPE = Recipe(
-    epochs=2,
-    learning_rate=1e-3,
-    weight_decay=0.0,
-    warm_up=None,
-    decay="cosine",
-    beta2=0.999,
-    clip=1.0,
-    batch=128,
-)
-PLUS_RECIPE = Recipe(
-    epochs=10,
-    learning_rate=5e-4,
-    weight_decay=0.1,
-    warm_up=100,
-    decay="cosine",
-    last_rate=0.33,
-    beta2=0.999,
-    clip=1.0,
-    dropout=0.2,
-    batch=32,
-)
 HYDRA = HeadKind(
     head="treespec.heads.hydra:HydraHead",
-    proposer=f"{PROPOSERS}:HydraProposer",
     read=f"{FORMATS}.depths:read_hydra",
     summary="the same, each sees the drafts before",
     source="Hydra, Ankner et al. 2024",
     marks=r"model_type=hydra$|hydra_num_heads=|tensor hydra_(mlp|lm_head)\.",
     levels=folders.hydra_levels,
-    training=DEPTH,
 )
 # `kind_of` tries the last ones first: all of EAGLE's family have EAGLE-1's mark.
 HEADS: dict[str, HeadKind] = {
     "eagle": HeadKind(
         head="treespec.heads.eagle:EagleHead",
-        proposer=f"{PROPOSERS}:EagleProposer",
         read=f"{FORMATS}.eagle:read_eagle",
         summary="extrapolates the target's features",
         source="EAGLE-1 and 2, Li et al. 2024",
@@ -184,15 +98,9 @@ HEADS: dict[str, HeadKind] = {
         engines=("sglang", "vllm", "eagle"),
         embedded=True,
         marks=rf"model_type=eagle$|tensor (fc|fusion_fc)\.weight$|{KIND}=eagle$",
-        training=Training(
-            objective=f"{LOSSES}.objectives:eagle_objective",
-            recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-            options=("bias", "unrolled_steps", "grow_at", "first_weights"),
-        ),
     ),
     "eagle3": HeadKind(
         head="treespec.heads.eagle3:Eagle3Head",
-        proposer=f"{PROPOSERS}:EagleProposer",
         read=f"{FORMATS}.eagle:read_eagle3",
         summary="the same, over three of the target's layers",
         source="EAGLE-3, Li et al. 2025",
@@ -200,19 +108,9 @@ HEADS: dict[str, HeadKind] = {
         engines=("sglang", "vllm", "speculators", "tensorrt-llm", "mlx", "eagle", "gguf"),
         marks=rf"draft_vocab_size=(?!None)|{KIND}=eagle3$|architectures=.*eagle3|tensor {EAGLE3_NAMES}",
         excludes="model_type=eagle$",
-        training=Training(
-            objective=f"{LOSSES}.objectives:own_output_objective",
-            # Three draft steps, the published seven take longer; one at first: better in equal time.
-            recipe=Recipe(
-                epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000, unrolled_steps=3
-            ),
-            options=("unrolled_steps", "grow_at", *EAGLE3_PARTS),
-            restricted_first=True,
-        ),
     ),
     "medusa": HeadKind(
         head="treespec.heads.medusa:MedusaHead",
-        proposer=f"{PROPOSERS}:MedusaProposer",
         read=f"{FORMATS}.depths:read_medusa",
         summary="a head for each token ahead",
         source="Medusa, Cai et al. 2024",
@@ -221,7 +119,6 @@ HEADS: dict[str, HeadKind] = {
         engines=("vllm",),
         marks=r"model_type=medusa$|medusa_num_heads=|tensor (\d+|blocks\.\d+|medusa_heads?)\.",
         levels=folders.medusa_levels,
-        training=replace(DEPTH, recipe=MEDUSA_RECIPE),
     ),
     "hydra": HYDRA,
     "hydra++": replace(
@@ -229,11 +126,9 @@ HEADS: dict[str, HeadKind] = {
         head="treespec.heads.hydra:HydraPlusHead",
         summary="Hydra with a layer of its own",
         marks="hydra_head_arch=prefix-mlp$",
-        training=replace(DEPTH, recipe=PLUS_RECIPE),
     ),
     "dflash": HeadKind(
         head="treespec.heads.dflash:DFlashHead",
-        proposer=f"{PROPOSERS}:BlockProposer",
         read=f"{FORMATS}.dflash:read_dflash",
         summary="all levels in one forward, a block of mask tokens",
         source="DFlash, 2602.06036",
@@ -242,11 +137,9 @@ HEADS: dict[str, HeadKind] = {
         engines=("speculators", "gguf"),
         marks=rf"(model_type|{KIND})={DFLASH}$|dflash_config=|architectures=.*dflash",
         levels=folders.dflash_levels,
-        training=replace(BLOCKS, options=("unrolled_steps", "head_layers", "sliding_window")),
     ),
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead",
-        proposer=f"{PROPOSERS}:BlockProposer",
         read=f"{FORMATS}.eagle:read_p_eagle",
         summary="all levels in one forward of EAGLE-3's head",
         source="P-EAGLE, 2602.01469",
@@ -255,11 +148,9 @@ HEADS: dict[str, HeadKind] = {
         engines=("speculators",),
         marks=rf"(model_type|{KIND})=p-?eagle$|architectures=.*peagle|tensor mask_hidden$",
         levels=folders.p_eagle_levels,
-        training=BLOCKS,
     ),
     **{point.name: point.load() for point in entry_points(group="treespec.heads")},
 }
-TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training}
 
 
 def kind_of(config: Config, names: Collection[str]) -> str:

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from test_depth_heads import heads_for
 from transformers import LlamaConfig
 
-from treespec.draft.registry import TRAINED
+from treespec.draft.heads.registry import PROPOSER_BY_KIND
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
-from treespec.heads.registry import HEADS, TRAINING
+from treespec.heads.registry import HEADS
 from treespec.model.target import Target
+from treespec.train.recipes import TRAINING_BY_KIND
 
 DRAFTED = torch.randperm(64, generator=seeded(1))[:32].sort().values
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -246,8 +247,7 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
 
 
 def test_every_table_of_heads_has_the_same_kinds_and_names_what_exists():
-    for kind in HEADS.values():
-        objective = kind.training.objective if kind.training else ""
-        named = (kind.head, kind.read, kind.write, kind.proposer, objective)
+    for name, kind in HEADS.items():
+        named = (kind.head, kind.read, kind.write, TRAINING_BY_KIND[name].objective)
         assert all(callable(resolve_name(name)) for name in named if name)
-    assert set(TRAINING) == set(TRAINED) == set(HEADS)
+    assert list(TRAINING_BY_KIND) == list(PROPOSER_BY_KIND) == list(HEADS)

@@ -15,8 +15,9 @@ from treespec.cli.make import ENGINES
 from treespec.draft.registry import DRAFTERS as ROWS
 from treespec.eval.acceptance.config import DRAWN_BY, PRESETS
 from treespec.eval.suites import SUITES
-from treespec.heads.registry import HEADS, TRAINING
+from treespec.heads.registry import HEADS
 from treespec.train.config import TRACKERS, TrainConfig
+from treespec.train.recipes import TRAINING_BY_KIND
 from treespec.trees import policy
 from treespec.verify import facts
 from treespec.verify.facts import NAMES
@@ -54,7 +55,7 @@ OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
     ("tau", "verifier"): {"all", *LOSSLESS, *DRAWN_BY},
     ("tau", "tree"): {"chain:5", "2x4", "levels:3x2x1", "eagle", "medusa", "a JSON file of paths"},
-    ("train", "head"): set(TRAINING),
+    ("train", "head"): set(TRAINING_BY_KIND),
 }
 
 
@@ -109,7 +110,7 @@ def test_what_is_known_without_torch_is_what_the_parts_say():
         assert verifier.name == name
         assert (one.scheme.name, one.coupled) == (verifier.scheme.name, verifier.coupled)
     assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
-    named = {name for training in TRAINING.values() for name in training.options}
+    named = {name for training in TRAINING_BY_KIND.values() for name in training.options}
     assert named <= {field.name for field in fields(TrainConfig)}
 
 

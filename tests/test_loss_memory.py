@@ -14,9 +14,9 @@ from training import options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.heads.loading import new_head
-from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.losses.objectives import Batch
+from treespec.train.recipes import TRAINING_BY_KIND
 
 TEXTS = 2
 LENGTH = 66
@@ -65,9 +65,9 @@ def bytes_each(target, head, kind, loss):
     counted = torch.ones_like(tokens, dtype=torch.bool)
     lengths = torch.full((TEXTS,), LENGTH)
     features = target.features(tokens, head.aux_layers, last=True)
-    batch = Batch(tokens, counted, features, lengths, generator, TRAINING[kind].recipe.unrolled_steps)
+    batch = Batch(tokens, counted, features, lengths, generator, TRAINING_BY_KIND[kind].recipe.unrolled_steps)
     with Live() as live:
-        TRAINING[kind].loss()(options(head=kind, loss=loss), target, head, batch).total.backward()
+        TRAINING_BY_KIND[kind].loss()(options(head=kind, loss=loss), target, head, batch).total.backward()
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 

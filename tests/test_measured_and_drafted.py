@@ -13,9 +13,10 @@ from treespec.api.spec import Spec, trace
 from treespec.draft.drafter import Frontier
 from treespec.draft.heads.loading import new_head, proposer_of, rollout
 from treespec.draft.vocabulary import restrict, whole
-from treespec.heads.registry import HEADS, TRAINING
+from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 from treespec.train.losses.objectives import Batch
+from treespec.train.recipes import TRAINING_BY_KIND
 
 STEPS = 3
 SOME = torch.arange(1, 64, 2)  # a draft vocabulary, of which all texts are
@@ -149,7 +150,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)
     config = options(head=head.kind, loss="tv", noise=0.0)
     with torch.enable_grad():
-        parts = TRAINING[head.kind].loss()(config, target, head, Batch(*given)).parts
+        parts = TRAINING_BY_KIND[head.kind].loss()(config, target, head, Batch(*given)).parts
 
     # 2. From what is drafted. EAGLE-1's target is its distribution on the draft vocabulary, that of the others
     #    its part of the whole, and 0 where its most likely token is outside.

@@ -22,9 +22,9 @@ from training import batch_of, beside, drafts, killed, options, refused, same_he
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import new_head, rollout
-from treespec.heads.registry import TRAINING
 from treespec.train.data.batches import epoch_batches
 from treespec.train.loop.run import validate
+from treespec.train.recipes import TRAINING_BY_KIND
 from treespec.train.run import train
 
 
@@ -164,7 +164,7 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
                 if mask[t + 2 + i]:
                     losses.append(refused if loss == "tv" else -(law * row.log_softmax(-1)).sum())
         total += float(torch.stack(losses).mean()) * (0.8**i if kind == "medusa" else 1)
-    found = TRAINING[kind].loss()(options(head=kind, loss=loss), model, head, batch).total
+    found = TRAINING_BY_KIND[kind].loss()(options(head=kind, loss=loss), model, head, batch).total
     assert float(found.detach()) == pytest.approx(total, rel=1e-4)
 
 
@@ -173,7 +173,7 @@ def test_a_batch_without_an_assistants_token_has_no_loss_and_zero_gradients_for_
     model = target("llama")
     head = new_head(kind, model)
     batch = batch_of(model, head, steps=2)._replace(loss_mask=torch.zeros(2, 9, dtype=torch.bool))
-    total = TRAINING[kind].loss()(options(head=kind), model, head, batch).total
+    total = TRAINING_BY_KIND[kind].loss()(options(head=kind), model, head, batch).total
     total.backward()
     slopes = [weight.grad for weight in head.parameters() if weight.requires_grad]
     assert float(total.detach()) == 0

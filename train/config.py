@@ -5,10 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from treespec.api.options import TargetOptions
-from treespec.draft.registry import TRAINED
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
-from treespec.heads.registry import TRAINING, Recipe, Training
+from treespec.heads.training import Recipe, Training
 from treespec.options import (
     DTYPES,
     MANY,
@@ -19,6 +18,7 @@ from treespec.options import (
     option,
     refuse,
 )
+from treespec.train.recipes import TRAINING_BY_KIND
 
 LOSSES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
@@ -73,7 +73,7 @@ class Eagle3Options(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions, Eagle3Options):
-    """Defaults are those of the papers and their code; None is the kind's own (`heads.registry`).
+    """Defaults are those of the papers and their code; None is the kind's own (`train.recipes`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner
     et al. 2024 (2402.05109).
@@ -83,7 +83,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "conversations: a JSONL, JSON or parquet file, a folder of them, or a data set of the hub"
     )
     out: str = option("directory for the head")
-    head: str = option(f"kind of head: {either(TRAINED)}", "eagle", choices=TRAINED)
+    head: str = option(
+        f"kind of head: {either(TRAINING_BY_KIND)}", "eagle", choices=tuple(TRAINING_BY_KIND)
+    )
     draft_heads: int | None = option(
         "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra",
         None,
@@ -204,7 +206,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
         super().__post_init__()
         check_place(self.device_map)
         for known in fields(self):
-            able = [kind for kind, training in TRAINING.items() if known.name in training.options]
+            able = [
+                kind
+                for kind, training in TRAINING_BY_KIND.items()
+                if known.name in training.options
+            ]
             if able and self.head not in able and getattr(self, known.name) != known.default:
                 name = f"{'no-' if known.default is True else ''}{known.name.replace('_', '-')}"
                 kinds = ", ".join(able)
@@ -232,7 +238,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     @property
     def training(self) -> Training:
         """How its kind of head is trained."""
-        return TRAINING[self.head]
+        return TRAINING_BY_KIND[self.head]
 
     @property
     def recipe(self) -> Recipe:

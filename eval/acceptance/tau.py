@@ -11,9 +11,9 @@ ends behind y_(t+l) with probability w_t(l), and cycles end there u_(t+l) times 
     cycles      u_0 + u_1 + u_2 + u_3        τ = tokens / cycles
 
 It is what decoding gives on average, with the draws and coins integrated out. A tree of fixed shape
-needs the draft's distributions along the text alone, and no forward over a tree (`path_probability`). So does the most that any
-lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the real loop
-(`decoded`).
+needs the draft's distributions along the text alone, and no forward over a tree (`path_probability`). So does the
+most that any lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the
+real loop (`decoded`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -24,7 +24,7 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from treespec.files.atomic import write_json
-from treespec.heads.registry import Recipe
+from treespec.heads.training import Recipe
 from treespec.train import checkpoints
 from treespec.train.checkpoints import Place
 from treespec.train.data.batches import Forward, epoch_batches, forwards, padded, read_ahead

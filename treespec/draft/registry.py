@@ -1,7 +1,7 @@
 """The table of drafters, and their options. It loads no torch.
 
-All that differs by drafter stands in its row; `--help`, the checks before loading, the pages,
-training and export read the table.
+All that differs by drafter stands in its row; `--help`, the checks before loading, the pages and
+export read the table.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class DrafterKind:
     before torch loads. place: whether a directory, file or hub id comes first: "" no, "must", "may".
     options: a frozen dataclass.
     one_hot: whether its tokens are found, not drawn: they have no draft distribution.
-    at_once: whether a head drafts all levels from the sequence alone. trained: whether `treespec train` makes it.
+    at_once: whether a head drafts all levels from the sequence alone.
     """
 
     name: str
@@ -36,7 +36,6 @@ class DrafterKind:
     options: type[Any] | None = None
     one_hot: bool = False
     at_once: bool = False
-    trained: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -74,9 +73,7 @@ def of_head(name: str, summary: str, source: str = "", **facts: Any) -> DrafterK
 ROWS = (
     of_head("head", "a trained head; its files name the kind"),
     *(
-        of_head(
-            name, kind.summary, kind.source, at_once=kind.at_once, trained=kind.training is not None
-        )
+        of_head(name, kind.summary, kind.source, at_once=kind.at_once)
         for name, kind in HEADS.items()
     ),
     DrafterKind(
@@ -110,5 +107,4 @@ ROWS = (
     ),
 )
 DRAFTERS: dict[str, DrafterKind] = {row.name: row for row in ROWS} | installed("drafters")
-TRAINED = tuple(kind.name for kind in DRAFTERS.values() if kind.trained)
 FORMS = either(kind.forms[0] for kind in DRAFTERS.values())  # for `--help` and errors

@@ -7,7 +7,6 @@ refused if most differ.
 """
 
 from collections.abc import Iterable, Iterator
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from treespec.draft.calibration import sharpened
 from treespec.draft.drafter import Proposer
 from treespec.draft.heads.base import PairProposer
+from treespec.draft.heads.registry import find_proposer
 from treespec.draft.spec import DrafterSpec
 from treespec.draft.vocabulary import load_vocabulary, restrict, whole
 from treespec.errors import InputError
@@ -69,8 +69,7 @@ def new_head(kind: str, target: Target, **fields: Any) -> Any:
 
 def proposer_of(head: Head, target: Target) -> PairProposer:
     """The proposer that drafts trees with a head."""
-    proposer: PairProposer = resolve_name(HEADS[head.kind].proposer)(head, target)
-    return proposer
+    return find_proposer(head.kind)(head, target)
 
 
 @torch.no_grad()

@@ -1,0 +1,109 @@
+"""The table of how each kind of head is trained: its loss, and the recipe that its paper or code publishes.
+
+It loads no torch. A kind of head without a row is not trained here.
+"""
+
+from dataclasses import replace
+
+from treespec.heads.registry import HEADS
+from treespec.heads.training import Recipe, Training
+from treespec.options import installed
+
+OBJECTIVES_MODULE = "treespec.train.losses.objectives"
+EAGLE3_PART_OPTIONS = (
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+    "layer_family",
+    "head_layers",
+    "sliding_window",
+)
+DEPTH_TRAINING = Training(
+    objective=f"{OBJECTIVES_MODULE}:depth_objective",
+    recipe=Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
+    options=("draft_heads",),
+)
+# treespec's own numbers: the papers train on a sample of positions. All levels learn from the beginning.
+BLOCK_TRAINING = Training(
+    objective=f"{OBJECTIVES_MODULE}:own_output_objective",
+    recipe=Recipe(
+        epochs=20,
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        warm_up=None,
+        unrolled_steps=8,
+        grow_at=0.0,
+    ),
+    options=("unrolled_steps", *EAGLE3_PART_OPTIONS),
+    restricted_first=True,
+    levels=True,
+)
+BUILTIN_TRAINING = {
+    "eagle": Training(
+        objective=f"{OBJECTIVES_MODULE}:eagle_objective",
+        recipe=Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
+        options=("bias", "unrolled_steps", "grow_at", "first_weights"),
+    ),
+    "eagle3": Training(
+        objective=f"{OBJECTIVES_MODULE}:own_output_objective",
+        # Three draft steps, the published seven take longer; one at first: better in equal time.
+        recipe=Recipe(
+            epochs=40,
+            learning_rate=5e-5,
+            weight_decay=0.0,
+            warm_up=12000,
+            unrolled_steps=3,
+        ),
+        options=("unrolled_steps", "grow_at", *EAGLE3_PART_OPTIONS),
+        restricted_first=True,
+    ),
+    # Medusa's and Hydra++'s recipes are those of the commands in their repositories' README.md.
+    "medusa": replace(
+        DEPTH_TRAINING,
+        recipe=Recipe(
+            epochs=2,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            warm_up=None,
+            decay="cosine",
+            beta2=0.999,
+            clip=1.0,
+            batch=128,
+        ),
+    ),
+    "hydra": DEPTH_TRAINING,
+    "hydra++": replace(
+        DEPTH_TRAINING,
+        recipe=Recipe(
+            epochs=10,
+            learning_rate=5e-4,
+            weight_decay=0.1,
+            warm_up=100,
+            decay="cosine",
+            last_rate=0.33,
+            beta2=0.999,
+            clip=1.0,
+            dropout=0.2,
+            batch=32,
+        ),
+    ),
+    "dflash": replace(BLOCK_TRAINING, options=("unrolled_steps", "head_layers", "sliding_window")),
+    "p-eagle": BLOCK_TRAINING,
+}
+
+
+def list_training() -> dict[str, Training]:
+    """How each kind is trained: treespec's own, then packages' kinds.
+
+    A package names its `Training` as an entry point of `treespec.recipes`, or in its `HeadKind`.
+    """
+    table = dict(BUILTIN_TRAINING)
+    for kind, row in HEADS.items():
+        if row.training:
+            table[kind] = row.training
+    table.update(installed("recipes"))
+    return table
+
+
+TRAINING_BY_KIND = list_training()

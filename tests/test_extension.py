@@ -1,6 +1,7 @@
 """A drafter, a verifier, a tree and a kind of head of an installed package work as treespec's own do."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,13 @@ from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-ENTRIES = {"verifiers": "careful", "heads": "mine", "trees": "bush"}
+ENTRIES = {  # groups of entry points, and in each the name and module of an entry
+    "verifiers": ("careful", "careful"),
+    "heads": ("mine", "mine"),
+    "proposers": ("mine", "mine_drafting"),
+    "recipes": ("mine", "mine_training"),
+    "trees": ("bush", "bush"),
+}
 MODULES = {
     "careful": """
 from treespec.verify.facts import SCHEMES, Known
@@ -30,12 +37,28 @@ CAREFUL = Walk(TopK())
     "mine": """
 from treespec.heads.registry import HeadKind
 
-MEDUSA = "treespec.heads.medusa:MedusaHead"
-ROW = HeadKind(head=MEDUSA, proposer="", read="my_kind:read", marks="model_type=mine")
+ROW = HeadKind(head="my_kind:MineHead", read="my_kind:read", marks="model_type=mine")
 """,
     "my_kind": """
+from treespec.heads.medusa import MedusaHead
+
+class MineHead(MedusaHead):
+    kind = "mine"
+
 def read(config, tensors):
     return config, tensors
+""",
+    "mine_drafting": """
+from treespec.draft.heads.proposers import MedusaProposer
+
+class ROW(MedusaProposer):
+    pass
+""",
+    "mine_training": """
+from treespec.heads.training import Recipe, Training
+
+LOSS = "treespec.train.losses.objectives:depth_objective"
+ROW = Training(objective=LOSS, recipe=Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None))
 """,
     "bush": """
 from treespec.trees.policy import Form
@@ -68,7 +91,7 @@ def site(tmp_path_factory):
         shutil.copy(EXAMPLES / name, source)
     project = source / "pyproject.toml"
     group = '[project.entry-points."treespec.{}"]\n{} = "{}:ROW"\n'
-    entries = "".join(group.format(table, name, name) for table, name in ENTRIES.items())
+    entries = "".join(group.format(table, name, module) for table, (name, module) in ENTRIES.items())
     text = project.read_text().replace("[build-system]", f"{entries}[build-system]")
     project.write_text(text.replace('"echo"', ", ".join(f'"{name}"' for name in ("echo", *MODULES))))
     for name, content in MODULES.items():
@@ -76,6 +99,31 @@ def site(tmp_path_factory):
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(site))
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
     return site
+
+
+ONE_ROW = """
+from treespec.heads import registry
+from treespec.heads.registry import HeadKind, Recipe, Training
+
+registry.HEADS["mine"] = HeadKind(
+    head="treespec.heads.medusa:MedusaHead",
+    proposer="treespec.draft.trained.proposers:MedusaProposer",
+    read="treespec.heads.formats.depths:read_medusa",
+    marks="model_type=mine",
+    training=Training(
+        objective="treespec.train.losses.objectives:depth_objective",
+        recipe=Recipe(epochs=1, learning_rate=1e-3, weight_decay=0.0, warm_up=None),
+    ),
+)
+from treespec.draft.heads.registry import find_proposer
+from treespec.train.recipes import TRAINING_BY_KIND
+print(find_proposer("mine").__name__, TRAINING_BY_KIND["mine"].recipe.epochs)
+"""
+
+
+def test_a_package_may_say_in_one_row_how_its_head_drafts_and_is_trained():
+    done = subprocess.run([sys.executable, "-c", ONE_ROW], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["MedusaProposer", "1"]
 
 
 def test_every_command_knows_its_names(site, tmp_path):
@@ -86,6 +134,7 @@ def test_every_command_knows_its_names(site, tmp_path):
     options = ["generate", "--target", model, "--dtype", "float32", "--max-new-tokens", "24", "--prompt", "the user"]
     lines = [
         ["generate", "--help"],
+        ["train", "--help"],
         [*options, "--drafter", "echo:tokens=0"],
         [*options, "--drafter", "ecko"],
         [*options, "--drafter", "echo", "--verifier", "rrs"],
@@ -99,8 +148,9 @@ def test_every_command_knows_its_names(site, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", path + SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True
     )
-    help_, no_tokens, mistyped, unpaired, plain, *drafted = json.loads(done.stdout)
+    help_, train_help, no_tokens, mistyped, unpaired, plain, *drafted = json.loads(done.stdout)
     assert all(name in help_[1] for name in ("echo", "careful", "bush"))
+    assert re.search(r"kind of head: .* mine", " ".join(train_help[1].split()))
     assert "tokens is 0, must be a whole number from 1 to 64" in no_tokens[2]
     assert "did you mean echo?" in mistyped[2]
     assert "echo hands over given tokens" in unpaired[2]

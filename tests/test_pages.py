@@ -61,7 +61,10 @@ def anchors(page):
 
 
 NAMED = re.compile(r"`(treespec(?:\.\w+)+)`")
-ELSEWHERE = {"treespec.drafters", "treespec.verifiers", "treespec.json"}  # groups of entry points, and a file
+ELSEWHERE = {  # groups of entry points, and a file
+    *("treespec.drafters", "treespec.verifiers", "treespec.proposers", "treespec.recipes"),
+    "treespec.json",
+}
 
 
 def test_every_name_of_treespec_in_docstrings_and_pages_exists():

@@ -30,15 +30,15 @@ PROPOSER_BY_KIND: dict[str, ProposerFactory] = {
 
 
 def find_proposer(kind: str) -> ProposerFactory:
-    """The proposer of a kind of head: of this table, or the one that a package's `HeadKind` names.
+    """The proposer of a kind of head: the one that a package's `HeadKind` names, or that of the table.
 
     Raises InputError for a kind without any.
     """
-    if kind in PROPOSER_BY_KIND:
-        return PROPOSER_BY_KIND[kind]
     if HEADS[kind].proposer:
         factory: ProposerFactory = resolve_name(HEADS[kind].proposer)
         return factory
+    if kind in PROPOSER_BY_KIND:
+        return PROPOSER_BY_KIND[kind]
     raise InputError(
         f"nothing drafts with heads of kind {kind}: the package that brings them names a proposer as "
         f"an entry point {kind} of treespec.proposers"

@@ -5,7 +5,7 @@ It loads no torch: a name such as `module:function` is imported when it is neede
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -71,11 +71,19 @@ class HeadKind:
 
     def fits(self, config: Config, names: Collection[str]) -> bool:
         """Whether a directory holds this kind. Several projects leave defaults out of the config."""
-        fields = ["", *(f"{name}={value}" for name, value in config.items())]
-        lines = [*fields, *(f"tensor {name}" for name in names)]
-        if any(re.match(self.excludes, line, re.IGNORECASE) for line in lines):
+        lines = [""]
+        for name, value in config.items():
+            lines.append(f"{name}={value}")
+        for name in names:
+            lines.append(f"tensor {name}")
+        if matches_any(self.excludes, lines):
             return False
-        return any(re.match(self.marks, line, re.IGNORECASE) for line in lines)
+        return matches_any(self.marks, lines)
+
+
+def matches_any(pattern: str, lines: Sequence[str]) -> bool:
+    """Whether one of the lines begins with the pattern, whatever the case."""
+    return any(re.match(pattern, line, re.IGNORECASE) for line in lines)
 
 
 EAGLE3_NAMES = r"(midlayer|layers\.0)\.hidden_norm\."  # norms that EAGLE-1 does not have
@@ -163,10 +171,12 @@ def kind_of(config: Config, names: Collection[str]) -> str:
     for name in reversed(HEADS):
         if HEADS[name].fits(config, names):
             return name
-    named = ", ".join(map(repr, architectures.find_names(config)))
+    architecture = ", ".join(map(repr, architectures.find_names(config)))
+    if not architecture:
+        architecture = "not named"
     raise ValueError(
-        f"it holds no head that treespec knows: its architecture is {named or 'not named'}, and its tensors are "
-        "of none; docs/formats.md lists what loads"
+        f"it holds no head that treespec knows: its architecture is {architecture}, and its tensors are of none; "
+        "docs/formats.md lists what loads"
     )
 
 
@@ -187,8 +197,10 @@ def kind_in(folder: Path) -> str | None:
 def levels_in(folder: Path) -> int | None:
     """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
     config, names = written(folder)
+    if not names:
+        return None
     try:
-        return HEADS[kind_of(config, names or ())].levels(config, names) if names else None
+        return HEADS[kind_of(config, names)].levels(config, names)
     except Exception:  # a file may say anything: loading it raises the error
         return None
 

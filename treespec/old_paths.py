@@ -46,7 +46,9 @@ class OldPathFinder(MetaPathFinder, Loader):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if find_new_path(fullname) else None
+        if find_new_path(fullname) is None:
+            return None
+        return ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
         """Register the new path's module under the old name: an import returns what is registered there."""

@@ -76,12 +76,12 @@ class HeadKind:
             lines.append(f"{name}={value}")
         for name in names:
             lines.append(f"tensor {name}")
-        if matches_any(self.excludes, lines):
+        if has_match(self.excludes, lines):
             return False
-        return matches_any(self.marks, lines)
+        return has_match(self.marks, lines)
 
 
-def matches_any(pattern: str, lines: Sequence[str]) -> bool:
+def has_match(pattern: str, lines: Sequence[str]) -> bool:
     """Whether one of the lines begins with the pattern, whatever the case."""
     return any(re.match(pattern, line, re.IGNORECASE) for line in lines)
 

@@ -228,7 +228,7 @@ def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
 
 
 def test_without_a_compiler_torch_computes_and_a_line_says_so():
-    code = "from treespec.model import kernels; print(kernels.library())"
+    code = "from treespec.kernels import ops as kernels; print(kernels.library())"
     said = subprocess.run([sys.executable, "-c", code], env={"CC": "false"}, capture_output=True, text=True, check=True)
     assert said.stdout == "None\n"
     assert "torch's own" in said.stderr

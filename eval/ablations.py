@@ -1,7 +1,7 @@
 """The usual faults of a head's inputs, each undone: other layers, pairs and options than it has."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from treespec.api.calibrate import Row
 from treespec.api.spec import Spec
@@ -14,7 +14,10 @@ SWITCHES = ("norm_output", "norm_before_residual")  # of EAGLE-3's config.json
 
 
 class Trial(NamedTuple):
-    """A fault, what is changed to undo it, and the head (of the spec) and rows that then are measured."""
+    """A usual fault of a head's inputs, undone.
+
+    change: of the inputs or the head, in words. spec, rows: the changed head and inputs, to measure.
+    """
 
     fault: str
     change: str
@@ -23,39 +26,57 @@ class Trial(NamedTuple):
 
 
 def trials(spec: Spec, passages: Sequence[Passage], rows: Sequence[Row]) -> Iterator[Trial]:
-    """The usual faults of the spec's head, each undone. rows: of the passages."""
-    # 1. Layers of the target that it reads. A head without aux layers reads what leaves the last one.
+    """Undo the usual faults of the spec's head, one after another. rows: of the passages."""
+    yield from shift_layers(spec, passages)
+    yield from shift_features(spec, rows)
+    yield from replace_options(spec, rows)
+
+
+def shift_layers(spec: Spec, passages: Sequence[Passage]) -> Iterator[Trial]:
+    """The head on inputs of the layers before and after those that it reads."""
     head = spec.head
     target = spec.target
     assert head is not None
-
-    def make(**fields: Any) -> Spec:
-        return Spec(target, remade(head, target, **fields))
-
     layers = head.aux_layers
-    count = target.layers
+    if not layers:  # such a head reads what leaves the last layer
+        layers = (target.layers,)
     for shift in (-1, 1):
-        moved = tuple(layer + shift for layer in layers or (count,))
-        if all(0 <= layer < count for layer in moved):
-            other = remade(head, target)
-            other.aux_layers = moved
-            own = Spec(target, other)
-            what = f"the inputs of layers {', '.join(map(str, moved))}"
-            yield Trial("Layers off by one", what, own, [*rows_of(own, passages)])
+        moved = tuple(layer + shift for layer in layers)
+        if min(moved) >= 0 and max(moved) < target.layers:
+            moved_head = remade(head, target)
+            moved_head.aux_layers = moved
+            moved_spec = Spec(target, moved_head)
+            change = f"the inputs of layers {', '.join(map(str, moved))}"
+            moved_rows = list(rows_of(moved_spec, passages))
+            yield Trial("Layers off by one", change, moved_spec, moved_rows)
 
-    # 2. Tokens that features are paired with.
-    #        token   a    b    c    d        right: f0 with b, f1 with c
-    #        late    .    f0,c f1,d          early: f1 with b, f2 with c
+
+def shift_features(spec: Spec, rows: Sequence[Row]) -> Iterator[Trial]:
+    """The head on features that are paired with the token before, and after, the right one.
+
+    token   a    b    c    d        right: f0 with b, f1 with c
+    late    .    f0,c f1,d          early: f1 with b, f2 with c
+    """
     for shift, word in ((1, "late"), (-1, "early")):
-        apart = [(tokens, counts, known.roll(shift, 0)) for tokens, counts, known in rows]
-        yield Trial("Features and tokens paired a place off", f"features one {word}", spec, apart)
+        shifted = [(tokens, counts, features.roll(shift, 0)) for tokens, counts, features in rows]
+        change = f"features one {word}"
+        yield Trial("Features and tokens paired a place off", change, spec, shifted)
 
-    # 3. Switches of its config, and the rotary base.
-    for name in SWITCHES if head.kind == "eagle3" else ():
-        value = not head.config.get(name, False)
-        yield Trial(name, f"{name} {str(value).lower()}", make(**{name: value}), rows)
-    for theta in THETAS if head.cached_layers else ():
-        if theta != head.config.get("rope_theta", 1e4):
-            rope = {"rope_theta": theta, "rope_type": "default"}
-            changed = make(rope_theta=theta, rope_parameters=rope)
-            yield Trial("Rotary base", f"a rotary base of {theta:,.0f}", changed, rows)
+
+def replace_options(spec: Spec, rows: Sequence[Row]) -> Iterator[Trial]:
+    """The head with each switch of its config turned, and with other rotary bases."""
+    head = spec.head
+    target = spec.target
+    assert head is not None
+    if head.kind == "eagle3":
+        for name in SWITCHES:
+            value = not head.config.get(name, False)
+            changed = Spec(target, remade(head, target, **{name: value}))
+            yield Trial(name, f"{name} {str(value).lower()}", changed, rows)
+    if head.cached_layers:
+        for theta in THETAS:
+            if theta != head.config.get("rope_theta", 1e4):
+                rope = {"rope_theta": theta, "rope_type": "default"}
+                changed_head = remade(head, target, rope_theta=theta, rope_parameters=rope)
+                changed = Spec(target, changed_head)
+                yield Trial("Rotary base", f"a rotary base of {theta:,.0f}", changed, rows)

@@ -1,10 +1,10 @@
-"""How contestants complete questions, turn by turn; treespec's own, and what the ledger keeps of all."""
+"""Let a contestant complete questions, turn by turn, and make the ledger's entries of its completions."""
 
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,81 +32,139 @@ class Ask(NamedTuple):
     most: int
 
 
-Turn = tuple[Ask, Output, float]  # with its seconds
+class Turn(NamedTuple):
+    """A prompt and its completion. seconds: by the clock; of prompts completed together, a share."""
+
+    ask: Ask
+    output: Output
+    seconds: float
+
+
 Answerer = Callable[[Sequence[Ask]], list[Output]]  # several prompts are completed together
 Fresh = Callable[[Contestant], Spec]
 
 
+@dataclass
+class QuestionTurns:
+    """A question, the messages of its conversation so far, and the turns that are completed."""
+
+    question: Question
+    messages: list[dict[str, str]]
+    turns: list[Turn]
+
+    def prepare_ask(self, spec: Spec, system: str, config: EvalConfig) -> Ask:
+        """Add the next turn's question to the messages, and make its prompt. system: whose seeds these are."""
+        number = len(self.turns)
+        self.messages.append({"role": "user", "content": self.question.turns[number]})
+        ids = spec.encode(self.messages)
+        seed_of = [config.seed, self.question.question_id, number, system]
+        seed = zlib.crc32(json.dumps(seed_of).encode())  # the same on every machine
+        room = spec.target.context_length - len(ids)
+        return Ask(self.messages, ids, seed, min(config.max_new_tokens, room))
+
+    def add_turn(self, turn: Turn) -> None:
+        """Take a completed turn."""
+        self.turns.append(turn)
+        # fschat's templates take an empty completion for the place of the next one
+        self.messages.append({"role": "assistant", "content": turn.output.text or " "})
+
+
 def ask(
-    answer: Answerer, group: list[Question], one: Contestant, spec: Spec, config: EvalConfig
+    answer: Answerer, group: list[Question], system: Contestant, spec: Spec, config: EvalConfig
 ) -> list[Completion]:
-    """A contestant's completions of all turns of some questions, which it completes together.
+    """Let a contestant complete all turns of some questions, which it completes together.
 
-    Each turn follows its own completions of the turns before. spec: encodes the prompts.
+    Each turn follows its own completions of the turns before.
+
+    Args:
+        answer: completes prompts.
+        group: the questions.
+        system: the contestant.
+        spec: encodes the prompts.
+        config: the seed, and the most new tokens of a turn.
+
+    Returns:
+        The ledger's entries, one for each question.
     """
-    messages: list[list[dict[str, str]]] = [[] for _ in group]
-    turns: list[list[Turn]] = [[] for _ in group]
-    room = spec.target.context_length
-    name = one.name.removesuffix(f"-b{one.batch}")
+    conversations = [QuestionTurns(question, [], []) for question in group]
+    name = system.name.removesuffix(f"-b{system.batch}")
     for number in range(max(len(question.turns) for question in group)):
-        # 1. The conversations that have this turn.
-        asks: dict[int, Ask] = {}
-        for i, question in enumerate(group):
-            if number < len(question.turns):
-                messages[i].append({"role": "user", "content": question.turns[number]})
-                ids = spec.encode(messages[i])
-                follows = [config.seed, question.question_id, number, name]
-                seed = zlib.crc32(json.dumps(follows).encode())  # the same on every machine
-                asks[i] = Ask(messages[i], ids, seed, min(config.max_new_tokens, room - len(ids)))
+        present = []
+        for conversation in conversations:
+            if number < len(conversation.question.turns):
+                present.append(conversation)
+        asks = [conversation.prepare_ask(spec, name, config) for conversation in present]
+        for conversation, turn in zip(present, complete_turns(answer, asks), strict=True):
+            conversation.add_turn(turn)
+    completions = []
+    for conversation in conversations:
+        turns = conversation.turns
+        completion = completion_of(conversation.question, turns, system.name, config.max_new_tokens)
+        completions.append(completion)
+    return completions
 
-        # 2. Their completions, on the clock; a prompt may fill the context.
-        fits = {i: ask for i, ask in asks.items() if ask.most > 0}
-        started = time.perf_counter()
-        outputs = dict(zip(fits, answer([*fits.values()]), strict=True)) if fits else {}
-        wall = time.perf_counter() - started
 
-        # 3. Divide the time among the conversations in proportion to their own seconds.
-        counted = sum(output.stats.seconds["total"] for output in outputs.values())
-        for i, ask in asks.items():
-            full = Output("", [], Stats(prompt_tokens=len(ask.ids), truncated=True))
-            output = outputs.get(i, full)
-            share = output.stats.seconds["total"] / counted if counted else 1 / len(asks)
-            turns[i].append((ask, output, wall * share))
-            # fschat's templates take an empty completion for the place of the next one
-            messages[i].append({"role": "assistant", "content": output.text or " "})
-    pairs = zip(group, turns, strict=True)
-    return [completion_of(*pair, one.name, config.max_new_tokens) for pair in pairs]
+def complete_turns(answer: Answerer, asks: Sequence[Ask]) -> list[Turn]:
+    """Complete prompts together, on the clock; one that fills the context has an empty completion."""
+    # 1. The completions.
+    fitting = [ask for ask in asks if ask.most > 0]
+    answered: Iterator[Output] = iter(())
+    started = time.perf_counter()
+    if fitting:
+        answered = iter(answer(fitting))
+    wall = time.perf_counter() - started
+    outputs = []
+    for ask in asks:
+        if ask.most > 0:
+            outputs.append(next(answered))
+        else:
+            outputs.append(Output("", [], Stats(prompt_tokens=len(ask.ids), truncated=True)))
+
+    # 2. Divide the time among the conversations in proportion to their own seconds.
+    counted = sum(output.stats.seconds["total"] for output in outputs)
+    turns = []
+    for ask, output in zip(asks, outputs, strict=True):
+        share = 1 / len(asks)
+        if counted:
+            share = output.stats.seconds["total"] / counted
+        turns.append(Turn(ask, output, wall * share))
+    return turns
 
 
 def completion_of(question: Question, turns: Sequence[Turn], name: str, most: int) -> Completion:
-    """What the ledger keeps of a question's turns; lists have one item a turn. most: new tokens.
+    """Build the ledger's entry for a question.
 
-    group: of results, the category or its task. right: None where nobody knows. cycles: target
-    forwards; none of a peer. wall: seconds by the clock, of a batch its share. seconds: of all
-    turns, by stage, as `treespec.engine.stats.Stats`; first: to the first token of a server.
-    accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
-    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
-    "model", "max_new_tokens" or "context". time: Unix's.
+    Args:
+        question: that was asked.
+        turns: its completed turns.
+        name: of the contestant.
+        most: the most new tokens of a turn.
+
+    Returns:
+        The fields of the entry; their lists have one item a turn. group: the category or its task, by which results
+        are grouped. right: whether the answer is right; None if the question has no right answer. cycles: target
+        forwards; 0 for a peer. wall: seconds by the clock; in a batch, this question's share. seconds: of all turns by
+        stage, as in `treespec.engine.stats.Stats`; first: until a server's first token. accept_lengths: tokens that
+        each cycle commits, all turns in one list. drafted, accepted: draft tokens by depth. undrafted: cycles without
+        a draft token. token_ids: empty for a server. ended: "model", "max_new_tokens" or "context". time: Unix time.
     """
-    total = Stats()
-    stats = [output.stats for _, output, _ in turns]
-    for one in stats:
-        total.add(one)
-    cut = ["max_new_tokens" if one.new_tokens >= most else "context" for one in stats]
+    outputs = [turn.output for turn in turns]
+    stats = [output.stats for output in outputs]
+    total = sum_stats(stats)
     return {
         "contestant": name,
         "question_id": question.question_id,
         "category": question.category,
         "group": question.group,
-        "right": question.right(turns[-1][1].text),
-        "turns": [output.text for _, output, _ in turns],
-        "token_ids": [output.token_ids for _, output, _ in turns],
-        "prompt_tokens": [one.prompt_tokens for one in stats],
-        "new_tokens": [one.new_tokens for one in stats],
-        "cycles": [one.cycles for one in stats],
-        "wall": [seconds for _, _, seconds in turns],
-        "ended": [end if one.truncated else "model" for one, end in zip(stats, cut, strict=True)],
-        "seeds": [ask.seed for ask, _, _ in turns],
+        "right": question.right(outputs[-1].text),
+        "turns": [output.text for output in outputs],
+        "token_ids": [output.token_ids for output in outputs],
+        "prompt_tokens": [turn_stats.prompt_tokens for turn_stats in stats],
+        "new_tokens": [turn_stats.new_tokens for turn_stats in stats],
+        "cycles": [turn_stats.cycles for turn_stats in stats],
+        "wall": [turn.seconds for turn in turns],
+        "ended": [name_end(turn_stats, most) for turn_stats in stats],
+        "seeds": [turn.ask.seed for turn in turns],
         "seconds": total.seconds,
         "accept_lengths": [accepted + 1 for accepted in total.accepted],
         "drafted": total.drafted,
@@ -116,49 +174,74 @@ def completion_of(question: Question, turns: Sequence[Turn], name: str, most: in
     }
 
 
-def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fresh]:
-    """Load the target and all drafters: (the target without a drafter, what makes a `Spec`).
+def sum_stats(stats: Sequence[Stats]) -> Stats:
+    """The counts and seconds of all turns."""
+    total = Stats()
+    for turn_stats in stats:
+        total.add(turn_stats)
+    return total
 
-    The second makes a `Spec` of a contestant with nothing cached. So all contestants start alike,
-    in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
+
+def name_end(stats: Stats, most: int) -> str:
+    """What ended a completion: the model, the number of new tokens, or the room in the context."""
+    if not stats.truncated:
+        return "model"
+    if stats.new_tokens >= most:
+        return "max_new_tokens"
+    return "context"
+
+
+def load_own(config: EvalConfig, dtype: str, device_map: str) -> tuple[Spec, Fresh]:
+    """Load the target and all drafters.
+
+    Returns the target without a drafter, and a function that makes a contestant's `Spec` with nothing cached. So all
+    contestants start alike, in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
     """
-    how = replace(config.placement, dtype=dtype, device_map=device_map)
+    placement = replace(config.placement, dtype=dtype, device_map=device_map)
     names = [drafter.written for drafter in drafters_of(config)]
-    target, sources = load_sources(config.target, names, how)
+    target, sources = load_sources(config.target, names, placement)
     calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)
 
     def fresh(one: Contestant) -> Spec:
         if one.drafter is None:
             return plain.baseline()
-        rest = config.template, config.allow_lossy, calibrations[one.drafter]
-        return Spec(target, sources[one.drafter], one.tree, one.method, *rest)
+        return Spec(
+            target,
+            sources[one.drafter],
+            one.tree,
+            one.method,
+            template=config.template,
+            allow_lossy=config.allow_lossy,
+            calibration=calibrations[one.drafter],
+        )
 
     return plain, fresh
 
 
-def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
-    """Completions by a Spec.
+def answerer(spec: Spec, system: Contestant, config: EvalConfig) -> Answerer:
+    """Make the function that completes a contestant's prompts with a `Spec`.
 
     A suffix cache drafts from the completions in its folder, to which nothing is added, or from none
     but the question's own turns, which are in its prompt: then no completion depends on the order of
     the questions, on a resumption, or on what others completed.
     """
-    kept = bool(one.drafter and DrafterSpec.parse(one.drafter).cache_folder)
+    has_cache_folder = bool(system.drafter and DrafterSpec.parse(system.drafter).cache_folder)
 
     def answer(asks: Sequence[Ask]) -> list[Output]:
         seeds: list[Seed] = [ask.seed for ask in asks]
-        if kept:  # a completion whose seed is a number is drafted from no earlier one
+        if has_cache_folder:  # a completion whose seed is a number is drafted from no earlier one
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
+        prompts = [ask.ids for ask in asks]
         return spec.generate(
-            [ask.ids for ask in asks],
-            batch=one.batch,
+            prompts,
+            batch=system.batch,
             seed=seeds,
-            temperature=one.temperature,
+            temperature=system.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
             max_new_tokens=max(ask.most for ask in asks),
-            memory="" if kept else None,
+            memory="" if has_cache_folder else None,
             remember=False,
         )
 

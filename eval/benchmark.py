@@ -38,15 +38,16 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
     another evaluation or another process writes into it; most of that before anything is loaded.
     """
     # 1. Who is asked what.
-    rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank = int(os.environ.get("RANK", 0))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
     chosen = contestants(config)
     reasons = pairs(config)[1]
     every, left_out = load_questions(config.questions, listed("categories", config.categories))
     some = first_of_each(every, config.per_category)[: config.limit]
-    questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
+    questions = [replace(question, turns=question.turns[: config.turns]) for question in some]
     head = head_of(config, questions, processes) | {"left_out": left_out + reasons}
     if len(questions) < FEW or processes > 1:  # no verdict on times, so no noise of the clock
-        chosen = [one for one in chosen if not one.again]
+        chosen = [system for system in chosen if not system.again]
 
     # 2. Completions, in a folder that no other process writes into.
     out = Path(config.out)
@@ -56,7 +57,9 @@ def evaluate(config: EvalConfig, report: Report = silent) -> Summary | None:
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
             torch.distributed.barrier()
-        return None if rank else write_report(Ledger(out), out)
+        if rank > 0:
+            return None
+        return write_report(Ledger(out), out)
 
 
 @final
@@ -83,29 +86,41 @@ class Run:
         """Ask what is left to ask. A finished evaluation needs no models."""
         # 1. What is left; the models must be those of the completions that are there.
         config = self.config
-        before = self.ledger.head
         self.check(self.head["same"])
-        there = {(e["contestant"], e["question_id"]) for e in self.ledger.of("completion")}
-        plan = planned(self.questions, chosen, there)
-        paths = [before and before["options"][name] for name in ("target", "head")]
-        if plan or paths != [config.target, config.head]:
+        completed = set()
+        for entry in self.ledger.of("completion"):
+            completed.add((entry["contestant"], entry["question_id"]))
+        plan = planned(self.questions, chosen, completed)
+        if plan or not self.has_same_paths():
             self.check(models_of(config))
         if not plan:
             return
 
         # 2. The models, and who fits them.
-        self.done, self.total = len(there), len(there) + sum(len(group) for group, _ in plan)
+        self.done = len(completed)
+        self.total = self.done + count_questions(plan)
         self.report(f"loading {config.target} and {config.drafter or config.head}")
-        fit = self.load(chosen)
-        plan = [(group, one) for group, one in plan if one in fit]
-        self.total = self.done + sum(len(group) for group, _ in plan)
+        fitting = self.load(chosen)
+        plan = [(group, system) for group, system in plan if system in fitting]
+        self.total = self.done + count_questions(plan)
         self.ask_all(plan)
 
+    def has_same_paths(self) -> bool:
+        """Whether target and head have the paths that an earlier run gave."""
+        before = self.ledger.head
+        if before is None:
+            return False
+        options = before["options"]
+        return (options["target"], options["head"]) == (self.config.target, self.config.head)
+
     def check(self, same: Mapping[str, object]) -> None:
-        """Note what must not change. Raises InputError, with what differs, where it has."""
+        """Note what must not change in the head. Raises InputError, with the differences, if it has changed."""
         self.head["same"] |= same
         before = self.ledger.head
-        if before and (changes := differences(before["same"], same)):
+        if before is None:
+            return
+        changes = differences(before["same"], same)
+        if changes:
             raise InputError(
                 f"{self.config.out} holds another evaluation ({changes}): choose another --out, "
                 "or repeat its options to go on with it"
@@ -119,77 +134,110 @@ class Run:
         # 1. treespec's own.
         config = self.config
         before = self.ledger.head
-        place = self.config.device_map
-        drafters = drafters_of(config)
-        for folder in (drafter.cache_folder for drafter in drafters):
-            if folder and not Path(folder).expanduser().is_dir():
-                raise InputError(f"--drafter suffix: there is no folder {folder}")
+        check_cache_folders(config)
         dtype = config.dtype
         if before and dtype == "auto":
             dtype = str(before["environment"]["dtype"])
-        if place == "auto" and self.head["processes"] > 1 and torch.cuda.is_available():
-            place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        self.plain, self.fresh = load_own(config, dtype, place)
+        device_map = config.device_map
+        if device_map == "auto" and self.head["processes"] > 1 and torch.cuda.is_available():
+            device_map = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        self.plain, self.fresh = load_own(config, dtype, device_map)
         self.plain.encode([{"role": "user", "content": "Is there a chat template?"}])
-        fit = []
-        reasons = []
-        for one in chosen:
-            try:
-                self.fresh(one)
-                fit.append(one)
-            except (InputError, TreeError) as error:
-                reasons.append(f"{one.drafter} with {one.method}: {error}")
-        if reasons and (len(drafters) == 1 or not any(one.drafter for one in fit)):
-            raise InputError(reasons[0])
+        fitting, reasons = self.find_fitting(chosen)
 
         # 2. The peers, then the head: times of several machines are not mixed.
-        self.peers = peer_answerers(fit, config, self.plain.target)
+        self.peers = peer_answerers(fitting, config, self.plain.target)
         environment = describe(self.plain.target)
         self.check(environment)
-        self.head |= {
-            "left_out": self.head["left_out"] + reasons,
-            "contestants": [asdict(one) | {"labels": [*one.labels]} for one in fit],
-            "environment": environment,
-        }
-        own = self.ledger.length > 0  # `before` may be another process's
-        if not own or before != self.head | {"kind": "head"}:
+        self.head["left_out"] += reasons
+        self.head["contestants"] = [describe_system(system) for system in fitting]
+        self.head["environment"] = environment
+        has_own_entries = self.ledger.length > 0  # `before` may be another process's
+        if not has_own_entries or before != self.head | {"kind": "head"}:
             self.ledger.append("head", self.head)
-        return fit
+        return fitting
+
+    def find_fitting(self, chosen: Sequence[Contestant]) -> tuple[list[Contestant], list[str]]:
+        """The contestants whose trees the models can draft, and why the others are left out.
+
+        Raises InputError if a single drafter does not fit all, or none fits.
+        """
+        fitting = []
+        reasons = []
+        for system in chosen:
+            try:
+                self.fresh(system)
+                fitting.append(system)
+            except (InputError, TreeError) as error:
+                reasons.append(f"{system.drafter} with {system.method}: {error}")
+        has_drafters = any(system.drafter for system in fitting)
+        if reasons and (len(drafters_of(self.config)) == 1 or not has_drafters):
+            raise InputError(reasons[0])
+        return fitting, reasons
 
     def ask_all(self, plan: Plan) -> None:
         """Warm up, then keep each completion as it comes. A peer that raises is asked no more."""
         # 1. Warm up.
         config = self.config
-        first = {one: group for group, one in reversed(plan)}
-        few = min(WARM_UP_TOKENS, config.max_new_tokens)
-        short = replace(config, max_new_tokens=few)
-        for one, group in first.items() if config.warm_up else ():
-            self.report(f"warm-up of {one.name}")
-            for _ in range(config.warm_up):
-                self.asked(group, one, short)
+        if config.warm_up:
+            first_groups = {system: group for group, system in reversed(plan)}
+            few = min(WARM_UP_TOKENS, config.max_new_tokens)
+            short = replace(config, max_new_tokens=few)
+            for system, group in first_groups.items():
+                self.report(f"warm-up of {system.name}")
+                for _ in range(config.warm_up):
+                    self.asked(group, system, short)
 
         # 2. Ask.
-        begun = self.done
-        for group, one in plan:
-            for new in self.asked(group, one, config):
-                self.ledger.append("completion", new)
-                tokens, cycles, wall = (sum(new[x]) for x in ("new_tokens", "cycles", "wall"))
-                spent = figures(tokens, cycles, wall, explain=self.done == begun)
+        done_before = self.done
+        for group, system in plan:
+            for completion in self.asked(group, system, config):
+                self.ledger.append("completion", completion)
+                spent = figures(
+                    sum(completion["new_tokens"]),
+                    sum(completion["cycles"]),
+                    sum(completion["wall"]),
+                    explain=self.done == done_before,
+                )
                 self.done += 1
-                self.report(f"question {new['question_id']}, {one.name}: {spent}")
+                self.report(f"question {completion['question_id']}, {system.name}: {spent}")
 
-    def asked(self, group: list[Question], one: Contestant, config: EvalConfig) -> list[Completion]:
-        """The completions of a contestant with nothing cached; none of a peer that has raised."""
-        if one in self.failed:
+    def asked(
+        self, group: list[Question], system: Contestant, config: EvalConfig
+    ) -> list[Completion]:
+        """Ask a contestant with nothing cached. A peer that has raised gives no completions."""
+        if system in self.failed:
             return []
-        answer = self.peers.get(one) or answerer(self.fresh(one), one, config)
+        answer = self.peers.get(system)
+        if answer is None:
+            answer = answerer(self.fresh(system), system, config)
         try:
-            return ask(answer, group, one, self.plain, config)
+            return ask(answer, group, system, self.plain, config)
         except Exception as error:
-            if not one.peer:
+            if not system.peer:
                 raise
-            line = (str(error).strip().splitlines() or [""])[0]
-            why = line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
-            self.ledger.append("failed", {"contestant": one.name, "why": why})
-            self.failed.add(one)
+            lines = str(error).strip().splitlines()
+            why = lines[0] if lines else ""
+            if not isinstance(error, InputError):
+                why = f"{type(error).__name__}: {why}"
+            self.ledger.append("failed", {"contestant": system.name, "why": why})
+            self.failed.add(system)
             return []
+
+
+def count_questions(plan: Plan) -> int:
+    """The completions that a plan asks for."""
+    return sum(len(group) for group, _ in plan)
+
+
+def check_cache_folders(config: EvalConfig) -> None:
+    """Raise InputError for a suffix cache's folder that is not there."""
+    for drafter in drafters_of(config):
+        folder = drafter.cache_folder
+        if folder and not Path(folder).expanduser().is_dir():
+            raise InputError(f"--drafter suffix: there is no folder {folder}")
+
+
+def describe_system(system: Contestant) -> Entry:
+    """A contestant's fields in the ledger's head."""
+    return asdict(system) | {"labels": list(system.labels)}

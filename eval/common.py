@@ -1,4 +1,4 @@
-"""What several evaluations share: progress, lists of options, what differs from a run before."""
+"""Helpers of several evaluations: progress, options that are lists, differences from an earlier run."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ Report = Callable[[Step], None]
 
 
 def silent(step: Step) -> None:
-    """A report that nobody reads."""
+    """Ignore progress: the default where a caller does not want to hear of it."""
 
 
 def listed(name: str, values: str | None) -> list[str]:
-    """The different parts of an option's value, between commas or semicolons; none of None.
+    """Split an option's value at commas or semicolons into its distinct parts. None has no parts.
 
     A comma before `option=` does not separate: `optimal:extra=0,exact=1` is one part. Raises
     InputError for an empty part.
@@ -38,9 +38,13 @@ def listed(name: str, values: str | None) -> list[str]:
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """What differs from an earlier run, in words; "" for nothing. Digests bear names with `the`."""
-    return "; ".join(
-        f"{name} changed" if name.startswith("the ") else f"{name} was {before[name]}, now {x}"
-        for name, x in now.items()
-        if before.get(name, x) != x
-    )
+    """Describe what differs from an earlier run; "" for nothing. A name that begins with `the` is a digest's."""
+    changes = []
+    for name, value in now.items():
+        if before.get(name, value) == value:
+            continue
+        if name.startswith("the "):
+            changes.append(f"{name} changed")
+        else:
+            changes.append(f"{name} was {before[name]}, now {value}")
+    return "; ".join(changes)

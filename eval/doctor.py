@@ -1,13 +1,12 @@
-"""What is wrong with a head: how often it names the target's token, and what would make that more often.
+"""Find what is wrong with a head: how often it drafts the target's token, and which change makes that more often.
 
 A head that was trained on other inputs than it gets drafts badly, and nothing fails. So each usual fault
 is undone on trial, on the target's own completions: if the head then agrees with the target far more
 often, that is what it learnt on. Where nothing helps, it learnt too little, or on another target.
 """
 
-from collections.abc import Iterator, Sequence
-from operator import add
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,27 +40,51 @@ ALL = 10**6  # positions
 
 
 def examine(config: DoctorConfig, say: Say = silent) -> Report:
-    """`diagnosed` on the target's own completions, or on `--text`. Writes OUT.
+    """Diagnose a head on the target's own completions, or on `--text`. Writes OUT, a page of HTML.
 
     Raises InputError for models and texts that cannot be used.
     """
     # 1. The head without a draft vocabulary.
-    known = load_models(config, config.head, config.out, say)
-    target = known.target
+    loaded = load_models(config, config.head, config.out, say)
+    target = loaded.target
     spec = Spec(target, plain_head(config.head, target), template=config.template)
 
     # 2. Completions of the target.
-    own = [one for one in passages_of(config, spec, say) if int(one.counts.sum()) > 2 * DEPTH]
-    if len(own) < 2:
+    completions = []
+    for passage in passages_of(config, spec, say):
+        if int(passage.counts.sum()) > 2 * DEPTH:
+            completions.append(passage)
+    if len(completions) < 2:
         raise InputError("the completions are too short or too few: give more of them")
 
     # 3. The findings.
-    tables, verdict = map(
-        add, diagnosed(spec, own, known.sharpness, say), told(config, spec, own, say)
-    )
-    report = Report(tables, [NOTE], verdict or ["No usual fault shows."])
+    tables, verdict = diagnosed(spec, completions, loaded.sharpness, say)
+    text_tables, text_verdict = told(config, spec, completions, say)
+    verdict += text_verdict
+    if not verdict:
+        verdict = ["No usual fault shows."]
+    report = Report(tables + text_tables, [NOTE], verdict)
     write_text(config.out, page(report, "Head doctor", f"{config.head} for {config.target}"))
     return report
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well a head drafts along C completions, at D draft steps.
+
+    shares: [C, D] of the drafts that are the target's token. log_q: [C, D] the mean log q of that token, in nats.
+    """
+
+    shares: Tensor
+    log_q: Tensor
+
+
+@dataclass(frozen=True)
+class TriedFault:
+    """A usual fault of a head's inputs, and how well the head drafts where it is undone."""
+
+    trial: Trial
+    agreement: Agreement
 
 
 def diagnosed(
@@ -70,47 +93,67 @@ def diagnosed(
     sharpness: tuple[float, ...] = (),
     say: Say = silent,
 ) -> tuple[list[Table], list[str]]:
-    """The agreement of the spec's head with its target, with and without each trial, and what it says.
+    """Diagnose the spec's head: measure its agreement with the target as it is, and with each usual fault undone.
 
-    passages: the target's completions. sharpness: a calibration's.
+    Args:
+        spec: the target and the head.
+        passages: the target's completions.
+        sharpness: a calibration's factors.
+        say: hears of progress.
+
+    Returns:
+        Tables of the agreement, and the faults that they show, a sentence each.
     """
     # 1. As it is, with each fault undone, and with features that say nothing.
     rows = list(rows_of(spec, passages))
-
-    own = agreeing(spec, rows)
-    tried = list[tuple[Trial, Tensor]]()
+    agreement = agreeing(spec, rows)
+    tried = list[TriedFault]()
     for number, trial in enumerate(trials(spec, passages, rows)):
         say(Step(number, number + 1, f"trying {trial.change}"))
-        tried.append((trial, agreeing(trial.spec, trial.rows)))
-    random = torch.Generator().manual_seed(0)
-    lost = agreeing(
-        spec, [(t, c, known[torch.randperm(len(t), generator=random)]) for t, c, known in rows]
-    )
+        tried.append(TriedFault(trial, agreeing(trial.spec, trial.rows)))
+    blind = agreeing(spec, shuffle_features(rows))
 
     # 2. By certainty of the target, and by how much sharper drafts would be accepted more often.
     first = first_step(spec, rows, sharpness)
-    lines = {"as it is": own} | {trial.change: rates for trial, rates in tried}
-    lines["features of other positions"] = lost
-    table = [
-        {"inputs": what}
-        | {f"step {d}": f"{rate:.1%}" for d, rate in enumerate(rates[..., 0].mean(0).tolist(), 1)}
-        for what, rates in lines.items()
-    ]
+    lines = {"as it is": agreement}
+    for fault in tried:
+        lines[fault.trial.change] = fault.agreement
+    lines["features of other positions"] = blind
+    by_certainty = "At the first step, by the target's largest probability"
     tables = [
-        Table("Agreement with the target", ["inputs"], table),
-        Table(
-            "At the first step, by the target's largest probability", ["probability"], first.bins
-        ),
+        Table("Agreement with the target", ["inputs"], make_agreement_cells(lines)),
+        Table(by_certainty, ["probability"], first.bins),
     ]
 
     # 3. What it says.
-    verdict = [*causes(own, tried, lost, first)]
+    verdict = list(causes(agreement, tried, blind, first))
     if first.sharper > FLAT:
         verdict.append(
             f"Flat: sharper drafts would be accepted {first.sharper - 1:.1%} more often at temperature 1. Run treespec "
             "calibrate, which fits the factor."
         )
     return tables, verdict
+
+
+def shuffle_features(rows: Sequence[Row]) -> list[Row]:
+    """The rows with each text's features in a random order: a head then knows the tokens only."""
+    generator = torch.Generator().manual_seed(0)
+    shuffled = []
+    for tokens, counts, features in rows:
+        order = torch.randperm(len(tokens), generator=generator)
+        shuffled.append((tokens, counts, features[order]))
+    return shuffled
+
+
+def make_agreement_cells(lines: Mapping[str, Agreement]) -> list[dict[str, str]]:
+    """Table rows of the shares by draft step. lines: agreement by the inputs of the head."""
+    cells = []
+    for inputs, agreement in lines.items():
+        row = {"inputs": inputs}
+        for step, share in enumerate(agreement.shares.mean(0).tolist(), 1):
+            row[f"step {step}"] = f"{share:.1%}"
+        cells.append(row)
+    return cells
 
 
 NOTE = (
@@ -121,52 +164,69 @@ NOTE = (
 
 
 @torch.no_grad()
-def agreeing(spec: Spec, rows: Sequence[Row]) -> Tensor:
-    """[completions, D, 2]: the share of drafts that are the target's token, and the mean log q of that token."""
+def agreeing(spec: Spec, rows: Sequence[Row]) -> Agreement:
+    """Measure how often the drafts of the spec's head are the target's most likely token. rows: of C completions."""
     head = spec.head
     target = spec.target
-    found = list[Tensor]()
     assert head
-    for tokens, counts, known in rows:
-        features, last = target.parted(known, head.aux_layers)
-        wanted = target.output_logits(last).argmax(-1)
-        steps = list[Tensor]()
-        for d, logits in enumerate(
-            rollout(head, target, tokens, features, draft_steps(head, DEPTH)), 1
-        ):
+    depth = draft_steps(head, DEPTH)
+    shares = list[Tensor]()
+    log_q = list[Tensor]()
+    for tokens, counts, all_features in rows:
+        features, last = target.parted(all_features, head.aux_layers)
+        target_tokens = target.output_logits(last).argmax(-1)
+        for d, logits in enumerate(rollout(head, target, tokens, features, depth), 1):
             chosen = counts[d + 1 : d + 1 + len(logits)].nonzero().squeeze(1)
-            own = logits[chosen].log_softmax(-1)
-            token = wanted[chosen + d, None]
-            both = own.argmax(-1, keepdim=True) == token, own.gather(1, token).clamp(min=LEAST)
-            steps.append(torch.cat(both, 1).double().mean(0))
-        found.append(torch.stack(steps))
-    return torch.stack(found).cpu()
+            log_probs = logits[chosen].log_softmax(-1)
+            wanted = target_tokens[chosen + d, None]
+            agrees = log_probs.argmax(-1, keepdim=True) == wanted
+            shares.append(agrees.double().mean())
+            log_q.append(log_probs.gather(1, wanted).clamp(min=LEAST).double().mean())
+    return Agreement(
+        torch.stack(shares).view(len(rows), -1).cpu(), torch.stack(log_q).view(len(rows), -1).cpu()
+    )
 
 
 def causes(
-    own: Tensor, tried: Sequence[tuple[Trial, Tensor]], lost: Tensor, first: "FirstStep"
+    agreement: Agreement, tried: Sequence[TriedFault], blind: Agreement, first: "FirstStep"
 ) -> Iterator[str]:
-    """The fault that figures show, if any. own, lost, those of trials: `agreeing` [completions, D, 2]."""
+    """Name the faults that figures show, if any.
+
+    Args:
+        agreement: of the head as it is.
+        tried: with each usual fault undone.
+        blind: with features of other positions, which say nothing.
+        first: figures of the first drafts.
+    """
     # 1. The change that helps most. Log q is less noisy than agreement, so that says whether it is certain.
-    mean = float(own[..., 0].mean())
-    blind = float(lost[..., 0].mean())
-    gains = [(rates - own).mean(1) for _, rates in tried]
-    best = max(range(len(tried)), key=lambda i: float(gains[i][:, 0].mean()))
-    gain, likelier = gains[best].mean(0).tolist()
-    error = float(gains[best][:, 1].std()) / len(own) ** 0.5
-    certain = gain > HELPS and likelier > CERTAIN * error
+    share = float(agreement.shares.mean())
+    blind_share = float(blind.shares.mean())
+
+    def measure_gain(one: TriedFault) -> float:
+        return float((one.agreement.shares - agreement.shares).mean())
+
+    best = max(tried, key=measure_gain)
+    gain = measure_gain(best)
+    log_q_gains = (best.agreement.log_q - agreement.log_q).mean(1)  # by completion
+    error = float(log_q_gains.std()) / len(log_q_gains) ** 0.5
+    is_certain = gain > HELPS and float(log_q_gains.mean()) > CERTAIN * error
+    certain_gain = gain if is_certain else 0.0
 
     # 2. A head of another target is sure of itself and wrong, and no change mends that.
-    astray = first.claimed > ASTRAY * first.right and first.claimed - first.right > 2 * gain
-    if mean + gain * certain < blind + BLIND or astray:
+    is_overconfident = first.claimed > ASTRAY * first.right
+    is_astray = is_overconfident and first.claimed - first.right > 2 * gain
+    if share + certain_gain < blind_share + BLIND or is_astray:
         yield (
             f"Another target's weights, or an untrained head: it is {first.claimed:.1%} sure of its first "
             f"drafts, and {first.right:.1%} of them agree. Was it trained on this very checkpoint?"
         )
         return
-    if certain:
-        fault, change = tried[best][0][:2]
-        yield f"{fault}: {mean + gain:.1%} of the drafts agree with {change}, {mean:.1%} as it is."
+
+    # 3. A fault, or too little training.
+    if is_certain:
+        fault = best.trial.fault
+        change = best.trial.change
+        yield f"{fault}: {share + gain:.1%} of the drafts agree with {change}, {share:.1%} as it is."
     if first.right_where_sure < LEARNT and gain < EXPLAINS:
         yield (
             f"Little trained: where the target is at least {SURE:.0%} sure, {first.right_where_sure:.1%} of the "
@@ -175,11 +235,13 @@ def causes(
         )
 
 
-class FirstStep(NamedTuple):
-    """What the first drafts show. claimed: the head's largest probability, on average.
+@dataclass(frozen=True)
+class FirstStep:
+    """Figures of the first drafts.
 
-    bins: by the target's largest probability. right, right_where_sure: agreement, and where the
-    target is sure. sharper: accepted drafts of sharper logits, over those of the calibration.
+    bins: cells by the target's largest probability. claimed: the head's largest probability, on average. right,
+    right_where_sure: agreement, and where the target is sure. sharper: accepted drafts of sharper logits, over those of
+    the calibration.
     """
 
     bins: list[dict[str, str]]
@@ -189,35 +251,82 @@ class FirstStep(NamedTuple):
     sharper: float
 
 
+@dataclass(frozen=True)
+class FirstDrafts:
+    """The first drafts at n positions; each is [n].
+
+    target_top, head_top: the largest probability of target and head. agrees: 1 where both have the same most likely
+    token, else 0. accepted, accepted_sharper: Pr(a draft is accepted) at temperature 1, as calibrated and sharper.
+    """
+
+    target_top: Tensor
+    head_top: Tensor
+    agrees: Tensor
+    accepted: Tensor
+    accepted_sharper: Tensor
+
+    @classmethod
+    def concat(cls, parts: Sequence["FirstDrafts"]) -> "FirstDrafts":
+        """The positions of all parts, one part after another."""
+        return cls(
+            target_top=torch.cat([part.target_top for part in parts]),
+            head_top=torch.cat([part.head_top for part in parts]),
+            agrees=torch.cat([part.agrees for part in parts]),
+            accepted=torch.cat([part.accepted for part in parts]),
+            accepted_sharper=torch.cat([part.accepted_sharper for part in parts]),
+        )
+
+
 def first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) -> FirstStep:
-    """The first drafts on rows. sharpness: the factors of a calibration."""
-    # 1. By position: the largest probability of both, whether they agree, what is accepted as it is and sharper.
+    """Measure the first drafts on rows. sharpness: the factors of a calibration."""
+    # 1. By position.
     params = SamplingParams(1.0)
-    known = (sharpness or (1.0,))[0]
+    calibrated_factor = sharpness[0] if sharpness else 1.0
     head = spec.head
     assert head is not None
-    (factor,) = sharpest(head, spec.target, rows, (1, ALL))
-    columns = list[Tensor]()
+    (sharpest_factor,) = sharpest(head, spec.target, rows, (1, ALL))
+    parts = list[FirstDrafts]()
     for step in drafted(head, spec.target, rows, (1, ALL)):
         p = probs(step.target[step.chosen], params)
         logits = step.draft[step.chosen]
-        q, calibrated, sharp = (probs(logits * x, params) for x in (1.0, known, factor))
-        same = (q.argmax(-1) == p.argmax(-1)).float()
-        overlaps = (torch.minimum(p, x).sum(-1) for x in (calibrated, sharp))
-        columns.append(torch.stack([p.amax(-1), q.amax(-1), same, *overlaps]))
-    top, own, same, accepted, sharper = torch.cat(columns, 1)
+        q = probs(logits, params)
+        calibrated = probs(logits * calibrated_factor, params)
+        sharp = probs(logits * sharpest_factor, params)
+        part = FirstDrafts(
+            target_top=p.amax(-1),
+            head_top=q.amax(-1),
+            agrees=(q.argmax(-1) == p.argmax(-1)).to(p.dtype),
+            accepted=torch.minimum(p, calibrated).sum(-1),
+            accepted_sharper=torch.minimum(p, sharp).sum(-1),
+        )
+        parts.append(part)
+    drafts = FirstDrafts.concat(parts)
 
-    # 2. By the target's largest probability.
-    bins = []
+    # 2. In all, and where the target is sure.
+    agrees_where_sure = drafts.agrees[drafts.target_top >= SURE]
+    if len(agrees_where_sure) == 0:
+        agrees_where_sure = drafts.agrees
+    return FirstStep(
+        bins=make_certainty_cells(drafts),
+        claimed=float(drafts.head_top.mean()),
+        right=float(drafts.agrees.mean()),
+        right_where_sure=float(agrees_where_sure.mean()),
+        sharper=float(drafts.accepted_sharper.mean() / drafts.accepted.mean()),
+    )
+
+
+def make_certainty_cells(drafts: FirstDrafts) -> list[dict[str, str]]:
+    """Table rows of the first drafts by the target's largest probability."""
+    rows = []
     for low, high in ((0, 0.5), (0.5, SURE), (SURE, 1.01)):
-        if (here := (top >= low) & (top < high)).any():
-            bins.append({
+        here = (drafts.target_top >= low) & (drafts.target_top < high)
+        if here.any():
+            row = {
                 "probability": f"{low:g} to {min(high, 1):g}",
                 "positions": f"{here.float().mean():.1%}",
-                "agreement": f"{same[here].mean():.1%}",
-                "the head's own probability": f"{own[here].mean():.1%}",
-                "accepted at temperature 1": f"{accepted[here].mean():.1%}",
-            })  # fmt: skip
-    right = same[top >= SURE] if (top >= SURE).any() else same
-    rates = own.mean(), same.mean(), right.mean(), sharper.mean() / accepted.mean()
-    return FirstStep(bins, *map(float, rates))
+                "agreement": f"{drafts.agrees[here].mean():.1%}",
+                "the head's own probability": f"{drafts.head_top[here].mean():.1%}",
+                "accepted at temperature 1": f"{drafts.accepted[here].mean():.1%}",
+            }
+            rows.append(row)
+    return rows

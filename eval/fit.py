@@ -46,8 +46,8 @@ def calibrate_head(config: CalibrateConfig, report: Report = silent) -> tuple[Pa
     # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
     if config.draft_vocab:
         spec = load_models(config, None, file, report)
-        whole = passages_of(replace(config, limit=None), spec, report)
-        counted = [one.tokens[one.counts] for one in whole]
+        passages = passages_of(replace(config, limit=None), spec, report)
+        counted = [passage.tokens[passage.counts] for passage in passages]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
 

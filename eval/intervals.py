@@ -23,7 +23,7 @@ class Figure(TypedDict):
 
 
 def leave_one_out(questions: int) -> Array:
-    """[1 + Q, Q] weights of questions: all of them, for the value, then all but each one.
+    """Make the weights [1 + Q, Q] of the jackknife: all questions, for the value, then all but each one.
 
     Three questions:
 
@@ -36,7 +36,7 @@ def leave_one_out(questions: int) -> Array:
 
 
 def interval(samples: Array, most: float = math.inf) -> Figure:
-    """The value and its 95 % interval over questions: the jackknife's error by Student's t.
+    """Compute a value's 95 % interval over questions: the jackknife's error by Student's t.
 
     The values without each question spread Q - 1 times less than values of other questions would, so the
     squared error is (Q - 1) / Q times the sum of their squared distances from their mean (Tukey 1958). With
@@ -52,9 +52,8 @@ def interval(samples: Array, most: float = math.inf) -> Figure:
     questions = len(without)
     if not math.isfinite(value):
         return {"value": None, "low": None, "high": None}
-    if not np.isfinite(without).all() or not np.ptp(
-        without
-    ):  # one question alone, or nothing varies
+    varies = np.isfinite(without).all() and np.ptp(without) > 0  # not with a single question
+    if not varies:
         return {"value": value, "low": None, "high": None}
     squares = float(np.square(without - without.mean()).sum())
     error = math.sqrt(squares * (questions - 1) / questions)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, final
 
+from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.questions import Question, digest_of
@@ -41,8 +42,10 @@ class Ledger:
     def __init__(self, out: Path, rank: int = 0) -> None:
         self.file = place_of(out, rank) / FILE
         self.entries, self.length = read(self.file)
-        for file in () if rank else sorted(out.glob(f"process-*/{FILE}")):
-            self.entries += read(file)[0]
+        if rank == 0:
+            for file in sorted(out.glob(f"process-*/{FILE}")):
+                entries, _ = read(file)
+                self.entries += entries
 
     def of(self, kind: str) -> list[Any]:
         """The entries of a kind, the earliest first."""
@@ -66,11 +69,13 @@ class Ledger:
 
 def place_of(out: Path, rank: int) -> Path:
     """The folder that a process writes its ledger into."""
-    return out / f"process-{rank}" if rank else out
+    if rank == 0:
+        return out
+    return out / f"process-{rank}"
 
 
 def read(file: Path) -> tuple[list[Entry], int]:
-    """(entries of a file, length of its content without a damaged end); none without the file."""
+    """Read the entries of a file, and the length of its content without a damaged end; nothing without the file."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -90,32 +95,41 @@ def read(file: Path) -> tuple[list[Entry], int]:
 
 
 def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -> Entry:
-    """The head before the models are loaded.
+    """Build the head of the ledger before the models are loaded.
 
     Its field `same` has what must not change. Contestants are named after the last part of the
     target's path; target and drafters are compared by content, so they may be moved.
     """
     options = asdict(config)
-    free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
-    same = {name: x for name, x in options.items() if name not in free} | {
-        "target": PurePath(config.target).name,
-        "processes": processes,
-        "the questions": digest_of(questions),
-    }
+    may_change = {"head", *CHANGE_NO_COMPLETION}
+    if config.dtype == "auto":
+        may_change.add("dtype")
+    same: Entry = {name: value for name, value in options.items() if name not in may_change}
+    same["target"] = PurePath(config.target).name
+    same["processes"] = processes
+    same["the questions"] = digest_of(questions)
     return {"format": FORMAT, "options": options, "processes": processes, "same": same}
 
 
 def models_of(config: EvalConfig) -> dict[str, str]:
-    """The identities of the target and of each drafter's models.
+    """Identify the target and each drafter's models by their files.
 
     That of a suffix cache is not its completions', which may grow.
     """
-    found = {"the target's files": target_identity(config.target, config.placement)}
+    identity_by_name = {"the target's files": target_identity(config.target, config.placement)}
     for number, drafter in enumerate(drafters_of(config), 1):
-        own: list[str] = []
+        identities: list[str] = []
         for spec in drafter.members:
-            there = spec.kind.name != "suffix" and spec.place and Path(spec.place).exists()
-            if spec.kind.is_head or spec.kind.name == "model" or there:
-                own.append(identity_of(spec.place))
-        found[f"the files of drafter {number}"] = " ".join(own)
-    return found
+            if has_model(spec):
+                identities.append(identity_of(spec.place))
+        identity_by_name[f"the files of drafter {number}"] = " ".join(identities)
+    return identity_by_name
+
+
+def has_model(drafter: DrafterSpec) -> bool:
+    """Whether a drafter is a model in files."""
+    if drafter.kind.is_head or drafter.kind.name == "model":
+        return True
+    if drafter.kind.name == "suffix" or not drafter.place:
+        return False
+    return Path(drafter.place).exists()

@@ -27,14 +27,24 @@ from treespec.model.weights import load_config, load_model
 def peer_answerers(
     chosen: Sequence[Contestant], config: EvalConfig, target: Target
 ) -> dict[Contestant, Answerer]:
-    """What answers for each peer. Raises InputError for models that do not load, and silent servers."""
-    servers = [one for one in chosen if one.peer and one.peer != TRANSFORMERS]
-    answerers: dict[Contestant, Answerer] = {one: Server(one, config).answer for one in servers}
-    stock = [one for one in chosen if one.peer == TRANSFORMERS]
+    """Make what answers for each peer. Raises InputError for models that do not load, and silent servers."""
+    # 1. Servers.
+    answerers = dict[Contestant, Answerer]()
+    stock = []
+    for system in chosen:
+        if system.peer == TRANSFORMERS:
+            stock.append(system)
+        elif system.peer:
+            answerers[system] = Server(system, config).answer
+
+    # 2. transformers, which loads the models once.
     if stock:
-        assistant = load_assistant(config, target) if config.assistant else None
+        assistant = None
+        if config.assistant:
+            assistant = load_assistant(config, target)
         model = load_stock(config)
-        answerers |= {one: Stock(model, assistant, target, one, config).answer for one in stock}
+        for system in stock:
+            answerers[system] = Stock(model, assistant, target, system, config).answer
     return answerers
 
 
@@ -49,13 +59,13 @@ def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
     Raises InputError if it cannot be loaded.
     """
     path = str(config.assistant)
-    how = Placement(trust_remote_code=config.trust_remote_code)
+    placement = Placement(trust_remote_code=config.trust_remote_code)
     try:
-        if is_dflash(load_config(path, how)):
+        if is_dflash(load_config(path, placement)):
             with loading(path):
-                model = AutoModel.from_pretrained(path, **how.options).eval()
+                model = AutoModel.from_pretrained(path, **placement.options).eval()
         else:
-            model = load_model(path, how)
+            model = load_model(path, placement)
         model.requires_grad_(False)
     except InputError as error:
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
@@ -72,13 +82,15 @@ def is_dflash(config: PreTrainedConfig) -> bool:
 def plain_tokens(
     model: PreTrainedModel, prompt: list[int], fields: Mapping[str, object], **more: Any
 ) -> list[list[int]]:
-    """New tokens of `model.generate` with these settings and none of the model's own; by default greedy.
+    """Generate new tokens by `model.generate` with these settings and none of the model's own; by default greedy.
 
     fields: of a `GenerationConfig`. more: further arguments of `generate`.
     """
     # transformers fills gaps from the model's own generation config: empty that one
-    sampled = {"top_k": 0} if fields.get("do_sample") else {}  # transformers' default is 50
-    settings = GenerationConfig(**{"pad_token_id": 0, "do_sample": False} | sampled | dict(fields))
+    options: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
+    if fields.get("do_sample"):
+        options["top_k"] = 0  # transformers' default is 50
+    settings = GenerationConfig(**options | dict(fields))
     models_own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -100,24 +112,33 @@ class Stock:
         model: PreTrainedModel,
         assistant: PreTrainedModel | None,
         target: Target,
-        one: Contestant,
+        system: Contestant,
         config: EvalConfig,
     ) -> None:
         self.model = model
         self.tokenizer = target.tokenizer
         self.eos = target.eos
-        self.method: dict[str, Any] = {**METHODS[one.method]}
-        if one.method == EARLY_EXIT:
+        self.method: dict[str, Any] = {**METHODS[system.method]}
+        if system.method == EARLY_EXIT:
             self.method["assistant_early_exit"] = len(target.stack) // 2
-        if one.method == ASSISTED and assistant:
+        if system.method == ASSISTED and assistant:
             self.method["assistant_model"] = assistant
             if is_dflash(assistant.config):
                 self.method["speculation_type"] = "dflash"
             elif assistant.config.vocab_size != model.config.vocab_size:  # "universal"
-                own = load_tokenizer(str(config.assistant), config.placement)
-                self.method |= {"tokenizer": self.tokenizer, "assistant_tokenizer": own}
-        sampling = {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}
-        self.sampling: dict[str, Any] = {"do_sample": True, **sampling} if one.temperature else {}
+                assistant_tokenizer = load_tokenizer(str(config.assistant), config.placement)
+                self.method |= {
+                    "tokenizer": self.tokenizer,
+                    "assistant_tokenizer": assistant_tokenizer,
+                }
+        self.sampling: dict[str, Any] = {}
+        if system.temperature:
+            self.sampling = {
+                "do_sample": True,
+                "temperature": system.temperature,
+                "top_k": config.top_k,
+                "top_p": config.top_p,
+            }
 
     def answer(self, asks: Sequence[Ask]) -> list[Output]:
         assert self.tokenizer
@@ -176,5 +197,6 @@ class Server:
         prompt = reply.usage["prompt_tokens"]
         new = reply.usage["completion_tokens"]
         stats = Stats(prompt_tokens=prompt, new_tokens=new, truncated=reply.cut)
-        stats.seconds |= {"total": reply.seconds, "first": (reply.times or [0.0])[0]}
+        stats.seconds["total"] = reply.seconds
+        stats.seconds["first"] = reply.times[0] if reply.times else 0.0
         return Output(reply.text, [], stats)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from treespec.errors import InputError
 from treespec.eval.suites import SUITES, suite
@@ -20,12 +20,14 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without dollar signs and commas between thousands.
+    """Find the last number in a text, without dollar signs and commas between thousands.
 
     As the `flexible-extract` filter of lm-evaluation-harness for GSM8K.
     """
     numbers = NUMBER.findall(text)
-    return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
+    if not numbers:
+        return None
+    return Decimal(re.sub(r"[$,]", "", numbers[-1]))
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,40 @@ class Question:
 
     def right(self, text: str) -> bool | None:
         """Whether a completion is right: 18, 18.00 and $18 are the same. None: nobody knows."""
-        return None if self.number is None else last_number(text) == last_number(self.number)
+        if self.number is None:
+            return None
+        return last_number(text) == last_number(self.number)
 
 
 def load_questions(
     spec: str = "builtin", categories: Collection[str] = ()
 ) -> tuple[list[Question], list[str]]:
-    """The questions of `builtin`, of a suite or of a JSONL file, which is read once: it may be a pipe.
+    """Load questions.
 
-    categories: keep the questions of these alone; default: all. Of Spec-Bench its tasks count too.
-    Returns (questions, what is wrong with the lines left out). Raises InputError for a file that
-    cannot be read or has no question, for a category that it lacks, and for a failed download.
+    Args:
+        spec: `builtin`, the name of a suite, or a JSONL file, which is read once: it may be a pipe.
+        categories: keep only the questions of these categories; default: all. Spec-Bench's tasks count too.
+
+    Returns:
+        The questions, and what is wrong with each line that was left out.
+
+    Raises:
+        InputError: a file that cannot be read or has no question, a category that it lacks, or a failed download.
     """
-    # 1. The question of each line, or what is wrong with it.
-    content = _content(spec).removeprefix(b"\xef\xbb\xbf")
+    questions, problems = parse_questions(_content(spec), Path(spec).name)
+    if not questions:
+        reason = "; ".join(problems[:3]) or "the file is empty"
+        raise InputError(f"no question in {spec}: {reason}")
+    if categories:
+        questions = choose_categories(questions, categories, spec)
+    return questions, problems
+
+
+def parse_questions(content: bytes, name: str) -> tuple[list[Question], list[str]]:
+    """Parse the questions of JSONL, and tell what is wrong with its other lines. name: of the file."""
     questions: dict[int | str, Question] = {}
     problems = []
-    for number, line in enumerate(content.split(b"\n"), 1):
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -73,64 +92,84 @@ def load_questions(
                 raise ValueError(f"question_id {question.question_id!r} appears a second time")
             questions[question.question_id] = question
         except (ValueError, RecursionError) as error:
-            problems.append(f"{Path(spec).name}:{number}: {error}")
-    if not questions:
-        raise InputError(f"no question in {spec}: {'; '.join(problems[:3]) or 'the file is empty'}")
+            problems.append(f"{name}:{number}: {error}")
+    return list(questions.values()), problems
 
-    # 2. Those of the categories.
-    names = {*categories}
-    every = questions.values()
-    there = dict.fromkeys(question.group for question in every)
-    for name in names - {*there} - {question.category for question in every}:
-        raise InputError(
-            f"{spec} has no category {name!r}{nearest(name, there)}: {', '.join(there)}"
-        )
-    return [q for q in every if not names or names & {q.category, q.group}], problems
+
+def choose_categories(
+    questions: Sequence[Question], categories: Collection[str], spec: str
+) -> list[Question]:
+    """Keep the questions of some categories or tasks. Raises InputError for one that `spec` lacks."""
+    groups = dict.fromkeys(question.group for question in questions)
+    known_names = set(groups) | {question.category for question in questions}
+    for name in categories:
+        if name not in known_names:
+            raise InputError(
+                f"{spec} has no category {name!r}{nearest(name, groups)}: {', '.join(groups)}"
+            )
+    chosen = []
+    for question in questions:
+        if question.category in categories or question.group in categories:
+            chosen.append(question)
+    return chosen
 
 
 def digest_of(questions: Sequence[Question]) -> str:
-    """A SHA-256 of what is asked."""
-    return hashlib.sha256(json.dumps([*map(astuple, questions)]).encode()).hexdigest()
+    """The SHA-256 of all questions, which changes where one of them does."""
+    return hashlib.sha256(json.dumps(list(map(astuple, questions))).encode()).hexdigest()
 
 
 def first_of_each(questions: Sequence[Question], count: int | None) -> list[Question]:
-    """The first `count` questions of each category, of Spec-Bench each task; all for None."""
-    seen: Counter[str] = Counter()
+    """Keep the first `count` questions of each category, or task of Spec-Bench; None keeps all."""
+    counts: Counter[str] = Counter()
     chosen = []
     for question in questions:
-        seen[question.group] += 1
-        if count is None or seen[question.group] <= count:
+        counts[question.group] += 1
+        if count is None or counts[question.group] <= count:
             chosen.append(question)
     return chosen
 
 
 def _content(spec: str) -> bytes:
-    """JSONL of a name or a file. Raises InputError for anything else."""
+    """Read the JSONL of a name or a file. Raises InputError for anything else."""
     if spec in SUITES:
         return suite(spec)
-    path = BUILTIN if spec == "builtin" else Path(spec)
+    path = Path(spec)
+    if spec == "builtin":
+        path = BUILTIN
     try:
         return path.read_bytes()
     except OSError as error:
+        choices = either([*QUESTIONS, "a JSONL file"])
         raise InputError(
-            f"cannot read questions from {spec}: {error.strerror}{nearest(spec, QUESTIONS)}; give "
-            f"{either([*QUESTIONS, 'a JSONL file'])}"
+            f"cannot read questions from {spec}: {error.strerror}{nearest(spec, QUESTIONS)}; give {choices}"
         ) from error
 
 
 def _question(line: bytes) -> Question:
-    """Raises ValueError for a line that holds no question."""
+    """Parse the question of a line. Raises ValueError for a line that holds none."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    question_id, turns, number = (fields.get(name) for name in ("question_id", "turns", "number"))
+    question_id = fields.get("question_id")
     if not isinstance(question_id, int | str):
         raise ValueError("no `question_id`, a number or a text")
-    words: list[Any] = turns if isinstance(turns, list) and turns else [None]
-    if not all(isinstance(turn, str) and turn.strip() for turn in words):
+    turns = fields.get("turns")
+    if not has_texts(turns):
         raise ValueError("no `turns`, a list of texts that are not empty")
-    "".join(words).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
-    if number is not None and last_number(number := str(number)) is None:
-        raise ValueError(f"`number` holds no number: {number!r}")
-    category, task = (str(fields.get(*field)) for field in (("category", "general"), ("task", "")))
-    return Question(question_id, category, tuple(words), task, number)
+    "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
+    number = fields.get("number")
+    if number is not None:
+        number = str(number)
+        if last_number(number) is None:
+            raise ValueError(f"`number` holds no number: {number!r}")
+    category = str(fields.get("category", "general"))
+    task = str(fields.get("task", ""))
+    return Question(question_id, category, tuple(turns), task, number)
+
+
+def has_texts(turns: object) -> TypeGuard[list[str]]:
+    """Whether an object is a list of texts that is not empty and has no blank text."""
+    if not isinstance(turns, list) or not turns:
+        return False
+    return all(isinstance(turn, str) and turn.strip() for turn in turns)

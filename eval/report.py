@@ -4,6 +4,7 @@ The page is one file that loads nothing from elsewhere. Jinja escapes whatever i
 model's text and no name becomes markup.
 """
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +36,17 @@ class Table:
     @property
     def columns(self) -> dict[str, list[str]]:
         """The printable name of each column and its cells; empty columns are left out."""
-        names = dict.fromkeys([*self.labels, *chain.from_iterable(self.rows)])
-        cells = {name: [shown(row.get(name)) for row in self.rows] for name in names}
-        return {name: [shown(name), *own] for name, own in cells.items() if any(own)}
+        columns = {}
+        for name in dict.fromkeys(chain(self.labels, *self.rows)):
+            cells = [shown(row.get(name)) for row in self.rows]
+            if any(cells):
+                columns[name] = [shown(name), *cells]
+        return columns
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over one number, which a page draws. lines: by name the (place, figure) of each point, in order."""
+    """Lines over one number, drawn on a page. along: its name. lines: the points (place, figure) in order, by name."""
 
     title: str
     along: str
@@ -51,14 +55,17 @@ class Plot:
     @property
     def ends(self) -> tuple[float, float, float, float]:
         """The least and largest place, and the least and largest value."""
-        points = list(chain.from_iterable(self.lines.values()))
-        places, values = zip(*((x, y["value"]) for x, y in points), strict=True)
+        places: list[float] = []
+        values: list[Any] = []
+        for place, figure in chain.from_iterable(self.lines.values()):
+            places.append(place)
+            values.append(figure["value"])
         return min(places), max(places), min(values), max(values)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a command measured. notes: how to read the tables. verdict: what follows from them."""
+    """The results of a command. notes: how to read the tables. verdict: the conclusions, a sentence each."""
 
     tables: Sequence[Table]
     notes: Sequence[str]
@@ -67,55 +74,76 @@ class Report:
 
 
 def markdown(report: Report, width: int | None = None) -> str:
-    """The whole report as Markdown, whose tables have aligned columns in the source too.
+    """Render the whole report as Markdown; the columns of its tables are aligned in the source too.
 
-    width: of a terminal: a wider table is cut between columns, each part with the labels.
+    width: columns of a terminal; a wider table is cut between columns, each part with the labels.
     """
-    parts = [
-        "\n".join([f"## {shown(table.title)}", *lines])
-        for table in report.tables
-        if (lines := markdown_lines(table, width))
-    ]
-    prose = {"": report.notes, "## Verdict\n\n": report.verdict}
-    parts += [title + "\n".join(map(item, lines)) for title, lines in prose.items() if lines]
+    parts = []
+    for table in report.tables:
+        lines = markdown_lines(table, width)
+        if lines:
+            parts.append("\n".join([f"## {shown(table.title)}", *lines]))
+    if report.notes:
+        parts.append("\n".join(map(item, report.notes)))
+    if report.verdict:
+        parts.append("## Verdict\n\n" + "\n".join(map(item, report.verdict)))
     return "\n\n".join(parts) + "\n"
 
 
 def markdown_lines(table: Table, width: int | None = None) -> list[str]:
-    """The table as lines of Markdown, an empty one first: labels to the left, figures to the right."""
+    """Render a table as lines of Markdown, an empty one first: labels to the left, figures to the right."""
     # 1. Columns whose cells are equally wide.
-    aligned: dict[str, list[str]] = {}
-    for name, column in table.columns.items():
-        cells = [cell.replace("|", "\\|") for cell in column]
-        left = name in table.labels
-        widest = max(2, *map(cell_len, cells))
-        gaps = [" " * (widest - cell_len(cell)) for cell in cells]
-        lines = [c + gap if left else gap + c for c, gap in zip(cells, gaps, strict=True)]
-        aligned[name] = [lines[0], "-" * (widest - 1) + ("-" if left else ":"), *lines[1:]]
+    labels = []
+    others = []
+    for name, cells in table.columns.items():
+        if name in table.labels:
+            labels.append(align_column(cells, to_left=True))
+        else:
+            others.append(align_column(cells, to_left=False))
 
     # 2. As many of them as fit, with the labels.
-    labels = [own for name, own in aligned.items() if name in table.labels]
-    parts = [[*labels]]
-    for name, own in aligned.items():
-        if name not in table.labels:
-            room = sum(3 + cell_len(lines[0]) for lines in [*parts[-1], own])
-            if width and room >= width and len(parts[-1]) > len(labels):
-                parts.append([*labels])
-            parts[-1].append(own)
     lines = []
-    for part in parts:
-        rows = [f"| {' | '.join(cells)} |" for cells in zip(*part, strict=True)]
-        lines += ["", *rows] if rows else []
+    for columns in split_columns(labels, others, width):
+        if columns:
+            lines.append("")
+            for row in zip(*columns, strict=True):
+                lines.append(f"| {' | '.join(row)} |")
     return lines
 
 
+def align_column(cells: Sequence[str], to_left: bool) -> list[str]:
+    """Pad a column's name and cells to one width, and put Markdown's rule between them."""
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    widest = max(2, max(map(cell_len, escaped)))
+    lines = []
+    for cell in escaped:
+        gap = " " * (widest - cell_len(cell))
+        lines.append(cell + gap if to_left else gap + cell)
+    rule = "-" * widest if to_left else "-" * (widest - 1) + ":"
+    lines.insert(1, rule)
+    return lines
+
+
+def split_columns(
+    labels: Sequence[list[str]], others: Sequence[list[str]], width: int | None
+) -> list[list[list[str]]]:
+    """Cut a table's columns into parts that are narrower than `width`; None does not cut. Each part has all labels."""
+    parts = [list(labels)]
+    for column in others:
+        room = sum(3 + cell_len(lines[0]) for lines in [*parts[-1], column])
+        if width and room >= width and len(parts[-1]) > len(labels):
+            parts.append(list(labels))
+        parts[-1].append(column)
+    return parts
+
+
 def page(report: Report, title: str, subtitle: str = "", setup: Sequence[tuple] = ()) -> str:
-    """The report as a page of HTML. setup: pairs of what the figures depend on, and its value."""
+    """Render the report as a page of HTML. setup: (name, value) of each thing that the figures depend on."""
     return filled_in("page.html", report=report, title=title, subtitle=subtitle, setup=setup)
 
 
 def filled_in(template: str, **values: Any) -> str:
-    """A template of this folder with its values."""
+    """Fill a template of this folder with values."""
     environment = Environment(
         loader=PackageLoader("treespec.eval", "."),
         autoescape=select_autoescape(["html"]),
@@ -128,36 +156,40 @@ def filled_in(template: str, **values: Any) -> str:
 
 
 def notes(template: str, **values: Any) -> list[str]:
-    """The paragraphs of a filled-in template, each on one line."""
+    """Fill a template with values and list its paragraphs, each on one line."""
     paragraphs = filled_in(template, **values).split("\n\n")
     return [" ".join(note.split()) for note in paragraphs if note.strip()]
 
 
 def item(text: str) -> str:
-    """A list item of Markdown, wrapped between words."""
+    """Make a list item of Markdown, wrapped between words."""
     wrapper = textwrap.TextWrapper(PROSE, "- ", "  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.fill(shown(text))
 
 
 def percent(figure: Figure) -> Figure:
-    """A share in percent."""
-    ends: Any = {name: x and 100 * x for name, x in dict[str, Any](figure).items()}
+    """Turn a share into percent."""
+    ends: Any = dict(figure)
+    for name, value in ends.items():
+        if value is not None:
+            ends[name] = 100 * value
     return ends
 
 
 def shown(cell: Cell) -> str:
-    """A text on one line, without control codes: names of files and categories may hold any.
+    """Print a cell on one line, without control codes: names of files and categories may hold any.
 
-    Of a figure its value and 95 % interval: 1.49 (1.32–1.61); 10 and more with one digit. "" for
-    None.
+    A figure becomes its value and 95 % interval, 1.49 (1.32–1.61), with one digit from 10 on; None becomes "".
     """
     if isinstance(cell, str):
-        return one_line("".join(" " if c.isspace() else c for c in cell))
+        return one_line(re.sub(r"\s", " ", cell))
     if cell is None or cell["value"] is None:
         return ""
     low = cell["low"]
     high = cell["high"]
     digits = 1 if abs(cell["value"]) >= 10 else 2
-    limits = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
-    return f"{cell['value']:.{digits}f}{limits}"
+    text = f"{cell['value']:.{digits}f}"
+    if low is not None and high is not None:
+        text += f" ({low:.{digits}f}–{high:.{digits}f})"
+    return text

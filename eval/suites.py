@@ -49,7 +49,9 @@ class Suite:
 
 def objects(content: bytes) -> Iterator[dict[str, Any]]:
     """The objects of a published file, one a line."""
-    return (json.loads(line) for line in content.split(b"\n") if line.strip())
+    for line in content.split(b"\n"):
+        if line.strip():
+            yield json.loads(line)
 
 
 def spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
@@ -62,7 +64,8 @@ def spec_bench(content: bytes) -> Iterator[dict[str, Any]]:
         if line["category"] in MT_BENCH:
             line["task"] = "mt_bench"
         if line["category"] == "math_reasoning":  # problems of GSM8K
-            line["number"] = after_hashes(*line["reference"])
+            [answer] = line["reference"]
+            line["number"] = after_hashes(answer)
         yield line
 
 
@@ -146,13 +149,13 @@ SUITES = {
 
 def suite(name: str) -> bytes:
     """A suite's questions as JSONL. Raises InputError, in one line, where they cannot be had."""
-    known = SUITES[name]
-    path = cache_folder() / "questions" / known.file
+    known_suite = SUITES[name]
+    path = cache_folder() / "questions" / known_suite.file
     try:
-        content = kept(path, known.sha256, known.places)
+        content = kept(path, known_suite.sha256, known_suite.places)
     except InputError as error:
         raise InputError(
             f"{name} is not in the cache and cannot be fetched: {error}, or give other questions "
             "with --questions FILE or --questions builtin"
         ) from error
-    return "\n".join(map(json.dumps, known.lines(content))).encode()
+    return "\n".join(map(json.dumps, known_suite.lines(content))).encode()

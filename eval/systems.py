@@ -1,10 +1,10 @@
-"""Who answers the questions of an evaluation, and when: one-token decoding, drafters, and peers.
+"""The systems that an evaluation compares, and when each is asked: one-token decoding, drafters, and peers.
 
 It loads no torch, so that names that do not fit each other are refused at once.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
@@ -73,130 +73,193 @@ Plan = list[tuple[list[Question], Contestant]]  # questions asked together, and 
 
 
 def contestants(config: EvalConfig) -> list[Contestant]:
-    """At each temperature and batch size: the baseline, twice; every pair that fits; the peers.
+    """List who answers, at each temperature and batch size: the baseline, twice; every pair that fits; the peers.
 
     transformers' methods complete one prompt at a time. Raises InputError for a bad list, and for
     two contestants of one name, which their trees' files or drafters' folders give them.
     """
     # 1. Who answers at each temperature and batch size.
-    rows = [Contestant(BASELINE, again=again) for again in (False, True) if config.baseline]
+    rows = list[Contestant]()
+    if config.baseline:
+        rows += [Contestant(BASELINE), Contestant(BASELINE, again=True)]
     rows += pairs(config)[0]
     for peer in peers_of(config):
-        address, _, model = peer.partition(",")
-        methods = [model or SERVED]
-        if peer == TRANSFORMERS:
-            left_out = UNASKED if config.assistant else (*UNASKED, ASSISTED)
-            methods = [name for name in METHODS if name not in left_out]
-        elif address == TRANSFORMERS and model not in METHODS:
-            raise InputError(f"--peers {peer}: transformers' methods are {either(METHODS)}")
-        elif model == ASSISTED and not config.assistant:
-            raise InputError(f"--peers {peer} needs an --assistant")
-        rows += [Contestant(name, peer=address) for name in methods]
+        rows += list_peer_methods(peer, config)
 
-    # 2. Their names.
-    every = product(
-        map(float, listed("temperature", config.temperature)),
-        numbers_of("batch", config.batch),
-        rows,
-    )
-    found = [
-        named(replace(row, temperature=temperature, batch=batch), config)
-        for temperature, batch, row in every
-        if row.peer != TRANSFORMERS or batch == 1
-    ]
-    names = [one.name for one in found]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InputError(
-            f"two configurations would both be called {twice[0]}: rename a tree file or a "
-            "drafter's folder"
-        )
-    return found
+    # 2. All of them, with names.
+    temperatures = listed("temperature", config.temperature)
+    batches = numbers_of("batch", config.batch)
+    systems = list[Contestant]()
+    for temperature, batch, row in product(temperatures, batches, rows):
+        if row.peer != TRANSFORMERS or batch == 1:
+            system = replace(row, temperature=float(temperature), batch=batch)
+            systems.append(named(system, config))
+    check_names(systems)
+    return systems
 
 
-def named(one: Contestant, config: EvalConfig) -> Contestant:
-    """With labels, and a name that can be a file's."""
-    several = one.drafter and len(drafters_of(config)) > 1
-    drafter = DrafterSpec.parse(one.drafter).short if one.drafter and several else ""
-    tree = PurePath(one.tree or "").name
-    again = " again" * one.again
-    batch = str(one.batch) if len(numbers_of("batch", config.batch)) > 1 else ""
-    mark = "" if one.lossless else " (lossy)"
-    server = (one.peer or "").rpartition("//")[2]
-    parts = (
+def list_peer_methods(peer: str, config: EvalConfig) -> list[Contestant]:
+    """The methods of a part of `--peers`. Raises InputError for one that transformers does not have."""
+    address, _, model = peer.partition(",")
+    if address != TRANSFORMERS:
+        return [Contestant(model or SERVED, peer=address)]
+    if not model:
+        left_out = list(UNASKED)
+        if not config.assistant:
+            left_out.append(ASSISTED)
+        return [Contestant(name, peer=address) for name in METHODS if name not in left_out]
+    if model not in METHODS:
+        raise InputError(f"--peers {peer}: transformers' methods are {either(METHODS)}")
+    if model == ASSISTED and not config.assistant:
+        raise InputError(f"--peers {peer} needs an --assistant")
+    return [Contestant(model, peer=address)]
+
+
+def check_names(systems: Sequence[Contestant]) -> None:
+    """Raise InputError for two contestants of one name."""
+    names = [system.name for system in systems]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(
+                f"two configurations would both be called {name}: rename a tree file or a "
+                "drafter's folder"
+            )
+
+
+def named(system: Contestant, config: EvalConfig) -> Contestant:
+    """Give a contestant its labels, and a name that can be a file's."""
+    # 1. What tells it from the others.
+    drafter = ""
+    if system.drafter and len(drafters_of(config)) > 1:
+        drafter = DrafterSpec.parse(system.drafter).short
+    batch = ""
+    if len(numbers_of("batch", config.batch)) > 1:
+        batch = str(system.batch)
+    tree = PurePath(system.tree or "").name
+    again = " again" if system.again else ""
+    method = system.method + again
+    if not system.lossless:
+        method += " (lossy)"
+    if system.peer:
+        method += f", {system.peer}"
+
+    # 2. The name.
+    parts = [
         PurePath(config.target).name,
-        server.removeprefix(TRANSFORMERS),
+        (system.peer or "").rpartition("//")[2].removeprefix(TRANSFORMERS),
         drafter,
-        one.method,
+        system.method,
         tree.removesuffix(".json"),
-        f"t{one.temperature:g}{again}",
-        batch and f"b{batch}",
-    )
-    method = one.method + again + mark + (f", {one.peer}" if one.peer else "")
+        f"t{system.temperature:g}{again}",
+    ]
+    if batch:
+        parts.append(f"b{batch}")
     return replace(
-        one,
-        labels=(drafter, method, tree, f"{one.temperature:g}", batch),
+        system,
+        labels=(drafter, method, tree, f"{system.temperature:g}", batch),
         name=re.sub(r"[^\w.=-]+", "-", "-".join(filter(None, parts))),
     )
 
 
 def pairs(config: EvalConfig) -> tuple[list[Contestant], list[str]]:
-    """(every drafter with every verifier and tree that it fits, why others were left out).
+    """List every drafter with every verifier and tree that it fits, and why others were left out.
 
     A drafter's tree wins over a verifier's, a verifier's over `--tree`. Next to other drafters, one
     of one-hot tokens takes no tree, and takes `topk` if it fits no verifier named.
     Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
     """
     drafters = drafters_of(config)
-    trees: list[str | None] = [*listed("tree", config.tree)] or [None]
-    verifiers = [name.partition("@") for name in listed("verifier", config.verifier)]
     fitting: list[Contestant] = []
     reasons: list[str] = []
     for drafter in drafters:
-        # 1. The verifiers and trees that this drafter fits.
-        one_hot = drafter.kind.one_hot and len(drafters) > 1
-        name = drafter.written
+        is_one_hot = drafter.kind.one_hot and len(drafters) > 1
         rows: list[Contestant] = []
-        for (verifier, _, own), other in product(verifiers, trees):
-            tree = None if one_hot else drafter.tree or own or other
+        for verifier, tree in list_choices(config, drafter, is_one_hot):
             try:
-                known = known_verifier(verifier, config.allow_lossy)
-                check_named(drafter, known, policy(tree) if tree else None)
-                rows.append(Contestant(verifier, name, tree))
+                rows.append(match_drafter(drafter, verifier, tree, config.allow_lossy))
             except InputError as error:
-                reasons.append(f"{name} with {verifier}: {error}")
+                reason = f"{drafter.written} with {verifier}: {error}"
                 if len(drafters) == 1:
-                    raise InputError(reasons[-1]) from None
-
-        # 2. One-hot tokens have no draft distribution, which `topk` does without.
-        fitting += rows or [Contestant("topk", name)] * one_hot
-
-    # 3. Each pair and reason once.
+                    raise InputError(reason) from None
+                reasons.append(reason)
+        if is_one_hot and not rows:  # `topk` needs no draft distribution
+            rows = [Contestant("topk", drafter.written)]
+        fitting += rows
     if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
 
 
+def list_choices(
+    config: EvalConfig, drafter: DrafterSpec, is_one_hot: bool
+) -> list[tuple[str, str | None]]:
+    """The verifiers that the options name for a drafter, each with a tree; None stands for the default tree.
+
+    is_one_hot: whether the drafter takes no tree.
+    """
+    trees: list[str | None] = list(listed("tree", config.tree))
+    choices = []
+    for name in listed("verifier", config.verifier):
+        verifier, _, verifier_tree = name.partition("@")
+        for tree in trees or [None]:
+            if is_one_hot:
+                tree = None
+            elif drafter.tree:
+                tree = drafter.tree
+            elif verifier_tree:
+                tree = verifier_tree
+            choices.append((verifier, tree))
+    return choices
+
+
+def match_drafter(
+    drafter: DrafterSpec, verifier: str, tree: str | None, allow_lossy: bool
+) -> Contestant:
+    """A drafter with a verifier and tree. Raises InputError for those that do not fit each other."""
+    verifier_info = known_verifier(verifier, allow_lossy)
+    tree_policy = policy(tree) if tree else None
+    check_named(drafter, verifier_info, tree_policy)
+    return Contestant(verifier, drafter.written, tree)
+
+
 def planned(
     questions: list[Question], chosen: Sequence[Contestant], there: set[tuple[str, int | str]]
 ) -> Plan:
-    """The questions that each contestant has not completed yet, in the order to ask them.
+    """List the questions that each contestant has not completed yet, in the order to ask them.
 
     Contestants take turns in a random order, and so do batch sizes, so that none of them has the
     machine at a better time. The baseline is asked a quarter of the groups of questions a second
     time, `FEW` at least. there: (contestant, question) of completions.
     """
-    sizes = {one.batch: one.batch if one.batch == 1 else WAVES * one.batch for one in chosen}
+    # 1. Questions asked together, by batch size.
+    sizes = {system.batch: choose_group_size(system.batch) for system in chosen}
+    largest = max(sizes.values(), default=1)
+
+    # 2. Whom to ask each group, and when: batch sizes reach a question at about the same time.
     plan: list[tuple[int, list[Question], Contestant]] = []
     for batch, size in sizes.items():
+        systems = [system for system in chosen if system.batch == batch]
         groups = [questions[at : at + size] for at in range(0, len(questions), size)]
-        again = Random(0).sample(range(len(groups)), min(len(groups), max(FEW, len(groups) // 4)))
-        for number, group in enumerate(groups):
-            own = [
-                one for one in chosen if one.batch == batch and (number in again or not one.again)
-            ]
-            for one in Random(number).sample(own, len(own)):
-                left = [q for q in group if (one.name, q.question_id) not in there]
-                if left:
-                    plan.append((number * size // max(sizes.values()), left, one))
-    return [(group, one) for _, group, one in sorted(plan, key=itemgetter(0))]
+        turns = take_turns(systems, len(groups))
+        for number, (group, asked) in enumerate(zip(groups, turns, strict=True)):
+            for system in asked:
+                unanswered = [q for q in group if (system.name, q.question_id) not in there]
+                if unanswered:
+                    plan.append((number * size // largest, unanswered, system))
+    plan.sort(key=itemgetter(0))
+    return [(group, system) for _, group, system in plan]
+
+
+def choose_group_size(batch: int) -> int:
+    """How many questions are asked together at a batch size."""
+    if batch == 1:
+        return 1
+    return WAVES * batch
+
+
+def take_turns(systems: Sequence[Contestant], groups: int) -> Iterator[list[Contestant]]:
+    """Yield whom to ask each group of questions, in a random order. Few groups have the baseline a second time."""
+    repeated = Random(0).sample(range(groups), min(groups, max(FEW, groups // 4)))
+    for number in range(groups):
+        asked = [system for system in systems if number in repeated or not system.again]
+        yield Random(number).sample(asked, len(asked))

@@ -22,34 +22,41 @@ Cells = dict[str, Cell]  # of a row, by column
 def write_report(ledger: Ledger, out: Path) -> Summary:
     """Write OUT/report.json, .md and .html, and OUT/answers/<contestant>.jsonl; return the figures."""
     # 1. The figures, the report, and the page with what the figures depend on.
-    said = json.dumps(summarise(ledger))
-    summary = json.loads(said, parse_constant=lambda _: None)  # no times where none were measured
+    text = json.dumps(summarise(ledger))
+    summary = json.loads(text, parse_constant=lambda _: None)  # NaN: no time was measured
     report = report_of(summary)
     config = EvalConfig(**summary["options"])
     setup = {"command": command_line("eval", EvalConfig, summary["options"])}
-    setup |= {what: str(value) for what, value in summary["environment"].items()}
+    for name, value in summary["environment"].items():
+        setup[name] = str(value)
     title = f"{PurePath(config.target).name}: acceptance and speed"
     subtitle = f"{config.source}, {summary['questions']} of the questions {config.questions}"
     write_json(out / "report.json", summary)
     write_text(out / "report.md", markdown(report))
-    write_text(out / "report.html", page(report, title, subtitle, [*setup.items()]))
+    write_text(out / "report.html", page(report, title, subtitle, list(setup.items())))
 
     # 2. The completions.
     lines: dict[str, list[str]] = {}
     for completion in ledger.of("completion"):
         lines.setdefault(completion["contestant"], []).append(json.dumps(answer_of(completion)))
-    for name, own in lines.items():
-        write_text(out / "answers" / f"{name}.jsonl", "\n".join([*own, ""]))
+    for name, answers in lines.items():
+        write_text(out / "answers" / f"{name}.jsonl", "\n".join(answers) + "\n")
     return summary
 
 
 def answer_of(completion: Completion) -> dict[str, object]:
-    """A line for the readers of FastChat (llm_judge) and Spec-Bench (evaluation/eval.py).
+    """Build the line of OUT/answers that FastChat (llm_judge) and Spec-Bench (evaluation/eval.py) read.
 
     The fields that Spec-Bench adds have one item a turn; accept_lengths is one list for all turns.
     """
-    names = {name: name for name in ("turns", "new_tokens", "accept_lengths")}
-    names |= {"decoding_steps": "cycles", "wall_time": "wall"}
+    choice = {
+        "index": 0,
+        "turns": completion["turns"],
+        "new_tokens": completion["new_tokens"],
+        "accept_lengths": completion["accept_lengths"],
+        "decoding_steps": completion["cycles"],
+        "wall_time": completion["wall"],
+    }
     question = completion["question_id"]
     model = completion["contestant"]
     return {
@@ -57,33 +64,43 @@ def answer_of(completion: Completion) -> dict[str, object]:
         "category": completion["category"],
         "answer_id": f"{model}-{question}",
         "model_id": model,
-        "choices": [{"index": 0} | {name: completion[own] for name, own in names.items()}],
+        "choices": [choice],
         "tstamp": completion["time"],
     }
 
 
 def report_of(summary: Summary) -> Report:
-    """Tables, notes and verdict."""
+    """Make the report of an evaluation: tables, notes and a verdict."""
+    # 1. The rows of each table.
     rows = summary["rows"]
-    noises = [(a, noise_of(a["speedup"])) for a in summary["again"]]
-    own = [row for row in rows if not row["peer"]]
-    on_gpu = "cuda" in summary["environment"]["device"]  # the host does not wait for each stage
-    timed = own if summary["timed"] and not on_gpu else []
+    own_rows = [row for row in rows if not row["peer"]]
+    timed = []
+    if summary["timed"] and "cuda" not in summary["environment"]["device"]:
+        timed = own_rows  # on a GPU the host does not wait for each stage
     pairs = [row for row in timed if row["drafter"] and row["overall"]["bound"]]
+
+    # 2. The speeds, also of the baseline's second time and of peers that failed.
     speed = table("Acceptance length τ (tokens per target forward) and speed", rows, speeds)
-    again = [named(a) | {"speedup": a["speedup"]} for a in summary["again"]]
-    failed = [{"Method": name, "tokens/s": "failed"} for name in summary["failed"]]
+    speed_rows = list(speed.rows)
+    noises = []
+    for row in summary["again"]:
+        speed_rows.append(named(row) | {"speedup": row["speedup"]})
+        noises.append((row, noise_of(row["speedup"])))
+    for name in summary["failed"]:
+        speed_rows.append({"Method": name, "tokens/s": "failed"})
+
+    # 3. The report.
     tables = [
-        replace(speed, rows=[*speed.rows, *again, *failed]),
-        table("By category: τ (speedup)", own, by_category),
+        replace(speed, rows=speed_rows),
+        table("By category: τ (speedup)", own_rows, by_category),
         table("Right answers", [row for row in rows if row["right"]], right),
-        table("Acceptance rate α by depth", own, rates),
+        table("Acceptance rate α by depth", own_rows, rates),
         table("A cycle's time in ms (share)", timed, cycle),
         table("Speedup without prompts, and its bound", pairs, bound),
     ]
     config = EvalConfig(**summary["options"])
-    more = {"summary": summary, "config": config, "few": FEW, "noises": noises}
-    return Report(tables, notes("notes.txt", **more), verdict(summary))
+    lines = notes("notes.txt", summary=summary, config=config, few=FEW, noises=noises)
+    return Report(tables, lines, verdict(summary))
 
 
 def table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Table:
@@ -92,20 +109,27 @@ def table(title: str, rows: Sequence[Row], cells: Callable[[Row], Cells]) -> Tab
 
 
 def named(row: Row) -> Cells:
+    """The cells that name a row's contestant."""
     return dict(zip(LABELS, row["labels"], strict=True))
 
 
 def speeds(row: Row) -> Cells:
+    """The cells of τ, tokens a second, and seconds to the first token."""
     overall = row["overall"]
-    alone = row["peer"] or row["batch"] == 1  # a batch shares its seconds out
-    first = f"{overall['first_token']:.3f}" if alone and overall["first_token"] else ""
+    is_timed_alone = row["peer"] or row["batch"] == 1  # a batch shares its seconds out
+    first_token = ""
+    if is_timed_alone and overall["first_token"]:
+        first_token = f"{overall['first_token']:.3f}"
+    identical = ""
+    if row["same"] is not None:
+        identical = f"{row['same']} of {row['turns']}"
     return {
         "τ": overall["acceptance_length"],
         "tokens/s": shown(overall["tokens_per_second"]),
         "speedup": overall["speedup"],
         "by generate": row["by_generate"],
-        "first token, s": first,
-        "identical": "" if row["same"] is None else f"{row['same']} of {row['turns']}",
+        "first token, s": first_token,
+        "identical": identical,
     }
 
 
@@ -113,46 +137,54 @@ def by_category(row: Row) -> Cells:
     """A cell for each category, then one for all questions."""
     cells: Cells = {}
     for name, figures in {**row["categories"], "overall": row["overall"]}.items():
-        tau, speedup = (
-            shown(figures[which]).partition(" ")[0] for which in ("acceptance_length", "speedup")
-        )
+        tau, _, _ = shown(figures["acceptance_length"]).partition(" ")  # without its interval
+        speedup, _, _ = shown(figures["speedup"]).partition(" ")
         cells[name] = f"{tau} ({speedup})" if speedup else tau
     return cells
 
 
 def right(row: Row) -> Cells:
+    """The cells of right answers, for questions that have one."""
     right = row["right"]
-    of = f"of {row['right']['answers']}"
+    answers = right["answers"]
+    same = ""
+    if right["same"] is not None:
+        same = f"{right['same']} of {answers}"
     return {
-        "right": f"{right['right']} {of}",
+        "right": f"{right['right']} of {answers}",
         "%": shown(percent(right["share"])),
-        "same verdict": "" if right["same"] is None else f"{right['same']} {of}",
+        "same verdict": same,
     }
 
 
 def rates(row: Row) -> Cells:
+    """The cells of a tree's nodes and of α by depth."""
     overall = row["overall"]
-    by_depth = enumerate(overall["acceptance_rate_by_depth"], 1)
-    undrafted = f"{overall['undrafted']:.0%}" if row["drafter"] else ""
-    nodes = {"nodes": f"{overall['nodes']:.0f}", "no draft": undrafted}
-    return nodes | {str(depth): rate for depth, rate in by_depth}
+    cells: Cells = {"nodes": f"{overall['nodes']:.0f}", "no draft": ""}
+    if row["drafter"]:
+        cells["no draft"] = f"{overall['undrafted']:.0%}"
+    for depth, rate in enumerate(overall["acceptance_rate_by_depth"], 1):
+        cells[str(depth)] = rate
+    return cells
 
 
 def cycle(row: Row) -> Cells:
-    ms = row["overall"]["cycle_ms"]
-    whole = sum(ms.values())
-    return {
-        "cycle": f"{whole:.2f}",
-        **{stage: f"{own:.2f} ({own / whole:.0%})" for stage, own in ms.items()},
-        "overhead": f"{1 - (ms['target'] + ms['draft model']) / whole:.0%}",
-        "prefill": f"{row['overall']['prefill_seconds']:.2f} s",
-    }
+    """The cells of a cycle's milliseconds by stage, and of the prompts' seconds."""
+    stage_ms = row["overall"]["cycle_ms"]
+    cycle_ms = sum(stage_ms.values())
+    cells: Cells = {"cycle": f"{cycle_ms:.2f}"}
+    for stage, ms in stage_ms.items():
+        cells[stage] = f"{ms:.2f} ({ms / cycle_ms:.0%})"
+    cells["overhead"] = f"{1 - (stage_ms['target'] + stage_ms['draft model']) / cycle_ms:.0%}"
+    cells["prefill"] = f"{row['overall']['prefill_seconds']:.2f} s"
+    return cells
 
 
 def bound(row: Row) -> Cells:
+    """The cells of the speedup without prompts, and of the most that the forwards allow."""
     overall = row["overall"]
     speedup = overall["decoding_speedup"]
-    most = overall["bound"]
-    share = f"{speedup['value'] / most['value']:.0%}"
+    largest = overall["bound"]
+    share = f"{speedup['value'] / largest['value']:.0%}"
     tau = overall["acceptance_length"]
-    return {"τ": tau, "speedup": speedup, "bound": most, "speedup/bound": share}
+    return {"τ": tau, "speedup": speedup, "bound": largest, "speedup/bound": share}

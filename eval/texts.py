@@ -1,4 +1,4 @@
-"""What a measurement loads: models by its options, and a text, of a file or the target's own answers."""
+"""The models that a measurement loads by its options, and its text: of a file, or the target's own answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,36 +39,45 @@ class Passage:
 
 
 def load_models(config: Any, head: str | None, out: Path | str, report: Report) -> Spec:
-    """`treespec.load` with these options. head: what drafts; None: nothing. Raises as that does.
+    """Load models as `treespec.load` does, with a command's options.
 
-    Raises InputError, before that, where `out` cannot be written or `--text` not be read.
+    Args:
+        config: the options.
+        head: the head that drafts; None: nothing drafts.
+        out: file or folder to write; it is checked before anything is loaded.
+        report: hears of progress.
+
+    Raises:
+        InputError: models that cannot be loaded, an `out` that cannot be written, a `--text` that cannot be read.
     """
-    return load_specs(config, [f"head:{head}" if head else None], out, report)[0]
+    drafter = f"head:{head}" if head else None
+    [spec] = load_specs(config, [drafter], out, report)
+    return spec
 
 
 def load_specs(
     config: Any, drafters: Sequence[str | None], out: Path | str, report: Report
 ) -> list[Spec]:
-    """One target with several drafters, each `kind:value`; None: nothing drafts. As `load_models`."""
+    """Load one target with several drafters, each `kind:value` or None, as `load_models` does."""
     check_writable(out)
     if config.text:
         content_of(config.text)
     names = [name for name in drafters if name]
-    report(Step(0, 1, " and ".join(["loading " + config.target, *names])))
+    report(Step(0, 1, "loading " + " and ".join([config.target, *names])))
     target, sources = load_sources(config.target, names, config.placement)
-    return [
-        Spec(
-            target,
-            sources[name] if name else None,
-            template=config.template,
-            calibration=calibration_of(sources[name], name) if name else None,
-        )
-        for name in drafters
-    ]
+    specs = []
+    for name in drafters:
+        source = None
+        calibration = None
+        if name:
+            source = sources[name]
+            calibration = calibration_of(source, name)
+        specs.append(Spec(target, source, template=config.template, calibration=calibration))
+    return specs
 
 
 def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
-    """The passages of `--text`, or without it the target's answers to all turns of the questions.
+    """Read the passages of `--text`; without it, let the target answer all turns of the questions.
 
     Raises InputError for a file that cannot be read, and for a target without a tokenizer.
     """
@@ -81,7 +90,7 @@ def passages_of(config: Any, spec: Spec, report: Report) -> Iterator[Passage]:
 
 
 def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> Iterator[Passage]:
-    """The target's answers to all turns of the questions, a turn of all questions at a time.
+    """Let the target answer all turns of the questions, a turn of all questions at a time.
 
     It answers by one-token decoding: no head or verifier affects them.
     """
@@ -101,13 +110,17 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
                     prompts.append(prompt)
 
         # 2. Their answers, whose tokens count.
-        report(
-            Step(turn, 2, f"the target answers {len(asked)} questions at {params.temperature:g}")
+        step = f"the target answers {len(asked)} questions at {params.temperature:g}"
+        report(Step(turn, 2, step))
+        outputs = baseline.generate(
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            seed=[config.seed + number for number in asked],
+            batch=BATCH,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
         )
-        how = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
-        seeds = [config.seed + number for number in asked]
-        new = config.max_new_tokens
-        outputs = baseline.generate(prompts, max_new_tokens=new, seed=seeds, batch=BATCH, **how)
         for number, prompt, output in zip(asked, prompts, outputs, strict=True):
             chats[number].append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
@@ -115,7 +128,7 @@ def answers(config: Any, params: SamplingParams, spec: Spec, report: Report) -> 
 
 
 def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
-    """Conversations, of which the answers count, or pieces of plain text, of which all counts."""
+    """Read conversations, whose answers count, or plain text in pieces of `length` tokens, which all count."""
     # 1. Conversations.
     path = Path(name)
     tokenizer = spec.target.tokenizer
@@ -124,19 +137,26 @@ def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Pas
     if path.suffix in CONVERSATIONS:
         conversations = read_conversations(path)[0][:limit]
         examples, _ = encode_conversations(tokenizer, conversations, spec.template, length)
-        groups = {key: i for i, key in enumerate(dict.fromkeys(e.key for e in examples))}
-        return [Passage(e.input_ids, e.loss_mask, groups[e.key]) for e in examples]
+        groups: dict[str, int] = {}
+        passages = []
+        for example in examples:
+            group = groups.setdefault(example.key, len(groups))
+            passages.append(Passage(example.input_ids, example.loss_mask, group))
+        return passages
 
     # 2. Plain text.
     ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
     tokens = torch.tensor(ids, dtype=torch.int64)
-    pieces = enumerate(tokens.split(length) if len(tokens) else ())
-    return [Passage(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in pieces]
+    passages = []
+    for i, piece in enumerate(tokens.split(length)):
+        if len(piece):
+            passages.append(Passage(piece, torch.ones_like(piece, dtype=torch.bool), i))
+    return passages
 
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: [T] int64. root: the place of the token below which the first cycle drafts."""
+    """A text that cycles are counted along. tokens: [T] int64. root: position of the root of the first cycle's tree."""
 
     tokens: Tensor
     root: int
@@ -149,41 +169,48 @@ class Text:
 
 
 def kept_texts(config: Any, params: SamplingParams, spec: Spec, report: Report) -> list[Text]:
-    """The texts of one temperature: those in OUT, if they were written by the same options."""
+    """Load the texts of one temperature from OUT if the same options wrote them, else write them."""
     file = Path(config.out) / f"texts-{params.temperature:g}.json"
     about = {name: getattr(config, name) for name in config.OF_TEXTS}
-    kept = read_json(file, "delete it to write the texts again") if file.exists() else {}
-    if kept.get("about") != about:
+    stored: dict[str, Any] = {}
+    if file.exists():
+        stored = read_json(file, "delete it to write the texts again")
+    if stored.get("about") != about:
         if config.text:
             length = min(LENGTH, spec.target.context_length)
-            found = from_file(config.text, spec, config.limit, length)
+            passages = from_file(config.text, spec, config.limit, length)
         else:
-            found = list(answers(config, params, spec, report))
-        rows = [[p.tokens[:end].tolist(), root, p.group] for p in found for root, end in runs(p)]
-        kept = {"texts": rows}
-        write_json(file, {"about": about, **kept})
-    texts = [Text(torch.tensor(ids), root, group) for ids, root, group in kept["texts"]]
+            passages = list(answers(config, params, spec, report))
+        rows = []
+        for passage in passages:
+            for root, end in runs(passage):
+                rows.append([passage.tokens[:end].tolist(), root, passage.group])
+        stored = {"about": about, "texts": rows}
+        write_json(file, stored)
+    texts = [Text(torch.tensor(ids), root, group) for ids, root, group in stored["texts"]]
     if not texts:
         raise InputError("no text has a token to count: give longer texts")
     return texts
 
 
 def runs(passage: Passage) -> Iterator[tuple[int, int]]:
-    """Of each run of tokens that count: the place of its first root, and its end."""
+    """Yield the position of the first root, and the end, of each run of tokens that count."""
     none = passage.counts.new_zeros(1).int()
     edges = torch.diff(passage.counts.int(), prepend=none, append=none).nonzero().view(-1, 2)
     for begin, end in edges.tolist():
-        if end > max(begin, 2):  # a head drafts behind two tokens
+        if end > max(begin, 2):  # a head drafts after two tokens
             yield max(begin, 2) - 1, end
 
 
 def describe(target: Target) -> dict[str, object]:
-    """The machine and the libraries that figures are measured on, as result files keep them."""
-    devices = {p.device for p in target.model.parameters() if p.device.type != "meta"}
-    names = [
-        f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else processor()
-        for device in devices
-    ]
+    """Describe the machine and the libraries that figures are measured on, as result files keep them."""
+    devices = {weight.device for weight in target.model.parameters()}
+    names = []
+    for device in devices:
+        if device.type == "cuda":
+            names.append(f"{torch.cuda.get_device_name(device)} ({device})")
+        elif device.type != "meta":
+            names.append(processor())
     return {
         "device": ", ".join(sorted(names)),
         "dtype": str(target.dtype).removeprefix("torch."),

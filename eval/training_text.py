@@ -1,4 +1,4 @@
-"""Whether a head learnt on its target's own answers, and in the chat template that prompts have here.
+"""Tell whether a head learnt on its target's own answers, and in the chat template that prompts have here.
 
 A model's own text is as likely to it as it is sure: its greedy answers cost few nats a token, its samples
 as much as their entropy. Text of others costs more than own text of the same entropy, even where a target
@@ -35,106 +35,152 @@ STEEPEST = 2.0  # of the line
 
 
 def learnt_text(config: DoctorConfig, spec: Spec) -> list[Passage]:
-    """First answers of the conversations that the head learnt on, cut to --max-new-tokens; [] if unknown.
+    """Load the first answers of the conversations that the head learnt on, cut to --max-new-tokens; [] if unknown.
 
     Raises InputError for a file that cannot be read, or has too few answers.
     """
-    kept = Path(config.head) / SAMPLE
-    if config.data is None and not kept.is_file():
+    sample_file = Path(config.head) / SAMPLE
+    if config.data is None and not sample_file.is_file():
         return []
     length = min(config.max_length, spec.target.context_length)
-    passages = from_file(config.data or str(kept), spec, SAMPLED, length)
-    first = []
-    for one in passages:
-        for root, end in list(runs(one))[:1]:
+    file = config.data or str(sample_file)
+    passages = from_file(file, spec, SAMPLED, length)
+    answers = []
+    for passage in passages:
+        for root, end in list(runs(passage))[:1]:
             end = min(end, root + 1 + config.max_new_tokens)
             if end - root > SHORTEST:
                 counts = torch.arange(end) > root
-                first.append(Passage(one.tokens[:end], counts, one.group))
-    if config.data and len(first) < 2:
+                answers.append(Passage(passage.tokens[:end], counts, passage.group))
+    if config.data and len(answers) < 2:
         raise InputError(f"--data {config.data} needs two answers of more than {SHORTEST} tokens")
-    return first
+    return answers
 
 
 def told(
-    config: DoctorConfig, spec: Spec, own: Sequence[Passage], say: Say = silent
+    config: DoctorConfig, spec: Spec, completions: Sequence[Passage], say: Say = silent
 ) -> tuple[list[Table], list[str]]:
-    """What the text that a head learnt on shows. own: completions of prompts as they are here."""
-    # 1. What stands before an answer.
+    """Diagnose the text that a head learnt on.
+
+    Args:
+        config: where that text is, and the most tokens of an answer.
+        spec: the target; it answers the prompts of the training.
+        completions: the target's, of prompts as they are here.
+        say: hears of progress.
+
+    Returns:
+        A table of what texts cost, and the faults that it shows, a sentence each; nothing if the text is not known.
+    """
     learnt = learnt_text(config, spec)
     tokenizer = spec.target.tokenizer
     if len(learnt) < 2 or tokenizer is None:
         return [], []
+
+    # 1. What stands before an answer.
+    prompts = list_prompts(learnt)
+    ending = shared_ending(list_prompts(completions))
     verdict = []
-    ending = shared_ending([one.tokens[~one.counts].tolist() for one in own])
-    before = [one.tokens[~one.counts].tolist() for one in learnt]
-    if ending and 2 * sum(ids[-len(ending) :] == ending for ids in before) < len(before):
+    alike = sum(prompt[-len(ending) :] == ending for prompt in prompts)
+    if ending and 2 * alike < len(prompts):
         verdict.append(
-            f"Chat template: it learnt answers behind {tokenizer.decode(shared_ending(before))!r}, and prompts "
+            f"Chat template: it learnt answers behind {tokenizer.decode(shared_ending(prompts))!r}, and prompts "
             f"here end in {tokenizer.decode(ending)!r}. Give the --template that it was trained with."
         )
 
-    # 2. The target's own answers to the same prompts.
-    texts = {"what the head learnt": learnt}
-    for temperature, name in ((0.0, "the target's greedy answers"), (1.0, "its samples")):
-        say(Step(int(temperature), 2, f"the target answers {len(learnt)} prompts of the training"))
-        outputs = spec.baseline().generate(
-            before,
-            temperature=temperature,
-            max_new_tokens=config.max_new_tokens,
-            batch=BATCH,
-            seed=0,
-        )
-        rows = [ids + out.token_ids for ids, out in zip(before, outputs, strict=True)]
-        texts[name] = [
-            Passage(torch.tensor(row), torch.arange(len(row)) >= len(ids), 0)
-            for ids, row in zip(before, rows, strict=True)
-        ]
-
-    # 3. What they cost.
-    figures = [torch.tensor([*costs(spec, rows)]) for rows in texts.values()]
-    table = [
-        {"text": name, "entropy": f"{entropy:.2f}", "cost": f"{cost:.2f}"}
-        for name, (entropy, cost) in zip(texts, (x.mean(0).tolist() for x in figures), strict=True)
+    # 2. What it costs, and what the target's own answers to the same prompts cost.
+    progress = f"the target answers {len(learnt)} prompts of the training"
+    say(Step(0, 2, progress))
+    greedy = generate_own_answers(config, spec, prompts, 0.0)
+    say(Step(1, 2, progress))
+    sampled = generate_own_answers(config, spec, prompts, 1.0)
+    learnt_costs = torch.tensor(list(costs(spec, learnt)))
+    greedy_costs = torch.tensor(list(costs(spec, greedy)))
+    sampled_costs = torch.tensor(list(costs(spec, sampled)))
+    rows = [
+        make_cost_cells("what the head learnt", learnt_costs),
+        make_cost_cells("the target's greedy answers", greedy_costs),
+        make_cost_cells("its samples", sampled_costs),
     ]
-    dearer, error = excess(*figures)
+    dearer, error = excess(learnt_costs, greedy_costs, sampled_costs)
     if dearer > DEARER and dearer > CERTAIN * error:
         verdict.append(
             f"Off-policy text: what it learnt costs the target {dearer:.2f} nats a token more than own answers of "
             "the same entropy. Let the target answer the prompts: treespec regenerate, then train on that."
         )
-    return [Table("What the head learnt, in nats a token", ["text"], table)], verdict
+    return [Table("What the head learnt, in nats a token", ["text"], rows)], verdict
+
+
+def list_prompts(passages: Sequence[Passage]) -> list[list[int]]:
+    """The tokens of each passage that do not count."""
+    return [passage.tokens[~passage.counts].tolist() for passage in passages]
+
+
+def generate_own_answers(
+    config: DoctorConfig, spec: Spec, prompts: Sequence[list[int]], temperature: float
+) -> list[Passage]:
+    """The target's own answers to prompts, whose tokens count."""
+    outputs = spec.baseline().generate(
+        prompts,
+        temperature=temperature,
+        max_new_tokens=config.max_new_tokens,
+        batch=BATCH,
+        seed=0,
+    )
+    passages = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = torch.tensor(prompt + output.token_ids)
+        passages.append(Passage(tokens, torch.arange(len(tokens)) >= len(prompt), 0))
+    return passages
+
+
+def make_cost_cells(text: str, figures: Tensor) -> dict[str, str]:
+    """A table row of what a text costs. figures: [n, 2] entropy and cost of each answer, in nats a token."""
+    entropy, cost = figures.mean(0).tolist()
+    return {"text": text, "entropy": f"{entropy:.2f}", "cost": f"{cost:.2f}"}
 
 
 def shared_ending(prompts: Sequence[list[int]]) -> list[int]:
-    """The tokens that all prompts end in."""
-    return [*commonprefix([ids[::-1] for ids in prompts])][::-1]  # noqa: RUF071 - no paths
+    """Find the tokens that all prompts end in."""
+    reversed_prompts = [ids[::-1] for ids in prompts]
+    ending: list[int] = list(commonprefix(reversed_prompts))  # noqa: RUF071 - no paths
+    return ending[::-1]
 
 
 @torch.no_grad()
 def costs(spec: Spec, passages: Sequence[Passage]) -> Iterator[tuple[float, float]]:
-    """(entropy, -log p of the text), means in nats over the tokens of a passage that count."""
+    """Yield each passage's entropy and -log p, means in nats over its tokens that count, under the target."""
     target = spec.target
-    for one in passages:
-        logits = target.output_logits(target.features(one.tokens[None]))[0]
-        p = probs(logits[:-1], SamplingParams(1.0))
-        p, tokens = p[one.counts[1:]], one.tokens[one.counts].to(p.device)
+    for passage in passages:
+        logits = target.output_logits(target.features(passage.tokens[None]))[0]
+        p = probs(logits[:-1], SamplingParams(1.0))[passage.counts[1:]]
+        tokens = passage.tokens[passage.counts].to(p.device)
         entropy = torch.special.entr(p).sum(-1).mean()
         yield float(entropy), -float(p.gather(1, tokens[:, None]).clamp(min=1e-9).log().mean())
 
 
 def excess(text: Tensor, greedy: Tensor, sampled: Tensor) -> tuple[float, float]:
-    """(mean, standard error) of what a text costs above own text of its entropy, in nats a token.
+    """Measure how much more a text costs the target than its own text of the same entropy, in nats a token.
 
-    Each [n, 2]: entropy and cost of an answer to the same n prompts.
+    Args:
+        text: [n, 2] entropy and cost of each answer that the head learnt on.
+        greedy: [n, 2] of the target's greedy answers to the same prompts.
+        sampled: [n, 2] of its samples.
+
+    Returns:
+        The mean, and its standard error.
     """
-    # 1. The line from the samples down to greedy answers; beyond them text costs what its entropy says.
+    # 1. The line from the samples down to greedy answers; above the samples, cost rises as entropy does.
     mean = text[:, 0].mean()
-    (low, least) = greedy.mean(0)
-    (high, most) = sampled.mean(0)
-    slope = ((most - least) / (high - low).clamp(min=1e-3)).clamp(0, STEEPEST)
-    expected = most - slope * (high - mean).clamp(min=0) + (mean - high).clamp(min=0)
+    greedy_entropy, greedy_cost = greedy.mean(0)
+    sampled_entropy, sampled_cost = sampled.mean(0)
+    run = (sampled_entropy - greedy_entropy).clamp(min=1e-3)
+    slope = ((sampled_cost - greedy_cost) / run).clamp(0, STEEPEST)
+    below = (sampled_entropy - mean).clamp(min=0)
+    beyond = (mean - sampled_entropy).clamp(min=0)
+    expected = sampled_cost - slope * below + beyond
 
     # 2. Answers differ in entropy, and along the line in cost: their spread around it counts.
-    spread = sum((rows[:, 1] - slope * rows[:, 0]).var() for rows in (text, sampled))
-    return float(text[:, 1].mean() - expected), float((spread / len(text)) ** 0.5)
+    text_spread = (text[:, 1] - slope * text[:, 0]).var()
+    sampled_spread = (sampled[:, 1] - slope * sampled[:, 0]).var()
+    error = ((text_spread + sampled_spread) / len(text)) ** 0.5
+    return float(text[:, 1].mean() - expected), float(error)

@@ -27,11 +27,15 @@ def verdict(summary: Summary) -> list[str]:
     for row in summary["rows"]:
         if row["drafter"] and row["overall"]["tokens_per_second"]["value"]:
             pairs.setdefault((row["batch"], row["temperature"]), []).append(row)
-    return [
-        f"At temperature {heat:g}{f', in batches of {batch},' if batch > 1 else ''} {line}"
-        for (batch, heat), rows in sorted(pairs.items())
-        for line in sentences(rows, summary["questions"], noises.get((batch, heat)))
-    ]
+    lines = []
+    for (batch, temperature), rows in sorted(pairs.items()):
+        place = f"At temperature {temperature:g}"
+        if batch > 1:
+            place += f", in batches of {batch},"
+        noise = noises.get((batch, temperature))
+        for sentence in sentences(rows, summary["questions"], noise):
+            lines.append(f"{place} {sentence}")
+    return lines
 
 
 def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
@@ -40,8 +44,8 @@ def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list
     noise: the clock's; without it nothing is called faster or slower.
     """
     if questions < FEW:
-        few = f"{questions} question{'s are' if questions > 1 else ' is'} too few"
-        return [f"{few} to say what is faster or slower: ask {FEW} or more."]
+        few = "1 question is" if questions == 1 else f"{questions} questions are"
+        return [f"{few} too few to say what is faster or slower: ask {FEW} or more."]
     if noise is None:
         unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
         return [f"nothing is called faster or slower: {unknown}."]
@@ -50,11 +54,15 @@ def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list
         side, why = side_of(row, noise)
         name = " ".join(filter(None, row["labels"][:3]))
         of_side[side].append(f"{name} {shown(row['overall']['speedup'])}{why}")
-    return [f"{SIDES[side]}: {'; '.join(names)}." for side, names in of_side.items() if names]
+    lines = []
+    for side, names in of_side.items():
+        if names:
+            lines.append(f"{SIDES[side]}: {'; '.join(names)}.")
+    return lines
 
 
 def side_of(row: Row, noise: float) -> tuple[int, str]:
-    """`beyond` of the speedup, and why nothing can be said where it is 0."""
+    """Tell on which side of 1 a row's speedup is, as `beyond` does; and why nothing can be said if it is 0."""
     speedup = row["overall"]["speedup"]
     tau = row["overall"]["acceptance_length"]["value"] or 1.0
     if tau < LEAST_TAU:
@@ -62,16 +70,24 @@ def side_of(row: Row, noise: float) -> tuple[int, str]:
     if not beyond(speedup, 0.0):
         return 0, ", whose interval holds 1"
     side = beyond(speedup, noise)
-    return side, "" if side else f", inside the clock's noise of ±{100 * noise:.1f} %"
+    if side == 0:
+        return 0, f", inside the clock's noise of ±{100 * noise:.1f} %"
+    return side, ""
 
 
 def beyond(ratio: Figure, noise: float) -> int:
-    """-1: below 1 by more than the noise; 1: above; 0: neither.
+    """Tell on which side of 1 a ratio is by more than the noise: -1 is below, 1 above, 0 neither.
 
     The whole interval counts; without an interval the value.
     """
-    low, high = ((ratio["value"] if x is None else x) or 0.0 for x in (ratio["low"], ratio["high"]))
-    return (low > 1 + noise) - (high * (1 + noise) < 1)
+    value = ratio["value"] or 0.0
+    low = value if ratio["low"] is None else ratio["low"]
+    high = value if ratio["high"] is None else ratio["high"]
+    if low > 1 + noise:
+        return 1
+    if high * (1 + noise) < 1:
+        return -1
+    return 0
 
 
 def noise_of(again: Figure | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Which draw of a node carries the output: Pr(draw i is y, and y is the output), for a given token y.
+"""The shares of a node's draws in the output y: Pr(draw i is y, and y is the output), for a given token y.
 
 Target p, draft q, and one scheme's draws at a node. A text that the target wrote has y next. The walk
 goes on below draw i if that is the first with the token y, and the output is y:
@@ -10,7 +10,7 @@ Summed over draws and coins, most schemes have a closed form. For the others the
 one of them is y, and the plan's mass on y stands for the coins.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -39,15 +39,16 @@ from treespec.verify.rrs import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
 DRAWS = RRSWithoutReplacement()
-TINY = 1e-9  # of what tells which draw was selected, where it was none of y
+TINY = 1e-9  # mass of each draw of y in the choice of the selected one, which may be another token
 Form = Callable[["Nodes", int, Scheme], Tensor]
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """n nodes. p, q: [n, V] probabilities; q are scores where the most likely tokens are drawn. y: [n] int64.
+    """The nodes that a text passes, one for each of its n tokens.
 
-    generator, samples: of what is sampled, for each node.
+    p, q: [n, V] probabilities of target and draft; q may be scores if the most likely tokens are the draws. y: [n]
+    int64 the text's next token. generator: of the draws that are sampled. samples: their number at each node.
     """
 
     p: Tensor
@@ -57,27 +58,35 @@ class Nodes:
     samples: int
 
     def on(self, masses: Tensor) -> Tensor:
-        """[n] the mass on y of masses [n, V]."""
+        """The mass on y [n] of masses [n, V]."""
         return masses.gather(1, self.y[:, None]).squeeze(1)
 
     def repeated(self) -> "Nodes":
-        """`samples` copies, one node's after another's."""
-        p, q, y = (part.repeat_interleave(self.samples, 0) for part in (self.p, self.q, self.y))
+        """Copy each node `samples` times, one node after another."""
+        p = self.p.repeat_interleave(self.samples, 0)
+        q = self.q.repeat_interleave(self.samples, 0)
+        y = self.y.repeat_interleave(self.samples, 0)
         return Nodes(p, q, y, self.generator, 1)
 
     def averaged(self, columns: Tensor) -> Tensor:
-        """[n, k] the means over samples of [n samples, k]."""
+        """Average [n samples, k] over the samples of each node; [n, k]."""
         return columns.view(len(self.y), self.samples, -1).mean(1)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """[n, K] bool, the first draw of y among draws [n, K]."""
+        """Mark the first draw of y among draws [n, K]; [n, K] bool."""
         drawn = tokens == self.y[:, None]
         return drawn & (drawn.cumsum(1) == 1)
 
     def containing(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """`number` [n, 1] independent draws [n, width] from q, given that one is y; and Pr(one is) [n, 1].
+        """Draw independently from q, given that one draw is y.
 
-        q: [n, V] masses.
+        Args:
+            q: [n, V] masses.
+            number: [n, 1] of draws at each node.
+            width: columns for them.
+
+        Returns:
+            The draws [n, width], -1 in columns without one; and Pr(a draw is y) [n, 1].
         """
         # 1. Which draw is the first of y: a geometric number, cut off.
         y = self.y[:, None]
@@ -97,7 +106,7 @@ class Nodes:
 
 
 def rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Refused, a draw leaves norm (p - q)+, whichever token it was. So each draw is reached by chance alone."""
+    """The shares [n, k] of `rrs`. A refused draw leaves norm (p - q)+ whichever token it was."""
     left = nodes.p
     q = nodes.q
     reach = torch.ones_like(nodes.p[:, 0])
@@ -111,17 +120,28 @@ def rrs(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """For draw 1 … k without replacement: Pr(it is y, and all draws before it are refused), and w of it; [n, k] each.
+    """Follow draws without replacement until one is y.
 
-    weight: [n, 1] w of the node, as in `treespec.verify.traversal`; None: 1. The refused tokens are sampled from
-    the others, and weighed: an earlier draw with S drawn before it is another token with (1 - S - q(y)) / (1 - S).
+    The refused tokens are sampled from the others, and weighed: an earlier draw with S drawn before it is another token
+    with (1 - S - q(y)) / (1 - S).
+
+    Args:
+        nodes: n nodes.
+        k: number of draws at each.
+        weight: [n, 1] w of the node, as in `treespec.verify.traversal`; None: 1.
+
+    Returns:
+        For draw 1 … k [n, k]: Pr(it is y, and all draws before it are refused), and w of it.
     """
     # 1. Tokens that may be refused before y, and what each leaves of q.
-    weight = torch.ones_like(nodes.p[:, :1]) if weight is None else weight
+    if weight is None:
+        weight = torch.ones_like(nodes.p[:, :1])
     y = nodes.y[:, None]
     here = nodes.on(nodes.q)[:, None]
     rest = without(nodes.q, y)
-    others = y[:, :0] if k == 1 else DRAWS.draw(rest, k - 1, nodes.generator).tokens
+    others = y[:, :0]
+    if k > 1:
+        others = DRAWS.draw(rest, k - 1, nodes.generator).tokens
     at_q = nodes.q.gather(1, others.clamp(min=0)) * (others >= 0)
     rest = without(rest, others).sum(-1, keepdim=True)
     other = rest + pad(at_q, (0, 1)).flip(1).cumsum(1).flip(1)  # [n, k] the mass without y
@@ -131,8 +151,9 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
     chance = torch.ones_like(here)
     chances = []
     weights = []
-    alone = [(weight, nodes.p * weight, weight)]
-    steps = traversal.in_turn(nodes.p, nodes.q, Draws(others), weight) if k > 1 else alone
+    steps: Iterable[tuple[Tensor, Tensor, Tensor]] = [(weight, nodes.p * weight, weight)]
+    if k > 1:
+        steps = traversal.in_turn(nodes.p, nodes.q, Draws(others), weight)
     for i, (refused, p, _) in enumerate(steps):
         mass = left[:, i : i + 1]
         chances.append(chance * here / mass)
@@ -142,15 +163,16 @@ def in_turn(nodes: Nodes, k: int, weight: Tensor | None = None) -> tuple[Tensor,
 
 
 def rrs_wo(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """The refused tokens change the draws after them: they are sampled."""
+    """The shares [n, k] of `rrs-wo`. Refused tokens change the draws after them, so they are sampled."""
     many = nodes.repeated()
     chances, weights = in_turn(many, k)
     return nodes.averaged(chances * weights)
 
 
 def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Target and draft share exponential times E: the output has the least E / p, the draws the k least E / q.
+    """The shares [n, k] of `gumbel`.
 
+    Target and draft share exponential times E: the output has the least E / p, the draws the k least E / q.
     Given that the output is y, the least E / p is exponential of rate 1, y's E is its p times that, and
     every other E is so, and an exponential time more.
     """
@@ -162,7 +184,7 @@ def gumbel(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """A draw of y is accepted, or refused; a later one of y, or the residual, may output it then, too."""
+    """The shares [n, k] of `kseq`. If a draw of y is refused, a later one of y, or the residual, may output it too."""
     # 1. Of one draw, Pr(accepted), Pr(y, accepted), Pr(y, refused).
     p = nodes.p
     q = nodes.q
@@ -178,19 +200,21 @@ def kseq(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
     # 2. The first draw of y is draw i; y is the output there, at a later draw, or at the end.
     columns = []
     for i in range(k):
-        later = sum((miss**j * accepted for j in range(k - i - 1)), torch.zeros_like(miss))
+        later = torch.zeros_like(miss)
+        for j in range(k - i - 1):
+            later = later + miss**j * accepted
         then = accepted + refused * (later + miss ** (k - i - 1) * last)
         columns.append((miss - refused) ** i * then)
     return torch.stack(columns, 1).to(p.dtype)
 
 
 def topk(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """Tokens that are drawn for sure carry all of their p. q: any scores."""
+    """The shares [n, k] of `topk`: tokens that are drawn for sure carry all of their p. q: any scores."""
     return (most_likely(nodes.q, k) == nodes.y[:, None]) * nodes.on(nodes.p)[:, None]
 
 
 def greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """k - 1 tokens for sure, and one draw from the rest of q, which is accepted with min(1, p/q')."""
+    """The shares [n, k] of `greedy`: k - 1 sure tokens, and a draw from the rest of q, accepted with min(1, p/q')."""
     sure = topk(nodes, k - 1, scheme) * (nodes.on(nodes.q) > 0)[:, None]
     rest = without(nodes.q, most_likely(nodes.q, k - 1))
     last = torch.minimum(nodes.p, rest * scale(rest, torch.ones_like(rest[:, :1])))
@@ -198,7 +222,10 @@ def greedy(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    """With a the most likely token: (y, a), (a, y), (i, a) and (a, j). i and j are sampled where y is a."""
+    """The shares [n, k] of `spechub`.
+
+    With a the most likely token, the draws are (y, a), (a, y), (i, a) or (a, j). i and j are sampled if y is a.
+    """
     if k == 1:
         return greedy(nodes, 1, scheme)
     many = nodes.repeated()
@@ -221,26 +248,11 @@ def spechub(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
 
 
 def is_lp(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `is-lp`, whose draws are sampled."""
     many = nodes.repeated()
     tokens, chance = many.containing(many.q, torch.full_like(many.y[:, None], k), k)
     chosen, selected = select(many.p, many.q, tokens, cast(IsLp, scheme).s)
     return of_selected(nodes, many, chance, Selection(selected, tokens, chosen))
-
-
-def of_optimal(nodes: Nodes, k: int, scheme: Optimal) -> tuple[Nodes, Tensor, Tensor, "Selection"]:
-    """`repeated` nodes with draws, one of which is y: these; the sure tokens; Pr(a draw is y); the selected draw."""
-    many = nodes.repeated()
-    tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
-    tokens, chance = many.containing(rest, number, scheme.most(k))
-    draws = scheme.arranged(tops, tokens, nodes.generator)
-    return many, tops, chance, Selection(*scheme.selection(many.p, many.q, draws))
-
-
-def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
-    many, tops, chance, of = of_optimal(nodes, k, cast(Optimal, scheme))
-    share = of_selected(nodes, many, chance, of)
-    sure = nodes.averaged((tops == many.y[:, None]) * many.on(many.p)[:, None])
-    return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
 
 
 class Selection(NamedTuple):
@@ -251,22 +263,59 @@ class Selection(NamedTuple):
     chosen: Tensor
 
 
-def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
-    """[n, K] where one draw is selected, and accepted as a draw of its distribution x: y is with min(p, x) in all.
+class OptimalDraws(NamedTuple):
+    """Sampled draws of the `optimal` scheme at nodes, one of which is y.
 
-    So the draws tell only which of them it was, and what the residual adds. many: the `repeated` nodes.
-    chance: [., 1] Pr(a draw is y), which these have.
+    samples: the `repeated` nodes. sure_tokens: [n, K] those that are draws for sure, -1 for none. chance: [n, 1] Pr(a
+    random draw is y). selection: of one draw.
+    """
+
+    samples: Nodes
+    sure_tokens: Tensor
+    chance: Tensor
+    selection: Selection
+
+
+def of_optimal(nodes: Nodes, k: int, scheme: Optimal) -> OptimalDraws:
+    """Sample the draws of `optimal` at `repeated` nodes, given that one of them is y."""
+    many = nodes.repeated()
+    tops, number, rest = scheme.allot(many.q, torch.full_like(many.y[:, None], k), k)
+    tokens, chance = many.containing(rest, number, scheme.most(k))
+    draws = scheme.arranged(tops, tokens, nodes.generator)
+    selected, tokens, chosen = scheme.selection(many.p, many.q, draws)
+    return OptimalDraws(many, tops, chance, Selection(selected, tokens, chosen))
+
+
+def optimal(nodes: Nodes, k: int, scheme: Scheme) -> Tensor:
+    """The shares [n, k] of `optimal`: those of the selected draw, and of the sure tokens."""
+    draws = of_optimal(nodes, k, cast(Optimal, scheme))
+    many = draws.samples
+    share = of_selected(nodes, many, draws.chance, draws.selection)
+    sure = nodes.averaged((draws.sure_tokens == many.y[:, None]) * many.on(many.p)[:, None])
+    return share[:, :k] * ~(sure > 0).any(-1, keepdim=True) + sure
+
+
+def of_selected(nodes: Nodes, many: Nodes, chance: Tensor, of: Selection) -> Tensor:
+    """The shares [n, K] if one draw is selected, and accepted as a draw of its distribution x.
+
+    All draws of y together have min(p, x). The sampled draws only divide that among them, and add the residual's part.
+
+    Args:
+        nodes: n nodes.
+        many: the `repeated` ones.
+        chance: [n samples, 1] Pr(a draw is y), as in the sampled draws.
+        of: the selected draws at the repeated nodes.
     """
     first = many.first(of.tokens)
     drawn = of.tokens == many.y[:, None]
-    accepted, left = one_draft(many.p, of.selected, of.tokens, of.chosen)
+    accepted, unclaimed = one_draft(many.p, of.selected, of.tokens, of.chosen)
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
-    residual = refused * many.on(left)[:, None] / positive(left.sum(-1, keepdim=True))
-    own = (accepted * drawn).sum(-1, keepdim=True) + TINY
-    which = nodes.averaged(first * own)
+    residual = refused * many.on(unclaimed)[:, None] / positive(unclaimed.sum(-1, keepdim=True))
+    accepted_here = (accepted * drawn).sum(-1, keepdim=True) + TINY
+    which = nodes.averaged(first * accepted_here)
     total = nodes.averaged(torch.minimum(many.on(many.p), many.on(of.selected))[:, None])
-    rest = nodes.averaged(first * residual * chance)
-    return total * which / positive(which.sum(-1, keepdim=True)) + rest
+    residual_share = nodes.averaged(first * residual * chance)
+    return total * which / positive(which.sum(-1, keepdim=True)) + residual_share
 
 
 FORMS: Mapping[str, Form] = {

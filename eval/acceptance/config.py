@@ -117,30 +117,30 @@ class Case(NamedTuple):
 
 
 def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
-    """The configuration, once per sweep of the preset.
+    """List the configurations of the preset's sweeps; without a preset, the one that is given.
 
     Raises InputError for an option that the preset settles.
     """
-    found = []
-    for sweep in PRESETS[config.preset] if config.preset else [{}]:
+    if not config.preset:
+        return [config]
+    configs = []
+    for sweep in PRESETS[config.preset]:
         for name in sweep:
             if getattr(config, name) != getattr(AcceptanceConfig, name):
                 flag = config.named(name)
                 raise InputError(f"--preset {config.preset} settles {flag}: leave out one")
-        found.append(replace(config, **sweep))
-    return found
+        configs.append(replace(config, **sweep))
+    return configs
 
 
 def cases(sweep: AcceptanceConfig) -> list[Case]:
-    """The cases of one of `sweeps`."""
-    return [
-        Case(float(temperature), draft, int(draws))
-        for temperature, draft, draws in product(
-            listed("temperature", sweep.temperature),
-            listed("draft-temperature", sweep.draft_temperature),
-            listed("draws", sweep.draws),
-        )
-    ]
+    """List the cases of a sweep: each temperature with each draft temperature and number of draws."""
+    combinations = product(
+        listed("temperature", sweep.temperature),
+        listed("draft-temperature", sweep.draft_temperature),
+        listed("draws", sweep.draws),
+    )
+    return [Case(float(heat), draft, int(draws)) for heat, draft, draws in combinations]
 
 
 def schemes_in(verifiers: str, others: Iterable[str] = ()) -> list[str]:
@@ -150,13 +150,15 @@ def schemes_in(verifiers: str, others: Iterable[str] = ()) -> list[str]:
     """
     names: list[str] = []
     for name in listed("verifier", verifiers):
-        names += LOSSLESS if name == "all" else [name]
-        if name != "all":
-            scheme, _ = known_scheme(name, True, others)
-            if not scheme.lossless:
-                raise InputError(
-                    f"verifier {name} is not lossless: its rate is not comparable; leave it out"
-                )
+        if name == "all":
+            names += LOSSLESS
+            continue
+        scheme, _ = known_scheme(name, True, others)
+        if not scheme.lossless:
+            raise InputError(
+                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
+            )
+        names.append(name)
     return list(dict.fromkeys(names))
 
 
@@ -183,7 +185,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
         None,
     )
     verifier: str = option(
-        f"verifiers, separated by commas: all, {either((*LOSSLESS, *DRAWN_BY))}; with options as in is-lp:s=8",
+        f"verifiers, separated by commas: all, {either([*LOSSLESS, *DRAWN_BY])}; with options as in is-lp:s=8",
         "all",
     )
     tree: str = option(
@@ -226,7 +228,7 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
             self.check_head()
         if (self.bandwidth is None) != (self.flops is None):
             raise InputError("give --bandwidth and --flops, or neither")
-        if self.text and "0" in (f"{float(heat):g}" for heat in self.temperatures):
+        if self.text and 0 in map(float, self.temperatures):
             raise InputError(
                 "--temperature 0 has one text, the target's own: leave out --text, or 0"
             )
@@ -237,7 +239,9 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     @property
     def drafters(self) -> list[DrafterSpec]:
-        return DrafterSpec.parse_all(self.drafter or f"head:{self.head}")
+        if self.drafter:
+            return DrafterSpec.parse_all(self.drafter)
+        return DrafterSpec.parse_all(f"head:{self.head}")
 
     @property
     def trees(self) -> list[str]:
@@ -245,21 +249,31 @@ class TauConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
 
     @property
     def batches(self) -> list[int]:
-        return [int(batch) for batch in listed("batch", self.batch)]
+        return list(map(int, listed("batch", self.batch)))
 
     @property
     def verifiers(self) -> list[str]:
-        """The names in `--verifier`. Raises InputError for another verifier, and for a lossy scheme."""
-        asked = listed("verifier", self.verifier)
-        for name in asked:
+        """The names in `--verifier`, schemes first. Raises InputError for another verifier, and for a lossy scheme."""
+        # 1. Schemes judge a node, the others whole paths.
+        schemes = []
+        path_verifiers = []
+        for name in listed("verifier", self.verifier):
             if name in FORMER_BOUNDS:
                 raise InputError(
                     f'--verifier {name} is no verifier: leave it out. The column "Bound of its draws" has each '
                     f"verifier's own bound, that of {name} beside {FORMER_BOUNDS[name]}"
                 )
-        whole = [name for name in asked if name.partition(":")[0] in DRAWN_BY]
-        schemes = [name for name in asked if name not in whole]
-        for name in whole:
+            if name.partition(":")[0] in DRAWN_BY:
+                path_verifiers.append(name)
+            else:
+                schemes.append(name)
+
+        # 2. Those that are known; `all` names both kinds.
+        for name in path_verifiers:
             known_scheme(drawn_by(name))
-        found = schemes_in(",".join(schemes), DRAWN_BY) if schemes else []
-        return list(dict.fromkeys(found + [*DRAWN_BY] * ("all" in schemes) + whole))
+        names = []
+        if schemes:
+            names += schemes_in(",".join(schemes), DRAWN_BY)
+        if "all" in schemes:
+            names += DRAWN_BY
+        return list(dict.fromkeys(names + path_verifiers))

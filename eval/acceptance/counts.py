@@ -86,7 +86,9 @@ def count_rung_clocks(rates: Tensor, times: Tensor, k: int) -> Tensor:
     slow = torch.stack(symmetric, -1) * (-parted.total * times).exp()[..., None]
 
     # 3. Together.
-    both = [(counts[..., : j + 1] * slow[..., : j + 1].flip(-1)).sum(-1) for j in range(k)]
+    both = []
+    for j in range(k):
+        both.append((counts[..., : j + 1] * slow[..., : j + 1].flip(-1)).sum(-1))
     return torch.stack(both, -1)
 
 
@@ -136,7 +138,10 @@ def count_distinct(q: Tensor, draws: int, k: int) -> Tensor:
 def join_draws(some: Tensor, others: Tensor) -> Tensor:
     """[n, j, M] the sum over l of (m over l) others_l some_(m-l), for m = 0 … M - 1. others: [n, M]."""
     size = others.shape[-1]
-    choices = [[float(comb(m, m - n)) if m >= n else 0.0 for m in range(size)] for n in range(size)]
+    choices = [[0.0] * size for _ in range(size)]
+    for n in range(size):
+        for m in range(n, size):
+            choices[n][m] = float(comb(m, m - n))
     lags = torch.arange(size, device=others.device)
     lags = (lags - lags[:, None]).clamp(min=0)  # [m - l, m]
     return some @ (others[:, lags] * torch.tensor(choices, device=others.device).to(others.dtype))

@@ -63,15 +63,32 @@ class Decoded:
     def cycles(
         self, spec: Spec, cost: Cost, text: Text, params: SamplingParams, seed: int
     ) -> list[Cycle]:
-        """The cycles along a text. Under noise its seed writes the text again. cost: trees are chosen by it."""
+        """Decode along a text, cycle by cycle.
+
+        Args:
+            spec: the target and the drafter.
+            cost: the cost model that trees are chosen by.
+            text: the tokens that the target has put out.
+            params: the sampling of the text.
+            seed: of the answer; under Gumbel noise it writes the text again.
+        """
         along = Along()
-        cycles = list[Cycle]()
-        verifier = along if self.verifier == "topk" else self.verifier
-        rest = spec.template, False, spec.calibration, cost
-        own = Spec(spec.target, spec.source, self.tree, verifier, *rest)
         begin = text.root + 1
         along.begin(text.tokens[begin:].tolist())
-        own.generate(
+        verifier: Along | str = self.verifier
+        if self.verifier == "topk":
+            verifier = along
+        decoding = Spec(
+            spec.target,
+            spec.source,
+            self.tree,
+            verifier,
+            template=spec.template,
+            calibration=spec.calibration,
+            times=cost,
+        )
+        cycles = list[Cycle]()
+        decoding.generate(
             text.tokens[:begin].tolist(),
             max_new_tokens=text.count,
             ignore_eos=True,
@@ -86,7 +103,7 @@ class Decoded:
 
 
 def seconds_of(cycle: Cycle, cost: Cost) -> float:
-    """Of a cycle with this tree, by the cost model."""
+    """Predict the seconds of a cycle with this tree by the cost model."""
     depth = [0]
     for parent in cycle.parents[1:]:
         depth.append(depth[parent] + 1)
@@ -94,7 +111,7 @@ def seconds_of(cycle: Cycle, cost: Cost) -> float:
 
 
 def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
-    """The cost by batch size on a processor of these figures, in bytes and operations per second.
+    """Model the cost of cycles by batch size on a processor with these bytes and operations per second.
 
     A forward reads each weight once, and takes two operations of it for each token. Keys and values do not count.
     Raises InputError for a draft model.
@@ -107,17 +124,20 @@ def roofline(spec: Spec, bandwidth: float, flops: float) -> CostBy:
 
     def seconds(model: nn.Module, rows: int, tokens: int) -> float:
         """rows: of the output embedding that are used. The input embedding is looked up."""
-        named = dict(model.named_parameters())
-        inner = [w for name, w in named.items() if not any(part in name for part in APART)]
         width = target.model.config.get_text_config().hidden_size
-        read = sum(w.nbytes for w in inner) + rows * width * size
+        read = rows * width * size
+        for name, weight in model.named_parameters():
+            if not any(part in name for part in APART):
+                read += weight.nbytes
         return max(read / bandwidth, 2 * read / size * tokens / flops)
 
     def cost(batch: int) -> Cost:
         forward = tuple(seconds(target.model, target.vocab_size, batch * n) for n in SIZES)
         if head is None:
             return Cost(tuple(SIZES), forward)
-        drafted = target.vocab_size if head.vocabulary is None else len(head.vocabulary)
-        return Cost(tuple(SIZES), forward, seconds(head, drafted, batch))
+        draft_tokens = target.vocab_size
+        if head.vocabulary is not None:
+            draft_tokens = len(head.vocabulary)
+        return Cost(tuple(SIZES), forward, seconds(head, draft_tokens, batch))
 
     return cost

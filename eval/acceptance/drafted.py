@@ -175,12 +175,16 @@ class DraftedTexts:
         # 2. Where they are y.
         level = dict[tuple[FindDraws, Scheme, int], Tensor]()
         for (find, scheme), counts in numbers.items():
-            source = scored if find is find_in_tops else nodes
+            source = nodes
+            if find is find_in_tops:
+                source = scored
             if find in SAME_FOR_MORE:
                 widest = find(source, max(counts, default=1), scheme)
-                level |= {(find, scheme, k): widest[:, :k] for k in counts}
+                for k in counts:
+                    level[find, scheme, k] = widest[:, :k]
             else:
-                level |= {(find, scheme, k): find(source, k, scheme) for k in counts}
+                for k in counts:
+                    level[find, scheme, k] = find(source, k, scheme)
         self.chances.append(level)
         self.odds.append(positive(nodes.on(nodes.p)).double())
 
@@ -208,11 +212,11 @@ class DraftedTexts:
                 if k == 0:
                     continue
                 columns = self.chances[level][find, scheme, k].T
-                children = [
-                    column * below[(*path, i)]
-                    for i, column in enumerate(columns)
-                    if (*path, i) in below
-                ]
+                children = []
+                for i, column in enumerate(columns):
+                    child = (*path, i)
+                    if child in below:
+                        children.append(column * below[child])
                 if children:
                     above[path] = combine_chances(
                         torch.stack(children), find is find_in_independent_draws

@@ -1,4 +1,4 @@
-"""Ways down a tree along a given text, and how likely a verifier's accepted path follows them.
+"""Ways down a tree along a given text, and how likely a verifier's accepted path follows each of them.
 
 R_i is Pr(the accepted path has y_1 … y_i), over the target's probability of these tokens. A verifier is
 lossless, so a cycle emits exactly y_1 … y_i with R_(i-1) - R_i, over the same. R is the sum over the ways,
@@ -8,8 +8,8 @@ the nodes of depth i that may hold y_1 … y_i:
     traversal    each step: Pr(draw k is y, and all before it are refused); in the end w of the last draw
 
 Of a node that is judged after all nodes below it, w is Pr(it or one of them is accepted), on average over
-their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): what hangs
-below the text, and beside it, has no part.
+their draws (Sun et al. 2024, Block Verification, theorem 2; 2505.12398, theorem 3.3): siblings and
+deeper nodes do not change this probability.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,35 +36,40 @@ from treespec.verify.topk import TopK
 
 @dataclass(frozen=True)
 class Way:
-    """reach, weight: [n], whose product is the way's part of R."""
+    """A node that may hold the next tokens of a text. reach, weight: [n]; their product is its part of R."""
 
     reach: Tensor
     weight: Tensor
 
 
 def shared(columns: Tensor, nodes: Nodes) -> Tensor:
-    """[k, n] in float64, over the target's probability of y. columns: [n, k]."""
+    """Divide probabilities [n, k] by the target's probability of y; [k, n] in float64."""
     return (columns / positive(nodes.on(nodes.p))[:, None]).double().T
 
 
 def judged_last(way: Way, nodes: Nodes, parts: tuple[Tensor, Tensor]) -> list[Way]:
-    """The ways down k draws that are judged after all nodes below them.
+    """Follow k draws that are judged after all nodes below them: a way for each.
 
     parts: [n, k] Pr(draw k is y, and all before it are refused), and w of it.
     """
     chances, weights = parts
-    columns = zip(shared(chances, nodes), weights.double().T, strict=True)
-    return [replace(way, reach=way.reach * chance, weight=w) for chance, w in columns]
+    below = []
+    for chance, weight in zip(shared(chances, nodes), weights.double().T, strict=True):
+        below.append(Way(way.reach * chance, weight))
+    return below
 
 
 def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tuple[Tensor, Tensor]:
-    """As `in_turn`, for `treespec.verify.block_optimal`."""
+    """Follow the draws of `treespec.verify.block_optimal`; as `in_turn`."""
     # 1. y is the selected draw with x(y): which draw that is.
     nodes = replace(nodes, p=nodes.p * weight)
-    many, tops, _, of = of_optimal(nodes, k, scheme)
-    own = (of.chosen * (of.tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
-    which = nodes.averaged(many.first(of.tokens) * own)
-    x, tops = (part.view(len(nodes.y), nodes.samples, -1)[:, 0] for part in (of.selected, tops))
+    optimal = of_optimal(nodes, k, scheme)
+    many = optimal.samples
+    tokens = optimal.selection.tokens
+    chosen = (optimal.selection.chosen * (tokens == many.y[:, None])).sum(-1, keepdim=True) + TINY
+    which = nodes.averaged(many.first(tokens) * chosen)
+    x = optimal.selection.selected.view(len(nodes.y), nodes.samples, -1)[:, 0]
+    tops = optimal.sure_tokens.view(len(nodes.y), nodes.samples, -1)[:, 0]
     at_x = nodes.on(x)[:, None]
     at_p = nodes.on(nodes.p)[:, None]
     chances = at_x * which[:, :k] / positive(which.sum(-1, keepdim=True))
@@ -80,7 +85,10 @@ def block_optimal(nodes: Nodes, k: int, weight: Tensor, scheme: Optimal) -> tupl
 
 @dataclass(frozen=True)
 class Pair:
-    """A verifier on a tree of fixed shape. scheme: makes the draws. draws: their number, by an inner node's path."""
+    """A verifier on a tree of fixed shape.
+
+    shape: as `--tree` names the tree. scheme: makes the draws. draws: their number by the path of an inner node.
+    """
 
     verifier: str
     shape: str
@@ -101,60 +109,101 @@ class Pair:
         """How the draws are made, as `Scheme.drawing` names it. greedy: of temperature 0."""
         if greedy or self.sure:
             return TopK.drawing
-        return DRAWS.drawing if self.verifier == "gumbel" else self.scheme.drawing
+        if self.verifier == "gumbel":
+            return DRAWS.drawing
+        return self.scheme.drawing
 
     def below(
-        self, way: Way, nodes: Nodes, k: int, sure: bool, known: dict[tuple[str, int], Tensor]
+        self, way: Way, nodes: Nodes, k: int, sure: bool, shares: dict[tuple[str, int], Tensor]
     ) -> list[Way]:
-        """The ways of k draws below a way at n nodes.
+        """Follow k draws below a way at n nodes: a way for each.
 
-        sure: whether the most likely tokens are the draws, as at temperature 0. known: the shares at these nodes, which
-        are kept there by verifier and k.
+        Args:
+            way: leads to the nodes.
+            nodes: their p, q and y.
+            k: number of draws at each.
+            sure: whether the most likely tokens are the draws, as at temperature 0.
+            shares: [k, n] of these nodes by verifier and k, kept here for pairs that have equal ones.
         """
         # 1. Verifiers of whole paths.
         weight = way.weight[:, None].to(nodes.p.dtype)
         if not sure and self.verifier in ("block", "traversal"):
             return judged_last(way, nodes, in_turn(nodes, k, weight))
         if not sure and self.verifier.startswith("block-optimal"):
-            found = block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
-            return judged_last(way, nodes, found)
+            parts = block_optimal(nodes, k, weight, cast(Optimal, self.scheme))
+            return judged_last(way, nodes, parts)
 
-        # 2. Others step by step. Of one draw, all schemes make the same.
-        alike = k == 1 and self.verifier != "gumbel"
-        name = "topk" if sure else "single" if alike else self.verifier
-        if (name, k) not in known:
+        # 2. Others step by step. Of one draw, all schemes but gumbel make the same.
+        name = self.verifier
+        if sure:
+            name = "topk"
+        elif k == 1 and self.verifier != "gumbel":
+            name = "single"
+        if (name, k) not in shares:
             share = FORMS.get(name, FORMS[self.scheme.name])(nodes, k, self.scheme)
-            known[name, k] = shared(share, nodes)
-        return [replace(way, reach=way.reach * share) for share in known[name, k]]
+            shares[name, k] = shared(share, nodes)
+        return [Way(way.reach * share, way.weight) for share in shares[name, k]]
+
+
+@dataclass
+class FollowedPair:
+    """How far a pair's cycles follow a text, level by level of its tree.
+
+    ways: by the path of a node that may hold the next tokens of the text. kept: [n] R of 0, 1, … tokens.
+    """
+
+    pair: Pair
+    ways: dict[tuple[int, ...], Way]
+    kept: list[Tensor]
+
+    def follow_level(
+        self, nodes: Nodes, is_greedy: bool, scored: Nodes, shares: dict[tuple[str, int], Tensor]
+    ) -> None:
+        """Follow the draws of the next level.
+
+        Args:
+            nodes: p, q and y after each token of the text.
+            is_greedy: whether the temperature is 0, where the draws are the most likely tokens.
+            scored: `nodes` with scores for q, which tell the most likely tokens.
+            shares: those of `Pair.below` at this level.
+        """
+        # 1. The ways one token further.
+        depth = len(self.kept) - 1
+        sure = is_greedy or self.pair.sure
+        if sure:
+            nodes = scored
+        total = torch.zeros_like(self.kept[0])
+        for path in list(self.ways):
+            if len(path) == depth and path in self.pair.draws:
+                below = self.pair.below(self.ways[path], nodes, self.pair.draws[path], sure, shares)
+                # 2. What they keep of the text.
+                for i, way in enumerate(below):
+                    self.ways[(*path, i)] = way
+                    total = total + way.reach * way.weight
+        self.kept.append(total)
 
 
 def followed(
     pairs: Sequence[Pair], steps: Iterable[tuple[Nodes, Nodes]], greedy: bool
 ) -> list[Tensor]:
-    """Of each pair R [n, D + 1] for 0 … D tokens, D the depth of its tree.
+    """Follow a text of n tokens down the trees of pairs.
 
-    steps: for the draws of the root, of its children, …: p, q and y behind each of n tokens; and with scores for q, by
-    which the most likely tokens are known. greedy: of temperature 0, where these are the draws.
+    Args:
+        pairs: verifiers on trees of fixed shape.
+        steps: for the draws of the root, of its children, …: p, q and y after each of the n tokens; and the same with
+            scores for q, which tell the most likely tokens.
+        greedy: whether the temperature is 0, where these are the draws.
+
+    Returns:
+        R [n, D + 1] of each pair, for 0 … D tokens, D the depth of its tree.
     """
-    ways = [dict[tuple[int, ...], Way]() for _ in pairs]
-    kept = [list[Tensor]() for _ in pairs]
+    followed_pairs = list[FollowedPair]()
     for depth, (nodes, scored) in enumerate(steps):
-        known: dict[tuple[str, int], Tensor] = {}
-        for pair, own, r in zip(pairs, ways, kept, strict=True):
-            # 1. The ways one token further.
-            if not depth:
-                r.append(torch.ones(len(nodes.y), dtype=torch.float64))
-                own[()] = Way(r[0], r[0])
-            if depth == pair.tree.max_depth:
-                continue
-            sure = greedy or pair.sure
-            for path in [path for path in own if len(path) == depth and path in pair.draws]:
-                below = pair.below(
-                    own[path], scored if sure else nodes, pair.draws[path], sure, known
-                )
-                own |= {(*path, i): way for i, way in enumerate(below)}
-
-            # 2. What they keep of the text.
-            here = [way for path, way in own.items() if len(path) == depth + 1]
-            r.append(sum((way.reach * way.weight for way in here), torch.zeros_like(r[0])))
-    return [torch.stack(r, 1) for r in kept]
+        if depth == 0:
+            ones = torch.ones(len(nodes.y), dtype=torch.float64)
+            followed_pairs = [FollowedPair(pair, {(): Way(ones, ones)}, [ones]) for pair in pairs]
+        shares: dict[tuple[str, int], Tensor] = {}
+        for followed_pair in followed_pairs:
+            if depth < followed_pair.pair.tree.max_depth:
+                followed_pair.follow_level(nodes, greedy, scored, shares)
+    return [torch.stack(followed_pair.kept, 1) for followed_pair in followed_pairs]

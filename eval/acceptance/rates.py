@@ -1,4 +1,4 @@
-"""The acceptance lab: what schemes accept of a draft at collected positions, and what any could accept."""
+"""The acceptance lab: the acceptance rates of schemes at collected positions, and the largest possible ones."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
-from treespec.eval.acceptance.sources import Logits, collected, given
+from treespec.eval.acceptance.sources import Coordinates, Logits, collected, given
 from treespec.eval.acceptance.table import Row, report_of
 from treespec.eval.common import Report, Step, silent
 from treespec.eval.intervals import Figure, Z, compute_t_quantile
@@ -25,9 +25,10 @@ from treespec.verify.scheme import Scheme
 
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
-# [2, n] rates and their Monte-Carlo errors, 0 where a formula states them, by the name of the scheme
-# or None for α*, and how its draws are made, None where α* of that is not known
-Rates = dict[tuple[str | None, str | None], Tensor]
+# The name of a scheme, or None for α*; and how its draws are made, None if α* of that is not known
+RateKey = tuple[str | None, str | None]
+# [2, n] rates and their Monte-Carlo errors, which are 0 where a formula states the rates
+Rates = dict[RateKey, Tensor]
 
 
 def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
@@ -38,16 +39,19 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
     each sweep. Raises InputError for bad input.
     """
     # 1. What is compared, and where p and q come from.
-    planned = [
-        (sweep, case, schemes_in(sweep.verifier))
-        for sweep in sweeps(config)
-        for case in cases(sweep)
-    ]
+    planned = []
+    for sweep in sweeps(config):
+        for case in cases(sweep):
+            planned.append((sweep, case, schemes_in(sweep.verifier)))
     with locked(config.out):
-        logits, environment = given() if config.given else collected(config, report)
+        if config.given:
+            logits, environment = given()
+        else:
+            logits, environment = collected(config, report)
 
         # 2. The rates of every case.
-        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator = torch.Generator(device)
         generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
         tables: dict[AcceptanceConfig, list[Row]] = defaultdict(list)
@@ -63,13 +67,17 @@ def accept(config: AcceptanceConfig, report: Report = silent) -> dict[str, Any]:
 
         # 3. The files.
         environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
-        found = {"config": asdict(config), "environment": environment, "left_out": left_out}
-        result = found | {"sweeps": [*tables.values()]}
+        result = {
+            "config": asdict(config),
+            "environment": environment,
+            "left_out": left_out,
+            "sweeps": list(tables.values()),
+        }
         out = Path(config.out)
-        shown = report_of(result)
+        tables_and_notes = report_of(result)
         write_json(out / "acceptance.json", result)
-        write_text(out / "acceptance.md", markdown(shown))
-        write_text(out / "acceptance.html", page(shown, "Acceptance rates"))
+        write_text(out / "acceptance.md", markdown(tables_and_notes))
+        write_text(out / "acceptance.html", page(tables_and_notes, "Acceptance rates"))
     return result
 
 
@@ -80,45 +88,66 @@ def rate(
     schemes: Mapping[str, Scheme],
     generator: torch.Generator,
 ) -> tuple[Rates, dict[str, str]]:
-    """(the rates of every scheme and the α* of their draws, why others were left out, by name).
+    """Measure every scheme at every position, and the α* of the schemes' draws.
 
-    They are ordered by how they draw, α* after its schemes; last the schemes whose α* is not known.
-    The generator's device computes.
+    Args:
+        logits: of target and draft, at n positions.
+        sweep: truncation of both distributions, and the number of Monte-Carlo samples.
+        case: temperatures, and the number of draws at a node.
+        schemes: by the name in `--verifier`.
+        generator: of draws and coins; its device computes.
+
+    Returns:
+        The rates, ordered by how the schemes draw, α* after its schemes, and last the schemes whose α* is not known;
+        and why other schemes were left out, by name.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
     chunks: dict[Any, list[Tensor]] = defaultdict(list)  # [2, rows] each
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
-    heats = (case.temperature, case.temperature if case.draft == "same" else float(case.draft))
-    params = [SamplingParams(heat, sweep.top_k, sweep.top_p) for heat in heats]
+    params = SamplingParams(case.temperature, sweep.top_k, sweep.top_p)
+    draft_params = params
+    if case.draft != "same":
+        draft_params = SamplingParams(float(case.draft), sweep.top_k, sweep.top_p)
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        p, q = (  # [B, V]
-            probs(own.to(generator.device), by)
-            for own, by in zip((p_logits, q_logits), params, strict=True)
-        )
+        p = probs(p_logits.to(generator.device), params)  # [B, V]
+        q = probs(q_logits.to(generator.device), draft_params)  # [B, V]
 
         # 2. The schemes, and α* of their draws.
         rated_schemes = list[Scheme]()
         for name, scheme in schemes.items():
             try:
-                found = measured(scheme, p, q, case.draws, generator, sweep.samples)
+                rates_and_errors = measured(scheme, p, q, case.draws, generator, sweep.samples)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
                 rated_schemes.append(scheme)
-                chunks[name, scheme.drawing].append(found.cpu())
+                chunks[name, scheme.drawing].append(rates_and_errors.cpu())
         for kind, values in find_optima(rated_schemes, p, q, case.draws).items():
             chunks[None, kind].append(torch.stack([values, torch.zeros_like(values)]).cpu())
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    rated = {key: torch.cat(own, dim=1) for key, own in chunks.items() if key[0] not in refused}
+    rated: Rates = {}
+    for key, parts in chunks.items():
+        scheme_name, _ = key
+        if scheme_name not in refused:
+            rated[key] = torch.cat(parts, dim=1)
     return {key: rated[key] for key in order_by_draws(rated)}, refused
 
 
-def order_by_draws(rated: Rates) -> list[tuple[str | None, str | None]]:
-    """The keys of rates as `rate` orders them."""
-    kinds = [*dict.fromkeys(kind for _, kind in rated if kind is not None), None]
-    return sorted(rated, key=lambda key: (kinds.index(key[1]), key[0] is None))
+def order_by_draws(rated: Rates) -> list[RateKey]:
+    """Order the keys of rates as `rate` returns them."""
+    kinds: list[str | None] = []
+    for _, kind in rated:
+        if kind is not None and kind not in kinds:
+            kinds.append(kind)
+    kinds.append(None)  # schemes whose α* is not known
+
+    def rank(key: RateKey) -> tuple[int, bool]:
+        scheme_name, kind = key
+        return kinds.index(kind), scheme_name is None
+
+    return sorted(rated, key=rank)
 
 
 def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict[str, Tensor]:
@@ -135,7 +164,7 @@ def find_optima(schemes: Iterable[Scheme], p: Tensor, q: Tensor, k: int) -> dict
 
 
 def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
-    """A row per method; with given distributions, a row per pair of them and method.
+    """Make a row for each method; with given distributions, for each pair of them and method.
 
     at: temperature, draft (its temperature), draws and, for given distributions, which. method: of
     α* with how the draws are made. positions, groups: their numbers; a group is a question or text.
@@ -143,19 +172,30 @@ def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
     it: the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws.
     """
     # 1. The coordinates, and the positions [m] of each.
-    here = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
-    every = torch.arange(len(logits.group))
-    parts = [(name | here, every[i : i + 1]) for i, name in enumerate(logits.names)]
+    coordinates: Coordinates = {
+        "temperature": case.temperature,
+        "draft": case.draft,
+        "draws": case.draws,
+    }
+    all_positions = torch.arange(len(logits.group))
+    parts = [(coordinates, all_positions)]
+    if logits.names:
+        parts = []
+        for i, name in enumerate(logits.names):
+            parts.append((name | coordinates, all_positions[i : i + 1]))
 
     # 2. Each method there, beside the α* of its draws.
-    for at, positions in parts or [(here, every)]:
+    for at, positions in parts:
         group = logits.group[positions]
         for (method, drawn), (values, errors) in rated.items():
-            noise = float(errors[positions].square().sum().sqrt()) / len(positions) or None
-            best = rated.get((None, drawn))
+            noise: float | None = float(errors[positions].square().sum().sqrt()) / len(positions)
+            if noise == 0:  # a formula states the rate
+                noise = None
+            optimum = rated.get((None, drawn))
             gap = None
-            if method and best is not None:
-                gap = average((best[0] - values)[positions], group, noise)
+            if method and optimum is not None:
+                optimum_rates, _ = optimum
+                gap = average((optimum_rates - values)[positions], group, noise)
             yield {
                 "at": at,
                 "method": method or f"α* {drawn}",
@@ -168,7 +208,7 @@ def rows_of(rated: Rates, case: Case, logits: Logits) -> Iterator[Row]:
 
 
 def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure:
-    """The mean over positions and its 95 % interval; none where one group shows no spread.
+    """The mean over positions and its 95 % interval; without ends if only one group is there, and no noise.
 
     values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
     groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
@@ -178,7 +218,9 @@ def average(values: Tensor, group: Tensor, noise: float | None = None) -> Figure
     values = values.double()
     mean = float(values.mean())
     groups = len(group.unique())
-    reaches = [Z * noise] if noise is not None else []
+    reaches = []
+    if noise is not None:
+        reaches.append(Z * noise)
     if groups > 1:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
         squares = sums.index_add_(0, group, values - mean).square().sum()

@@ -1,4 +1,4 @@
-"""Where distributions come from: logits of target and head on text, or those of a paper."""
+"""The distributions that schemes are compared on: logits of target and head on text, or those of a paper."""
 
 import json
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ class Logits:
 
 
 def collected(config: AcceptanceConfig, report: Report) -> Collected:
-    """The models' logits. Raises InputError for models and texts that cannot be used."""
+    """Collect the models' logits along a text. Raises InputError for models and texts that cannot be used."""
     spec = load_models(config, config.head, Path(config.out) / "acceptance.json", report)
     passages = list(passages_of(config, spec, report))
     return logits_of(spec, passages, config.step, config.positions), describe(spec.target)
 
 
 def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int = 0) -> Logits:
-    """Logits at draft step `step`, on the CPU in the model's dtype.
+    """Compute the logits at draft step `step`, on the CPU in the model's dtype.
 
     positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
     head drafts fewer steps or no passage is long enough. Row t holds both distributions of token
@@ -67,16 +67,19 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
 
     # 2. An even spread of them.
     taken = torch.zeros(total, dtype=torch.bool)
-    spread = torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64)
+    number = total
+    if positions:
+        number = min(total, positions)
+    spread = torch.linspace(0, total - 1, number, dtype=torch.float64)
     taken[spread.round().long()] = True
-    chosen = taken.split([len(rows) for rows in wanted])
+    chosen = taken.split(list(map(len, wanted)))
 
     # 3. Both models along each passage.
     p = []
     q = []
     group = []
-    for passage, rows, spread_over in zip(passages, wanted, chosen, strict=True):
-        rows = rows[spread_over]
+    for passage, counted_rows, is_taken in zip(passages, wanted, chosen, strict=True):
+        rows = counted_rows[is_taken]
         if len(rows):
             aux_layers = head.aux_layers
             features = target.features(passage.tokens[None], aux_layers, last=True)[0]  # [T, F]
@@ -90,11 +93,12 @@ def logits_of(spec: Spec, passages: Sequence[Passage], step: int, positions: int
 
 
 def given() -> Collected:
-    """Khisti et al. 2025, Figure 2, and a toy example.
+    """Load the distributions of Khisti et al. 2025, Figure 2, and a toy example.
 
     A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
     """
     fields = json.loads(FIGURE_2.read_text())
-    p, q = (torch.tensor(fields[name], dtype=torch.float64).log() for name in "pq")
+    p = torch.tensor(fields["p"], dtype=torch.float64).log()
+    q = torch.tensor(fields["q"], dtype=torch.float64).log()
     logits = Logits(p, q, torch.arange(len(p)), fields["at"])
     return logits, {"torch": str(torch.__version__)}

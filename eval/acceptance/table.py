@@ -20,95 +20,113 @@ SHOWN = 8  # depths whose α a table has
 
 
 def report_of(result: dict[str, Any]) -> Report:
-    """What OUT/acceptance.md, OUT/acceptance.html and the terminal show."""
-    tables = [table_of(rows, kind) for rows in result["sweeps"] for kind in KINDS]
-    sampled = [row for rows in result["sweeps"] for row in rows if row["noise"]]
+    """Make the report of acceptance rates: OUT/acceptance.md, OUT/acceptance.html and the terminal show it."""
+    tables = []
+    sampled = []
+    for rows in result["sweeps"]:
+        for kind in KINDS:
+            tables.append(table_of(rows, kind))
+        sampled += [row for row in rows if row["noise"]]
     first = result["sweeps"][0][0]
     return Report(tables, notes("acceptance/notes.txt", **result, sampled=sampled, first=first))
 
 
 def table_of(rows: Sequence[Row], kind: str) -> Table:
-    """One kind of figures of a sweep."""
+    """Make the table of one kind of figures of a sweep. kind: a key of `KINDS`."""
     by_pair = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
     lines: dict[str, dict[str, Cell]] = {}
     for row in rows:
-        at = {SHORT.get(name, name): x for name, x in row["at"].items() if x != "same"}
-        texts = {name: f"{x:.3g}" if isinstance(x, float) else x for name, x in at.items()}
-        place = " ".join(f"{name}={x}" for name, x in texts.items())  # T=0.6 K=2
-        line, column = (place, row["method"]) if by_pair else (row["method"], place)
+        line = row["method"]
+        column = name_place(row["at"])
+        if by_pair:
+            line, column = column, line
         if row[kind] is not None:
             lines.setdefault(line, {"": line})[column] = percent(row[kind])
-    return Table(KINDS[kind], [""], [*lines.values()])
+    return Table(KINDS[kind], [""], list(lines.values()))
+
+
+def name_place(at: Mapping[str, Any]) -> str:
+    """The coordinates of a row in words, such as "T=0.6 K=2"."""
+    words = []
+    for name, x in at.items():
+        if x != "same":
+            value = f"{x:.3g}" if isinstance(x, float) else x
+            words.append(f"{SHORT.get(name, name)}={value}")
+    return " ".join(words)
 
 
 def report_of_tau(found: Mapping[str, Any]) -> Report:
-    """A table by temperature, τ by temperature and by number of nodes, and how to read them."""
-    # 1. The tables.
-    heats = list(dict.fromkeys(row["temperature"] for row in found["rows"]))
-    tables = []
-    several = len({row["drafter"] for row in found["rows"]}) > 1
-    naming = ["drafter", "tree", "verifier"] if several else ["tree", "verifier"]
-    for heat in heats:
-        lines = list[Mapping[str, Cell]]()
-        for row in found["rows"]:
-            if row["temperature"] == heat:
-                cells: dict[str, Cell] = {name.capitalize(): row[name] for name in naming}
-                cells |= {
-                    "Nodes": f"{row['nodes']:.1f}",
-                    "τ": row["tau"],
-                    **make_bound_cell(row),
-                    "Of the first": row["ratio"],
-                }
-                for batch, speed in row["speed"].items():
-                    cells |= {f"Speed, batch {batch}": speed["over_one"]}
-                alphas = {f"α {d}": alpha for d, alpha in enumerate(row["alpha"][:SHOWN], 1)}
-                lines.append(cells | alphas)
-        title = f"Tokens per cycle at temperature {heat:g}"
-        tables.append(Table(title, [name.capitalize() for name in naming], lines))
+    """Make the report of OUT/tau.json: a table by temperature, plots of τ, and how to read them."""
+    rows = found["rows"]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    labels = ["tree", "verifier"]
+    if len({row["drafter"] for row in rows}) > 1:
+        labels = ["drafter", "tree", "verifier"]
+    tables = [make_tau_table(rows, temperature, labels) for temperature in temperatures]
+    return Report(tables, list_tau_notes(found), plots=plot_tau(found, temperatures, labels))
 
-    # 2. The plots: a line for each verifier over trees, and for each pair over temperatures.
-    plots = [
-        Plot(
-            f"τ by nodes, temperature {heat:g}",
-            "nodes",
-            lines_of(found, naming, "nodes", temperature=heat),
-        )
-        for heat in heats
-    ]
-    plots += [
-        Plot(
-            f"τ by temperature, {tree}",
-            "temperature",
-            lines_of(found, naming, "temperature", tree=tree),
-        )
-        for tree in dict.fromkeys(row["tree"] for row in found["rows"])
-    ]
 
-    # 3. The notes.
-    machine = "a processor of the given figures" if found["config"]["bandwidth"] else "this machine"
-    notes = [
+def make_tau_table(rows: Sequence[Row], temperature: float, labels: Sequence[str]) -> Table:
+    """The table of one temperature. labels: the fields that name a row."""
+    lines = list[Mapping[str, Cell]]()
+    for row in rows:
+        if row["temperature"] == temperature:
+            cells: dict[str, Cell] = {name.capitalize(): row[name] for name in labels}
+            cells["Nodes"] = f"{row['nodes']:.1f}"
+            cells["τ"] = row["tau"]
+            cells |= make_bound_cell(row)
+            cells["Of the first"] = row["ratio"]
+            for batch, speed in row["speed"].items():
+                cells[f"Speed, batch {batch}"] = speed["over_one"]
+            for depth, alpha in enumerate(row["alpha"][:SHOWN], 1):
+                cells[f"α {depth}"] = alpha
+            lines.append(cells)
+    columns = [name.capitalize() for name in labels]
+    return Table(f"Tokens per cycle at temperature {temperature:g}", columns, lines)
+
+
+def plot_tau(
+    found: Mapping[str, Any], temperatures: Sequence[float], labels: Sequence[str]
+) -> list[Plot]:
+    """Plot τ by nodes at each temperature, and by temperature on each tree, where a line has two points."""
+    plots = []
+    for temperature in temperatures:
+        title = f"τ by nodes, temperature {temperature:g}"
+        lines = lines_of(found, labels, "nodes", temperature=temperature)
+        plots.append(Plot(title, "nodes", lines))
+    for tree in dict.fromkeys(row["tree"] for row in found["rows"]):
+        lines = lines_of(found, labels, "temperature", tree=tree)
+        plots.append(Plot(f"τ by temperature, {tree}", "temperature", lines))
+    return [plot for plot in plots if max(map(len, plot.lines.values()), default=0) > 1]
+
+
+def list_tau_notes(found: Mapping[str, Any]) -> list[str]:
+    """How to read the tables, and which pairs they lack."""
+    machine = "this machine"
+    if found["config"]["bandwidth"]:
+        machine = "a processor of the given figures"
+    lines = [
         "τ: tokens by the expected number of cycles for the target's own texts; draws and coins are integrated out.",
         "Ranges: 95% intervals over questions, by jackknife. Of the first: τ by the first row's.",
         f"Speed: tokens a second over those of one token at a time, by the cost model of {machine}.",
         "α d: of the cycles that accept d - 1 tokens, the share that accepts d.",
-        *describe_bounds(found["rows"]),
-        *(f"Left out: {name}, as {why}." for name, why in found["left_out"].items()),
     ]
-    return Report(
-        tables,
-        notes,
-        plots=[plot for plot in plots if any(len(x) > 1 for x in plot.lines.values())],
-    )
+    lines += describe_bounds(found["rows"])
+    for name, reason in found["left_out"].items():
+        lines.append(f"Left out: {name}, as {reason}.")
+    return lines
 
 
 def make_bound_cell(row: Row) -> dict[str, Cell]:
-    """The bound of a row's own draws, where it is known."""
+    """The cell of the bound of a row's own draws; no cell if the bound is not known."""
     bound = row.get("bound")
-    return {"Bound of its draws": bound} if bound else {}
+    if not bound:
+        return {}
+    return {"Bound of its draws": bound}
 
 
 def describe_bounds(rows: Sequence[Row]) -> list[str]:
-    """What the bounds are of, where there are any."""
+    """The note about bounds, if any row has one: for which verifiers' draws each is."""
     verifiers: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.get("bound"):
@@ -125,10 +143,22 @@ def describe_bounds(rows: Sequence[Row]) -> list[str]:
 def lines_of(
     found: Mapping[str, Any], by: Sequence[str], along: str, **where: Any
 ) -> dict[str, list[tuple[float, Any]]]:
-    """{name: (place, τ) in order} of the rows with these fields."""
+    """Collect the lines of a plot of τ.
+
+    Args:
+        found: the content of OUT/tau.json.
+        by: the fields that name a line; its tree does not.
+        along: the field that is a point's place on the axis.
+        where: the value that a field of each row must have.
+
+    Returns:
+        The points (place, τ) of each line by its name, in the order of their places.
+    """
     lines: dict[str, list[tuple[float, Any]]] = {}
     for row in found["rows"]:
-        if all(row[name] == value for name, value in where.items()):
+        if where.items() <= row.items():
             name = " ".join(row[part] for part in by if part != "tree")
             lines.setdefault(name, []).append((row[along], row["tau"]))
-    return {name: sorted(line, key=lambda point: point[0]) for name, line in lines.items()}
+    for points in lines.values():
+        points.sort(key=lambda point: point[0])
+    return lines

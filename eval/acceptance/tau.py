@@ -11,16 +11,16 @@ ends behind y_(t+l) with probability w_t(l), and cycles end there u_(t+l) times 
     cycles      u_0 + u_1 + u_2 + u_3        τ = tokens / cycles
 
 It is what decoding gives on average, with the draws and coins integrated out. A tree of fixed shape
-needs the draft's distributions along the text alone, and no forward over a tree (`path_probability`). So does the
-most that any lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the
-real loop (`decoded`).
+needs only the draft's distributions along the text, and no forward over a tree (`path_probability`). So does the
+largest τ that any
+lossless verifier of the same draws may have (`drafted`). Other trees are drafted along the text by the real loop
+(`decoded`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import pairwise, product
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,207 +28,230 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.api.spec import Spec
-from treespec.draft.auto.cost import Cost
 from treespec.draft.calibration import sharpened
 from treespec.draft.heads.loading import draft_along, draft_steps
-from treespec.draft.spec import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.acceptance.acceptance_shares import Nodes
-from treespec.eval.acceptance.config import TauConfig, drawn_by
+from treespec.eval.acceptance.config import TauConfig
 from treespec.eval.acceptance.decoded import Decoded, roofline, seconds_of
 from treespec.eval.acceptance.drafted import DraftedTexts, count_fewest_cycles
 from treespec.eval.acceptance.path_probability import Pair, followed
 from treespec.eval.acceptance.table import report_of_tau
+from treespec.eval.acceptance.tau_pairs import Costs, Measured, MeasuredPair, pairs_of
+from treespec.eval.acceptance.tau_rows import TauRow, TextTotals, rows_of, tabulate_totals
 from treespec.eval.common import Report, Step, silent
-from treespec.eval.intervals import Array, interval, leave_one_out
+from treespec.eval.intervals import Array
 from treespec.eval.report import markdown, page
 from treespec.eval.texts import Text, describe, kept_texts, load_specs
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.sampling.probs import SamplingParams, probs
-from treespec.trees.policy import policy
-from treespec.trees.shape import Policy
-from treespec.trees.static import StaticTree
-from treespec.verify.registry import scheme_by_name
 
-Row = dict[str, Any]
-Measured: TypeAlias = Pair | Decoded
-Costs: TypeAlias = dict[int, Cost]  # by batch size
-OWN = "its own"  # the tree of a drafter without a head
+
+@dataclass(frozen=True)
+class MeasuredDrafter:
+    """A drafter and the pairs to measure with it. name: in rows. costs: of its cycles."""
+
+    name: str
+    spec: Spec
+    pairs: Sequence[Measured]
+    costs: Costs
 
 
 def measure(config: TauConfig, report: Report = silent) -> dict[str, Any]:
-    """Write and return OUT/tau.json: config, environment, left_out, and rows by heat, drafter, tree and verifier.
+    """Write and return OUT/tau.json: config, environment, left_out, and rows by temperature, drafter, tree, verifier.
 
     Also writes OUT/tau.md and .html. Raises InputError for bad input.
     """
     # 1. The models, and what is compared.
     out = Path(config.out)
-    rows = list[Row]()
-    drafters = config.drafters
-    every, left_out = pairs_of(config)
+    rows = list[TauRow]()
+    pairs_by_drafter, left_out = pairs_of(config)
     with locked(out):
-        specs = load_specs(config, [one.written for one in drafters], out / "tau.json", report)
-        for spec, pairs in zip(specs, every, strict=True):
-            trees = (pair.tree for pair in pairs if pair.tree and not pair.tree.at_once)
-            deepest = max((tree.max_depth for tree in trees), default=0)
-            if spec.head and draft_steps(spec.head, deepest) < deepest:
-                raise InputError(
-                    f"--tree is {deepest} deep: {spec.head.max_depth} levels are the most with {spec.head.known_as}"
-                )
-        costs = [costs_of(spec, config) for spec in specs]
+        names = [drafter.written for drafter in config.drafters]
+        specs = load_specs(config, names, out / "tau.json", report)
+        drafters = []
+        for spec, pairs in zip(specs, pairs_by_drafter, strict=True):
+            check_depths(spec, pairs)
+        for drafter, spec, pairs in zip(config.drafters, specs, pairs_by_drafter, strict=True):
+            drafters.append(MeasuredDrafter(drafter.short, spec, pairs, costs_of(spec, config)))
 
         # 2. Cycles and tokens, text by text.
-        for heat in map(float, config.temperatures):
-            params = SamplingParams(heat, config.top_k, config.top_p)
-            found = list[list[Array]]()
-            texts = kept_texts(config, params, specs[0], report)
-            for done, text in enumerate(texts):
-                report(Step(done, len(texts), f"cycles at temperature {heat:g}"))
-                parts = zip(specs, every, costs, strict=True)
-                found += [[x for part in parts for x in totals(text, *part, params, config)]]
-            groups = np.array([text.group for text in texts])
-            named = [
-                (one.short, pair) for one, own in zip(drafters, every, strict=True) for pair in own
-            ]
-            each = [cost for cost, own in zip(costs, every, strict=True) for _ in own]
-            rows += rows_of(named, heat, groups, padded(found), each)
+        for temperature in config.temperatures:
+            rows += measure_temperature(float(temperature), drafters, config, report)
 
-        # 3. The file.
-        known = {"config": asdict(config), "environment": describe(specs[0].target)}
-        result = known | {"left_out": left_out, "rows": rows}
+        # 3. The files.
+        result = {
+            "config": asdict(config),
+            "environment": describe(specs[0].target),
+            "left_out": left_out,
+            "rows": rows,
+        }
         write_json(out / "tau.json", result)
         write_text(out / "tau.md", markdown(report_of_tau(result)))
         write_text(out / "tau.html", page(report_of_tau(result), "Tokens per cycle"))
     return result
 
 
-def costs_of(spec: Spec, config: TauConfig) -> Costs:
-    """By batch size, of this machine or of the given figures."""
-    wide = config.bandwidth
-    fast = config.flops
-    times = roofline(spec, wide * 1e9, fast * 1e12) if wide and fast else spec.times
-    return {batch: times(batch) for batch in config.batches}
-
-
-def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
-    """The pairs to compare, by drafter, and why others are left out. Raises InputError where all are."""
-    every = list[list[Measured]]()
-    left_out = dict[str, str]()
-    for drafter in config.drafters:
-        pairs = list[Measured]()
-        own = drafter.tree or (drafter.kind.one_hot and OWN)
-        for shape, name in product([own] if own else config.trees, config.verifiers):
-            tree = None if shape == OWN else policy(shape)
-            scheme = scheme_by_name(drawn_by(name))
-            why = misfit(name, tree, scheme.max_draws, drafter, bool(config.text))
-            if why:
-                left_out[f"{drafter.short} {name}@{shape}"] = why
-            elif tree is None or not hasattr(tree, "paths"):
-                pairs.append(Decoded(name, shape, tree))
-            else:
-                tree = cast(StaticTree, tree)
-                inner = {path[:-1] for path in tree.paths[1:]}
-                draws = {path: tree.draws(path) for path in inner}
-                pairs.append(Pair(name, shape, scheme, tree, draws))
-        every.append(pairs)
-    if not any(every):
-        raise InputError("; ".join(left_out.values()))
-    return every, left_out
-
-
-def misfit(
-    name: str, tree: Policy | None, most: int | None, drafter: DrafterSpec, given: bool
-) -> str:
-    """Why a verifier is not measured on a drafter's tree; "" if it is.
-
-    tree: None is the drafter's own. most: draws that it takes at a node. given: whether the texts are `--text`'s.
-    """
-    if tree is None or not hasattr(tree, "paths"):
-        if given and name in ("gumbel", "auto"):
-            return f"{name} writes texts of its own on such trees: leave out --text"
-        fits = name in ("topk", "gumbel", "auto")
-        others = "topk, gumbel and auto are measured here, the others by treespec eval"
-        return "" if fits else others
-    if drafter.cache or not drafter.kind.is_head:
-        return (
-            "it has no draft distribution along a text: take another tree, such as dynamic or auto"
+def check_depths(spec: Spec, pairs: Sequence[Measured]) -> None:
+    """Raise InputError if a tree is deeper than the spec's head drafts."""
+    deepest = 0
+    for pair in pairs:
+        if pair.tree and not pair.tree.at_once:
+            deepest = max(deepest, pair.tree.max_depth)
+    if spec.head and draft_steps(spec.head, deepest) < deepest:
+        raise InputError(
+            f"--tree is {deepest} deep: {spec.head.max_depth} levels are the most with {spec.head.known_as}"
         )
-    tree = cast(StaticTree, tree)
-    inner = {path[:-1] for path in tree.paths[1:]}
-    if len(tree.paths) - 1 < sum(map(tree.draws, inner)):
-        return "a draw has no node: treespec eval measures it"
-    if name == "auto":
-        return "auto chooses its trees: take --tree auto"
-    return f"{name} makes {most} draws at most" if most and tree.max_draws > most else ""
+
+
+def costs_of(spec: Spec, config: TauConfig) -> Costs:
+    """Load the cost model of a drafter's cycles by batch size: of this machine, or of the processor in the options."""
+    cost_at = spec.times
+    if config.bandwidth and config.flops:
+        cost_at = roofline(spec, config.bandwidth * 1e9, config.flops * 1e12)
+    return {batch: cost_at(batch) for batch in config.batches}
+
+
+def measure_temperature(
+    temperature: float, drafters: Sequence[MeasuredDrafter], config: TauConfig, report: Report
+) -> list[TauRow]:
+    """Measure all drafters' pairs on the target's texts of one temperature; a row for each pair."""
+    # 1. The totals of each text, pair by pair.
+    params = SamplingParams(temperature, config.top_k, config.top_p)
+    texts = kept_texts(config, params, drafters[0].spec, report)
+    totals_by_text = []
+    for done, text in enumerate(texts):
+        report(Step(done, len(texts), f"cycles at temperature {temperature:g}"))
+        of_text = []
+        for drafter in drafters:
+            of_text += totals(text, drafter, params, config)
+        totals_by_text.append(of_text)
+
+    # 2. Their ratios over all texts.
+    pairs = []
+    for drafter in drafters:
+        for pair in drafter.pairs:
+            pairs.append(MeasuredPair(drafter.name, pair, drafter.costs))
+    groups = np.array([text.group for text in texts])
+    return rows_of(pairs, temperature, groups, tabulate_totals(totals_by_text))
 
 
 @torch.no_grad()
 def totals(
+    text: Text, drafter: MeasuredDrafter, params: SamplingParams, config: TauConfig
+) -> list[TextTotals]:
+    """Compute the expected cycles of decoding a text, their nodes and seconds, for each of a drafter's pairs."""
+    seed = config.seed + text.group
+    fixed_pairs = [pair for pair in drafter.pairs if isinstance(pair, Pair)]
+    fixed_totals = iter(compute_fixed_totals(text, drafter, fixed_pairs, params, config))
+    of_pairs = []
+    for pair in drafter.pairs:
+        if isinstance(pair, Pair):
+            of_pairs.append(next(fixed_totals))
+        else:
+            of_pairs.append(decode_and_count(text, drafter, pair, params, seed))
+    return of_pairs
+
+
+def compute_fixed_totals(
     text: Text,
-    spec: Spec,
-    pairs: Sequence[Measured],
-    costs: Costs,
+    drafter: MeasuredDrafter,
+    pairs: Sequence[Pair],
     params: SamplingParams,
     config: TauConfig,
-) -> list[Array]:
-    """Of a text [3 + 2 B + D + 1] for each pair, D the most drafted tokens that a cycle keeps.
+) -> list[TextTotals]:
+    """Compute the expected cycles of pairs whose trees have a fixed shape: draws and coins are integrated out.
 
-    Its tokens and nodes; the fewest cycles that the pair's draws allow, NaN where that is not known; cycles and seconds
-    at each of B batch sizes; cycles of 1, 2, … tokens that end well before its end.
+    Args:
+        text: one of the target's own.
+        drafter: its head drafts the trees.
+        pairs: those of the drafter with a tree of fixed shape.
+        params: the sampling of text and drafts.
+        config: seed and number of the samples, for schemes without a closed form.
     """
-    # 1. Trees of fixed shape.
-    fixed = [pair for pair in pairs if isinstance(pair, Pair)]
-    found = dict[int, Any]()
-    seed = config.seed + text.group
-    if fixed:
-        generator = torch.Generator().manual_seed(seed)
-        deep = max(pair.tree.max_depth for pair in fixed)
-        drafted = DraftedTexts(fixed, params.greedy)
+    if not pairs:
+        return []
 
-        def steps() -> Iterator[tuple[Nodes, Nodes]]:
-            for p, scores, y in along_text(spec, text, deep, params):
-                rest = pad(scores.softmax(-1), (0, 1)), pad(probs(scores, params), (0, 1))
-                scored, drawn = (Nodes(p, q, y, generator, config.samples) for q in rest)
-                drafted.add_level(drawn, scored)
-                yield drawn, scored
+    # 1. How far each pair's cycles follow the text.
+    generator = torch.Generator().manual_seed(config.seed + text.group)
+    depth = max(pair.tree.max_depth for pair in pairs)
+    drafted = DraftedTexts(pairs, params.greedy)
 
-        kept = followed(fixed, steps(), params.greedy)
-        for pair, r in zip(fixed, kept, strict=True):
-            w = (r - pad(r[:, 1:], (0, 1))).numpy()
-            u = ends(w)
-            inside = max(0, text.count - pair.tree.max_depth)
-            tree = pair.tree.size, pair.tree.max_depth, len(pair.draws)
-            steps_of = [(u.sum(), u.sum() * float(cost.seconds(*tree))) for cost in costs.values()]
-            nodes = tree[0] * u.sum()
-            fewest = count_fewest_cycles(drafted.limit_kept(pair).numpy())
-            lengths = u[:inside] @ w[:inside]
-            found[id(pair)] = text.count, nodes, fewest, *np.ravel(steps_of), *lengths
+    def list_steps() -> Iterator[tuple[Nodes, Nodes]]:
+        for p, scores, y in along_text(drafter.spec, text, depth, params):
+            ranked = pad(scores.softmax(-1), (0, 1))
+            q = pad(probs(scores, params), (0, 1))
+            scored = Nodes(p, ranked, y, generator, config.samples)
+            drawn = Nodes(p, q, y, generator, config.samples)
+            drafted.add_level(drawn, scored)
+            yield drawn, scored
 
-    # 2. Others.
-    for one in pairs:
-        if isinstance(one, Decoded):
-            each = list[tuple[int, float]]()
-            for cost in reversed(costs.values()):  # the last is of the first batch size
-                cycles = one.cycles(spec, cost, text, params, seed)
-                each.insert(0, (len(cycles), sum(seconds_of(cycle, cost) for cycle in cycles)))
-            counts = np.bincount([cycle.new_tokens - 1 for cycle in cycles[:-1]], minlength=1)
-            nodes = sum(len(cycle.parents) for cycle in cycles)
-            found[id(one)] = text.count, nodes, np.nan, *np.ravel(each), *counts
-    return [np.array(found[id(pair)]) for pair in pairs]
+    kept = followed(pairs, list_steps(), params.greedy)
+
+    # 2. Its expected cycles.
+    of_pairs = []
+    for pair, r in zip(pairs, kept, strict=True):
+        w = (r - pad(r[:, 1:], (0, 1))).numpy()
+        u = ends(w)
+        cycles = u.sum()
+        inside = max(0, text.count - pair.tree.max_depth)
+        inner_nodes = len(pair.draws)
+        seconds = []
+        for cost in drafter.costs.values():
+            seconds_of_cycle = cost.seconds(pair.tree.size, pair.tree.max_depth, inner_nodes)
+            seconds.append(cycles * float(seconds_of_cycle))
+        of_pair = TextTotals(
+            tokens=text.count,
+            nodes=pair.tree.size * cycles,
+            fewest_cycles=count_fewest_cycles(drafted.limit_kept(pair).numpy()),
+            cycles=np.full(len(seconds), cycles),
+            seconds=np.array(seconds),
+            cycles_by_length=u[:inside] @ w[:inside],
+        )
+        of_pairs.append(of_pair)
+    return of_pairs
 
 
-def padded(found: Sequence[Sequence[Array]]) -> Array:
-    """[texts, pairs, the longest], with zeros behind the shorter ones."""
-    width = max(len(one) for own in found for one in own)
-    return np.array([[np.pad(one, (0, width - len(one))) for one in own] for own in found])
+def decode_and_count(
+    text: Text, drafter: MeasuredDrafter, pair: Decoded, params: SamplingParams, seed: int
+) -> TextTotals:
+    """Count the cycles of a pair whose tree is drafted again each cycle, by the real decoding loop.
+
+    Args:
+        text: the text to decode along.
+        drafter: drafts the trees.
+        pair: one of its pairs.
+        params: the sampling of the text.
+        seed: of the answer; under Gumbel noise it writes the text again.
+    """
+    # 1. Cycles at each batch size, by whose cost the tree may be chosen.
+    costs = drafter.costs.values()
+    cycles_by_cost = [pair.cycles(drafter.spec, cost, text, params, seed) for cost in costs]
+    seconds = []
+    for cost, cycles in zip(costs, cycles_by_cost, strict=True):
+        seconds.append(sum(seconds_of(cycle, cost) for cycle in cycles))
+
+    # 2. Nodes and lengths of the cycles at the first one.
+    first_cycles = cycles_by_cost[0]
+    drafted_tokens = [cycle.new_tokens - 1 for cycle in first_cycles[:-1]]
+    return TextTotals(
+        tokens=text.count,
+        nodes=sum(len(cycle.parents) for cycle in first_cycles),
+        fewest_cycles=np.nan,
+        cycles=np.array([len(cycles) for cycles in cycles_by_cost]),
+        seconds=np.array(seconds),
+        cycles_by_length=np.bincount(drafted_tokens, minlength=1).astype(np.float64),
+    )
 
 
 def along_text(
     spec: Spec, text: Text, depth: int, params: SamplingParams
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For draft step 1, 2, … of the cycles behind each of n tokens: p [n, N + 1], draft logits [n, N], next tokens [n].
+    """Score a text by target and head, as a cycle after each of its n tokens does at draft step 1, 2, … `depth`.
 
-    N: the tokens that the head drafts; the others are one column of p, the last.
+    Yields:
+        The target's probabilities [n, N + 1], the draft logits [n, N], and the next tokens [n] as columns of the first.
+        N: the tokens that the head drafts. The last column has the mass of all others.
     """
     # 1. The target along the text.
     head = spec.head
@@ -239,87 +262,40 @@ def along_text(
     features = target.features(ids[None], head.aux_layers, last=True)[0]
     inputs, last = target.parted(features, head.aux_layers)
     masses = probs(target.output_logits(last[text.root :]), params).cpu()
-    drafted = torch.arange(target.vocab_size) if head.vocabulary is None else head.vocabulary.cpu()
-    own = masses[:, drafted]
-    masses = torch.cat([own, (1 - own.sum(-1, keepdim=True)).clamp_(min=0)], 1)
-    column = torch.full((target.vocab_size,), len(drafted)).index_copy_(
-        0, drafted, torch.arange(len(drafted))
-    )
 
-    # 2. The head, step by step. What stands behind the text changes nothing that counts.
+    # 2. Columns of the tokens that the head drafts, and one of the others.
+    if head.vocabulary is None:
+        draft_tokens = torch.arange(target.vocab_size)
+    else:
+        draft_tokens = head.vocabulary.cpu()
+    of_draft_tokens = masses[:, draft_tokens]
+    others = (1 - of_draft_tokens.sum(-1, keepdim=True)).clamp_(min=0)
+    masses = torch.cat([of_draft_tokens, others], 1)
+    column_of_token = torch.full((target.vocab_size,), len(draft_tokens))
+    column_of_token.index_copy_(0, draft_tokens, torch.arange(len(draft_tokens)))
+
+    # 3. The head, step by step. The padding after the text changes nothing that counts.
     longer = torch.cat([ids, ids[-1:].expand(depth)])
     inputs = pad(inputs, (0, 0, 0, depth))
+    sharpness = spec.sharpness
+    if params.greedy:
+        sharpness = ()
     for step, logits in enumerate(draft_along(head, target, longer, inputs, depth)):
         rows = (torch.arange(n) + step).clamp_max(len(masses) - 1)
         begin = text.root + 1 + step
         drafts = logits[text.root - 1 : text.root - 1 + n].float().cpu()
-        scores = sharpened(drafts, step, () if params.greedy else spec.sharpness)
-        yield masses[rows], scores, column[longer[begin : begin + n]]
+        scores = sharpened(drafts, step, sharpness)
+        yield masses[rows], scores, column_of_token[longer[begin : begin + n]]
 
 
 def ends(w: Array) -> Array:
-    """[n] u: how often, on average, a cycle begins behind each token. w: as `lengths` gives it."""
+    """[n] u: how often, on average, a cycle begins after each token of a text.
+
+    w: [n, D + 1] the probability that a cycle that begins there emits the next 1 … D + 1 tokens.
+    """
     n, longest = w.shape
     u = np.zeros(n + longest)
     u[0] = 1
     for t in range(n):
         u[t + 1 : t + 1 + longest] += u[t] * w[t]
     return u[:n]
-
-
-def rows_of(
-    pairs: Sequence[tuple[str, Measured]],
-    heat: float,
-    groups: Array,
-    found: Array,
-    costs: Sequence[Costs],
-) -> list[Row]:
-    """Rows of `Figure`s, whose intervals are over groups. pairs: a drafter's name and a pair. costs: by pair.
-
-    tau; bound: the largest tau that any lossless verifier of the pair's draws may have, None where that is not known;
-    draws: how these are made; ratio to the first pair's; nodes of a cycle; speed: by batch size, tokens a second by the
-    cost model, and over those of one token at a time; alpha by depth; lengths: shares of cycles by tokens. groups:
-    [texts]. found: [texts, pairs, …], of `totals`.
-    """
-    # 1. Totals of all groups, and without each.
-    _, number = np.unique(groups, return_inverse=True)
-    summed = np.zeros((number.max() + 1, *found.shape[1:]))
-    np.add.at(summed, number, found)
-    drawn = np.tensordot(leave_one_out(len(summed)), summed, 1)  # [1 + groups, pairs, …]
-
-    # 2. Ratios.
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # one group alone leaves nothing without it
-        taus = drawn[..., 0] / drawn[..., 3]
-        bounds = drawn[..., 0] / drawn[..., 2]
-    first = 3 + 2 * len(costs[0])
-    rows = []
-    for i, ((drafter, pair), own) in enumerate(zip(pairs, costs, strict=True)):
-        kept = drawn[0, i, first:].nonzero()[0].max(initial=0)
-        deepest = pair.tree.max_depth if isinstance(pair, Pair) else int(kept)
-        counts = drawn[:, i, first : first + 1 + deepest]
-        least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of 1, 2, … tokens or more
-        with np.errstate(divide="ignore", invalid="ignore"):
-            alpha = [interval(b / a, most=1.0) for a, b in pairwise(least.T)]
-            shares = [float(x) for x in counts[0] / counts[0].sum()]
-            rates = [drawn[:, i, 0] / drawn[:, i, 4 + 2 * at] for at in range(len(own))]
-        speed = {
-            batch: {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
-            for rate, (batch, cost) in zip(rates, own.items(), strict=True)
-        }
-        named = {
-            "temperature": heat,
-            "drafter": drafter,
-            "tree": pair.shape,
-            "verifier": pair.verifier,
-        }
-        nodes = float(drawn[0, i, 1] / drawn[0, i, 3])
-        figures: Row = {"tau": interval(taus[:, i]), "bound": None, "draws": None}
-        if isinstance(pair, Pair):
-            figures |= {"bound": interval(bounds[:, i]), "draws": pair.name_draws(not heat)}
-        figures["ratio"] = interval(taus[:, i] / taus[:, 0])
-        rows.append(
-            named | figures | {"nodes": nodes, "speed": speed, "alpha": alpha, "lengths": shares}
-        )
-    return rows

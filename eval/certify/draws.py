@@ -1,4 +1,4 @@
-"""What each cycle showed of its draws: their places in the distributions that they are said to come from.
+"""The draws of each cycle as numbers: their places in the distributions that they are said to come from.
 
 The scheme says which draws are random (`Scheme.random_draws`); their distributions are computed here
 once more, apart from its code.
@@ -40,7 +40,14 @@ class Cycle:
 def shown(
     tokens: list[int], drafts: Drafts | None, how: RandomDraws | None, coins: torch.Generator
 ) -> Cycle:
-    """What a cycle showed. tokens: its committed tokens. drafts: those of its tree."""
+    """Compute what a cycle shows of its draws.
+
+    Args:
+        tokens: those that the cycle committed.
+        drafts: those of its tree; None without a tree.
+        how: the scheme's `random_draws`.
+        coins: generator of the coins inside a token's own mass.
+    """
     if drafts is None:
         return Cycle(tokens)
     q, draws, is_first = drawn(how, drafts)
@@ -48,13 +55,15 @@ def shown(
     first = placed(q[is_first], number[is_first], draws[is_first], coins)
     numbers = {DRAWS: placed(q, q, draws, coins), POWER: on_powers(q, draws).cpu()}
     if how == "independent":
-        numbers[REPEATS] = on_odds(*repeats_among(drafts, coins)).cpu()
+        repeated, chance = repeats_among(drafts, coins)
+        numbers[REPEATS] = on_odds(repeated, chance).cpu()
     at_root = drafts.q[drafts.nodes == 0]
-    return Cycle(tokens, numbers, first, at_root[0] if len(at_root) else None)
+    root_q = at_root[0] if len(at_root) else None
+    return Cycle(tokens, numbers, first, root_q)
 
 
 def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """The m random draws; none where `how` is None.
+    """Gather the m random draws of a tree; none if `how` is None.
 
     Returns the distribution of each [m, V], not normalised, its token [m], and whether it is the
     first at its node, [m] bool.
@@ -71,7 +80,9 @@ def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tens
         random[:, 1:] = False
 
     # 2. The distribution of the next draw at each node, a column of draws at a time.
-    left = without(drafts.q, tokens, sure) if bool(sure.any()) else drafts.q
+    left = drafts.q
+    if bool(sure.any()):
+        left = without(left, tokens, sure)
     found = []
     is_first = (random.cumsum(1) == 1) & random
     for token, rows in zip(tokens.T, random.T, strict=True):
@@ -82,7 +93,7 @@ def drawn(how: RandomDraws | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tens
 
 
 def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Whether independent draws of one distribution repeat one another, but for each node's first.
+    """Find which of the independent draws of a node repeat one another, but for each node's first.
 
     Returns for r draws: whether each repeats an earlier one of its node, and the probability of that.
     The order of a node's draws may depend on its tokens, so they are taken in a random one.
@@ -107,7 +118,9 @@ def sure_tokens(drafts: Drafts) -> Tensor:
     """[I, K] bool: whether a token is sure, not drawn."""
     sure = drafts.draws.sure
     tokens = drafts.draws.tokens
-    return torch.zeros_like(tokens, dtype=torch.bool) if sure is None else (tokens >= 0) & sure
+    if sure is None:
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    return (tokens >= 0) & sure
 
 
 def without(q: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ def without(q: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
 
 
 def placed(p: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """[n] float64 the places of tokens in their distributions, on the host: uniform if drawn from them.
+    """Compute the places [n] float64 of tokens in their distributions, on the host: uniform if drawn from them.
 
     A place is the mass before the token in an order, plus a random part of its own mass. Tokens
     of equal order count as one. Five tokens, the chosen one in brackets, a coin of .5:
@@ -128,8 +141,7 @@ def placed(p: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator)
     coins, on the host.
     """
     at = order.gather(1, chosen[:, None])
-    before, same = (
-        (p * part).sum(1, dtype=torch.float64).cpu() for part in (order < at, order == at)
-    )
+    before = (p * (order < at)).sum(1, dtype=torch.float64).cpu()
+    same = (p * (order == at)).sum(1, dtype=torch.float64).cpu()
     coins = torch.rand(len(p), generator=generator, dtype=torch.float64)
     return (before + coins * same) / p.sum(1, dtype=torch.float64).cpu()

@@ -7,7 +7,7 @@ that the draft used.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,18 @@ from treespec.eval.certify.samples import Sample
 from treespec.sampling.probs import SamplingParams, probs
 
 AT_ONCE = 1 << 23  # probabilities in one tensor
-# A statistic: the p-value of numbers, and the smallest fault that n numbers find at an error.
-Statistic = tuple[Callable[[Tensor], float], Callable[[int, float], float | None]]
-GAP: Statistic = (statistics.uniform, statistics.least_gap)
-PAIRS: Statistic = (statistics.independent, statistics.least_correlation)
-BET: Statistic = (statistics.lost, lambda n, error: None)
+
+
+class Statistic(NamedTuple):
+    """A test's statistic: the p-value of numbers, and the smallest fault that n numbers find at an error."""
+
+    p_value: Callable[[Tensor], float]
+    least_fault: Callable[[int, float], float | None]
+
+
+GAP = Statistic(statistics.uniform, statistics.least_gap)
+PAIRS = Statistic(statistics.independent, statistics.least_correlation)
+BET = Statistic(statistics.lost, lambda n, error: None)
 
 BY_RATIO = "tokens follow the target's distribution, by p/q"
 BY_P = "tokens follow the target's distribution, by p"
@@ -43,7 +50,7 @@ ALIKE = "samples look like plain ones, by p"
 
 @torch.no_grad()
 def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[dict[str, Tensor]]:
-    """The numbers of each sequence. changes: options of `Spec.generate` that change the logits."""
+    """Yield the numbers of each sample by question. changes: options of `Spec.generate` that change the logits."""
     coins = torch.Generator().manual_seed(len(samples))
     target = spec.target
     longest = max(len(sample.output) for sample in samples)
@@ -52,24 +59,24 @@ def places(spec: Spec, samples: Sequence[Sample], **changes: Any) -> Iterator[di
     for start in range(0, len(samples), size):
         # 1. One plain forward over several sequences, padded on the right.
         some = samples[start : start + size]
-        whole = [torch.tensor(sample.prompt + sample.output) for sample in some]
-        rows = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True).to(target.output_device)
+        sequences = [torch.tensor(sample.prompt + sample.output) for sample in some]
+        rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(target.output_device)
         features, last = target.parted(target.features(rows, layers, last=True), layers)
         for row, sample in enumerate(some):
             # 2. The distributions p and q [n, V] of each new token.
             first = len(sample.prompt) - 1
-            length = len(whole[row])
+            length = len(sequences[row])
             logits = target.output_logits(last[row, first : length - 1])
             if changes:
                 paths = [tuple(sample.output[:n]) for n in range(len(logits))]
                 logits = spec.request(sample.prompt, **changes).distribution.shape(paths, logits)
             p = probs(logits, sample.params)
-            inputs = rows[row, :length], features[row, :length]
-            yield numbers_of(p, q_of(spec, *inputs, first, sample.params), sample, coins)
+            q = q_of(spec, rows[row, :length], features[row, :length], first, sample.params)
+            yield numbers_of(p, q, sample, coins)
 
 
 def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> dict[str, Tensor]:
-    """The numbers of one sequence by question; `RANK`: [n] places in q, tokens ordered by q.
+    """Compute the numbers of one sequence by question; `RANK`: [n] places in q, tokens ordered by q.
 
     Cycles of three and two tokens, of which the output keeps the first four, begin at 0 and 3:
 
@@ -83,43 +90,46 @@ def numbers_of(p: Tensor, q: Tensor, sample: Sample, coins: torch.Generator) -> 
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
     by_token = torch.arange(p.shape[1])
     by_number = placed(p, by_token.to(p.device).expand_as(p), tokens, coins)
-    begins = list(accumulate((len(cycle.tokens) for cycle in cycles[:-1]), initial=0))
-    found = {
+    lengths = [len(cycle.tokens) for cycle in cycles[:-1]]
+    begins = list(accumulate(lengths, initial=0))
+    numbers = {
         BY_RATIO: placed(p, ratio, tokens, coins),
         BY_P: placed(p, p, tokens, coins),
         RANK: placed(q, q, tokens, coins),
         TOKENS: successive(by_number),
     }
     if not cycles:
-        return found
+        return numbers
 
     # 2. Of the first tokens of cycles, ordered by number, and by p over the root's q.
-    found[CYCLES] = successive(by_number[begins])
-    drafted = {
-        at: cycle.root_q
-        for at, cycle in zip(begins, cycles, strict=True)
-        if cycle.root_q is not None
-    }
-    if drafted:
-        at = [*drafted]
-        roots = torch.stack([*drafted.values()])
-        order = p[at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
-        found[FIRST] = placed(p[at], order, tokens[at], coins)
+    numbers[CYCLES] = successive(by_number[begins])
+    drafted_at = []
+    root_qs = []
+    for begin, cycle in zip(begins, cycles, strict=True):
+        if cycle.root_q is not None:
+            drafted_at.append(begin)
+            root_qs.append(cycle.root_q)
+    if drafted_at:
+        roots = torch.stack(root_qs)
+        order = p[drafted_at] / roots.clamp(min=torch.finfo(roots.dtype).tiny)
+        numbers[FIRST] = placed(p[drafted_at], order, tokens[drafted_at], coins)
 
     # 3. Of draws; those of first draws at successive nodes, and at the same node of successive trees.
     for name in (DRAWS, POWER, REPEATS):
-        own = [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]
-        if own:
-            found[name] = torch.cat(own)
-    firsts = [cycle.first for cycle in cycles]
-    pairs = [*map(successive, firsts), *(paired(*trees) for trees in pairwise(firsts))]
-    return found | {PATHS: torch.cat(pairs)}
+        parts = [cycle.numbers[name] for cycle in cycles if name in cycle.numbers]
+        if parts:
+            numbers[name] = torch.cat(parts)
+    pairs = [successive(cycle.first) for cycle in cycles]
+    for cycle, following in pairwise(cycles):
+        pairs.append(paired(cycle.first, following.first))
+    numbers[PATHS] = torch.cat(pairs)
+    return numbers
 
 
 def q_of(
     spec: Spec, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
 ) -> Tensor:
-    """[n, V] probabilities of each token after position `first`: a head's first draft step, or `repeats`.
+    """Probabilities [n, V] of each token after position `first`, by a head's first draft step, else `repeats`.
 
     Row t of a draft step is for token t + 2. For five tokens and first = 1:
 

@@ -1,4 +1,4 @@
-"""A certificate: a test that a target, head, verifier and tree generate what the target alone does.
+"""A certificate: a test that a target, head, verifier and tree generate the same as the target without them.
 
 Greedy outputs must be those of `model.generate`, token for token. Samples answer ten questions, or
 five where the draft is not sampled. Half of the samples have the whole distribution and half a
@@ -14,9 +14,9 @@ uniform whatever the distribution, so all samples answer the same questions:
 The questions share the error. docs/verification.md says what they find.
 """
 
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import count, product
 from typing import Any, final
 
@@ -28,6 +28,7 @@ from treespec.api.spec import Spec
 from treespec.draft.spec import DrafterSpec
 from treespec.eval.certify import statistics
 from treespec.eval.certify.ranks import ALIKE, BY_P, BY_RATIO, QUESTIONS, RANK, TOKENS, places
+from treespec.eval.certify.results import StatisticalResult, concat_numbers, judge_greedy
 from treespec.eval.certify.samples import (
     Sample,
     difference,
@@ -50,31 +51,47 @@ from treespec.sampling.probs import SamplingParams
 
 
 def certify(config: CertifyConfig, report: Report = silent) -> dict[str, Any]:
-    """Run all tests and write the report; its field `passed` is the verdict.
+    """Run all tests and write the certificate; its field `passed` is the verdict.
 
     report: called with each step of the work. Raises InputError for bad input.
     """
+    # 1. What is examined.
     check_writable(config.out)
     asked = load_questions(config.questions)[0][: config.limit]
-    drafter = "" if config.endpoint else f" and {config.drafter or config.head}"
-    report(Step(0, 1, f"loading {config.target}{drafter}"))
     if config.endpoint:  # a server drafts by itself
+        report(Step(0, 1, f"loading {config.target}"))
         target, _ = load_sources(config.target, [], config.placement)
         spec = Spec(target, None, template=config.template)
     else:
+        report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
         spec = load_options(config)
-    questions = {
-        tuple(spec.encode([{"role": "user", "content": one.turns[0]}])): one.turns[0]
-        for one in asked
-    }
-    examined = Examination(spec, [[*prompt] for prompt in questions], config, report)
-    certificate = {
-        "config": asdict(config),
-        "environment": describe(spec.target),
-        **(examined_server(examined, questions) if config.endpoint else examined.verdict()),
-    }
+
+    # 2. The tests of its answers.
+    questions = {}
+    for question in asked:
+        turn = question.turns[0]
+        questions[tuple(spec.encode([{"role": "user", "content": turn}]))] = turn
+    examined = Examination(spec, list(map(list, questions)), config, report)
+    if config.endpoint:
+        verdict = examined_server(examined, questions)
+    else:
+        verdict = examined.verdict()
+
+    # 3. The certificate.
+    certificate = {"config": asdict(config), "environment": describe(spec.target)} | verdict
     write_json(config.out, certificate)
     return certificate
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the texts of both sides are compared. numbers: which of `places`. name: of the test."""
+
+    numbers: str
+    name: str
+
+
+RANK_COMPARISON = Comparison(RANK, RANK)
 
 
 @final
@@ -97,29 +114,33 @@ class Examination:
         self.spec = spec
         self.config = config
         self.report = report
-        self.prompts = [[*prompt] for prompt in dict.fromkeys(map(tuple, prompts))]
+        self.prompts = list(map(list, dict.fromkeys(map(tuple, prompts))))
         self.changes = chosen(config, LogitOptions)
         if config.json_schema:
             self.changes["json_schema"] = config.json_schema
-        drafter = config.drafter and DrafterSpec.parse(config.drafter)
-        self.remember = not (drafter and drafter.cache_folder)
+        self.remember = True
+        if config.drafter and DrafterSpec.parse(config.drafter).cache_folder:
+            self.remember = False
 
         # 2. The groups of samples, and how many each has at each batch size.
         whole = SamplingParams(config.temperature)
         truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
-        self.groups = [*product(dict.fromkeys([whole, truncated]), self.prompts)]
+        self.groups = list(product(dict.fromkeys([whole, truncated]), self.prompts))
         self.batches = sorted({1, config.batch})
         cells = len(self.groups) * len(self.batches)
         self.copies = -(-config.tokens // (cells * config.length))
         self.total = cells * self.copies
 
     def verdict(self) -> dict[str, Any]:
-        outputs = []
+        """Generate all answers and samples of both sides, and `judge` them."""
+        greedy_outputs = []
         length = self.config.length
         for number, prompt in enumerate(self.prompts, 1):
-            outputs.append(greedy_output(self.spec, prompt, length, self.remember, **self.changes))
+            greedy_outputs.append(
+                greedy_output(self.spec, prompt, length, self.remember, **self.changes)
+            )
             self.report(Step(number, len(self.prompts), "greedy answers"))
-        return self.judge(outputs, self.sample(), self.sample_plain())
+        return self.judge(greedy_outputs, self.sample(), self.sample_plain())
 
     def sample(self) -> list[Sample]:
         """`config.tokens` sampled tokens with their cycles, in the order of their groups.
@@ -132,7 +153,8 @@ class Examination:
         options = {"max_new_tokens": self.config.length, "remember": self.remember}
         for batch in self.batches:
             copied = self.groups * self.copies
-            copied = sorted(copied, key=self.groups.index) if batch == 1 else copied
+            if batch == 1:
+                copied.sort(key=self.groups.index)
             stretch = max(8, 2 * batch)
             for start in range(0, len(copied), stretch):
                 some = copied[start : start + stretch]
@@ -148,152 +170,176 @@ class Examination:
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed + 1)
             for params, prompt in self.groups:
-                arguments = (prompt, self.config.length, params, copies)
-                outputs = plain_outputs(self.spec, *arguments, **self.changes)
+                outputs = plain_outputs(
+                    self.spec, prompt, self.config.length, params, copies, **self.changes
+                )
                 samples += [Sample(params, prompt, output) for output in outputs]
                 self.report(Step(len(samples), self.total, "sampled by model.generate"))
         return samples
 
     def judge(
         self,
-        outputs: list[dict[str, Any]],
+        outputs: Sequence[Mapping[str, Any]],
         ours: Sequence[Sample],
         plain: Sequence[Sample],
         asked: Iterable[str] = QUESTIONS,
-        alike: tuple[str, str] = (RANK, RANK),
+        comparison: Comparison = RANK_COMPARISON,
     ) -> dict[str, Any]:
-        """What the tests say of greedy outputs and of the samples of both sides.
+        """Test the greedy outputs and the samples of both sides.
 
-        outputs: as from `greedy_output`. An empty `plain` leaves out the comparison of both sides.
-        asked: questions about ours. alike: by which numbers both sides are compared, and its name.
+        Args:
+            outputs: greedy ones, each as `difference` describes it.
+            ours: the samples of the examined decoder.
+            plain: those of the other side; without any, both sides are not compared.
+            asked: the questions about ours.
+            comparison: how both sides are compared.
+
+        Returns:
+            The fields of the certificate that say what was tested, and the tests.
         """
-        # 1. Greedy outputs must be equal, but for rounding.
-        greedy: dict[str, Any] = {
-            "test": "greedy answers are the plain ones, token for token",
-            "answers": len(outputs),
-            "different": [output for output in outputs if output["different_at"] is not None],
-            "passed": all(output["explained"] for output in outputs),
-        }
-
-        # 2. The questions about our samples and the comparison with plain ones share the error.
-        mine = list(places(self.spec, ours, **self.changes))
-        numbers = {
-            name: torch.cat(own)
-            for name in asked
-            if sum(map(len, own := [found[name] for found in mine if name in found]))
-        }
+        # 1. The questions about our samples and the comparison with plain ones share the error.
+        sample_numbers = list(places(self.spec, ours, **self.changes))
+        numbers = concat_numbers(sample_numbers, asked)
         error = self.config.error / (len(numbers) + 1)
-        found = []
-        for name, rows in numbers.items():
-            p_value, least = QUESTIONS[name]
-            found.append((name, len(rows), p_value(rows), least(len(rows), error)))
+        tests = [judge_greedy(outputs)]
+        for name, values in numbers.items():
+            statistic = QUESTIONS[name]
+            p_value = statistic.p_value(values)
+            finds = statistic.least_fault(len(values), error)
+            result = StatisticalResult(name, len(values), error, finds, p_value)
+            if not result.passed:
+                worst_sample = self.shown_by(name, sample_numbers, ours)
+                result = replace(result, worst_sample=worst_sample)
+            tests.append(result.to_json())
         if plain:
-            sides = mine, places(self.spec, plain, **self.changes)
-            ranks = ([numbers[alike[0]] for numbers in side] for side in sides)
-            found.append((alike[1], len(ours), *statistics.exchangeable(ranks, error)))
-        tests = [
-            {
-                "test": name,
-                "samples": samples,
-                "error": error,
-                "finds": finds,
-                "power": statistics.POWER,
-                "p_value": p_value,
-                "passed": bool(p_value >= error),
-            }
-            | ({} if p_value >= error or name not in numbers else self.shown_by(name, mine, ours))
-            for name, samples, p_value, finds in found
-        ]
+            plain_numbers = places(self.spec, plain, **self.changes)
+            our_side = [sample[comparison.numbers] for sample in sample_numbers]
+            plain_side = [sample[comparison.numbers] for sample in plain_numbers]
+            p_value, finds = statistics.exchangeable([our_side, plain_side], error)
+            result = StatisticalResult(comparison.name, len(ours), error, finds, p_value)
+            tests.append(result.to_json())
 
-        # 3. All together.
+        # 2. All together.
         spec = self.spec
+        tree = self.config.drafter
+        if spec.policy:
+            tree = repr(spec.policy)[:200]
         return {
             "verifier": spec.verifier.name,
-            "tree": repr(spec.policy)[:200] if spec.policy else self.config.drafter,
+            "tree": tree,
             "lossless": spec.verifier.scheme.lossless,
             "equal_bits": has_equal_bits(spec.target),
             "not_applied": own_settings(spec.target.model),
-            "passed": all(test["passed"] for test in [greedy, *tests]),
-            "tests": [greedy, *tests],
+            "passed": all(test["passed"] for test in tests),
+            "tests": tests,
         }
 
     def shown_by(
-        self, name: str, numbers: Sequence[Mapping[str, Tensor]], ours: Sequence[Sample]
+        self, name: str, numbers: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]
     ) -> dict[str, Any]:
-        """The sample that shows most of what a test found. numbers: those of all samples, as from `places`."""
-        p_value = QUESTIONS[name][0]
+        """Find the sample that shows a fault most clearly, with its own p-value.
+
+        name: the question. numbers: those of each sample, by question.
+        """
+        # 1. The sample with the least p-value.
+        p_value_of = QUESTIONS[name].p_value
+        least = math.inf
+        worst = samples[0]
+        for of_sample, sample in zip(numbers, samples, strict=True):
+            if name in of_sample and len(of_sample[name]):
+                p_value = p_value_of(of_sample[name])
+                if p_value < least:
+                    least = p_value
+                    worst = sample
+
+        # 2. In words, if there is a tokenizer.
+        texts: dict[str, Any] = {"prompt": worst.prompt, "answer": worst.output}
         tokenizer = self.spec.target.tokenizer
-        own = [(p_value(one[name]), i) for i, one in enumerate(numbers) if len(one.get(name, ()))]
-        least, at = min(own)
-        texts = {"prompt": ours[at].prompt, "answer": ours[at].output}
-        told = {what: tokenizer.decode(ids) if tokenizer else ids for what, ids in texts.items()}
-        return {"shown_by": {**asdict(ours[at].params), **told, "p_value": least}}
+        if tokenizer:
+            texts = {part: tokenizer.decode(ids) for part, ids in texts.items()}
+        return {**asdict(worst.params), **texts, "p_value": least}
 
 
 def examined_server(
     examined: Examination, questions: Mapping[tuple[int, ...], str]
 ) -> dict[str, Any]:
-    """The verdict on a server, beside the same one without drafts or the target itself.
+    """Examine a server, beside the same one without drafts or the target itself.
 
-    Where a side tells no token ids, the words of both are tokenised again, and are compared with each
-    other alone. questions: by prompt.
+    If a side gives no token ids, the words of both are encoded again, and the two sides are only compared with each
+    other. questions: by the tokens of their prompts.
     """
     # 1. What both sides answer: the greedy answers, then samples in the order of their groups.
     spec = examined.spec
     config = examined.config
     changes = examined.changes
     server = Served("endpoint", str(config.endpoint), config.length, changes)
-    ours = asked_of(server, examined, questions)
-    theirs = list[Reply]()
+    our_replies = asked_of(server, examined, questions)
+    plain_replies = list[Reply]()
     if config.plain:
         other = Served("plain", config.plain, config.length, changes)
-        theirs = asked_of(other, examined, questions)
+        plain_replies = asked_of(other, examined, questions)
     else:
-        params = SamplingParams()
-        for own in examined.prompts:
-            [output] = plain_outputs(spec, own, config.length, params, **changes)
-            theirs.append(reply_of(output, spec))
-        theirs += [reply_of(sample.output, spec) for sample in examined.sample_plain()]
+        for prompt in examined.prompts:
+            [output] = plain_outputs(spec, prompt, config.length, SamplingParams(), **changes)
+            plain_replies.append(reply_of(output, spec))
+        for sample in examined.sample_plain():
+            plain_replies.append(reply_of(sample.output, spec))
 
     # 2. As tokens.
-    exact = all(reply.token_ids for reply in [*ours, *theirs])
-    mine, plain = ([tokens_of(reply, exact, spec) for reply in side] for side in (ours, theirs))
+    exact = all(reply.token_ids for reply in our_replies + plain_replies)
+    our_tokens = [tokens_of(reply, exact, spec) for reply in our_replies]
+    plain_tokens = [tokens_of(reply, exact, spec) for reply in plain_replies]
     outputs = list[dict[str, Any]]()
-    for (prompt, question), one, its in zip(questions.items(), mine, plain, strict=False):
-        told = difference(spec, [*prompt], one, its, **changes)
-        outputs.append({"question": question, **told})
-    copies = examined.copies * len(examined.batches)
-    groups = [group for group in examined.groups for _ in range(copies)]
-
-    def samples(side: Sequence[list[int]]) -> list[Sample]:
-        pairs = zip(groups, side[len(questions) :], strict=True)
-        return [Sample(params, prompt, output) for (params, prompt), output in pairs]
+    for i, (prompt_ids, question) in enumerate(questions.items()):
+        prompt = list(prompt_ids)
+        comparison = difference(spec, prompt, our_tokens[i], plain_tokens[i], **changes)
+        outputs.append({"question": question, **comparison})
 
     # 3. The tests.
-    asked = (BY_RATIO, BY_P, TOKENS) if exact else ()
-    verdict = examined.judge(outputs, samples(mine), samples(plain), asked, (BY_P, ALIKE))
+    ours = make_samples(examined, our_tokens[len(questions) :])
+    plain = make_samples(examined, plain_tokens[len(questions) :])
+    asked: Sequence[str] = ()
+    if exact:
+        asked = (BY_RATIO, BY_P, TOKENS)
+    verdict = examined.judge(outputs, ours, plain, asked, Comparison(BY_P, ALIKE))
     return verdict | {"verifier": config.endpoint, "tree": None, "equal_bits": None}
+
+
+def make_samples(examined: Examination, outputs: Sequence[list[int]]) -> list[Sample]:
+    """The samples whose outputs are these, in the order of their groups."""
+    copies = examined.copies * len(examined.batches)
+    samples = []
+    for i, output in enumerate(outputs):
+        params, prompt = examined.groups[i // copies]
+        samples.append(Sample(params, prompt, output))
+    return samples
 
 
 def asked_of(
     server: Served, examined: Examination, questions: Mapping[tuple[int, ...], str]
 ) -> list[Reply]:
-    """What a server answers to the questions greedily, then to all groups at each batch size."""
+    """Ask a server all questions greedily, then all groups at each batch size.
+
+    Returns its replies in the order of the questions, then in that of the groups.
+    """
     seeds = count(examined.config.seed)
     greedy = [Asked(question, SamplingParams(), next(seeds)) for question in questions.values()]
     replies = server.replies(greedy, 1)
-    found = defaultdict[Any, list[Reply]](list)
+    by_group: list[list[Reply]] = [[] for _ in examined.groups]
+    done = 0
     for batch in examined.batches:
-        copied = examined.groups * examined.copies
+        groups = list(range(len(by_group))) * examined.copies
         stretch = max(8, 2 * batch)
-        for start in range(0, len(copied), stretch):
-            some = copied[start : start + stretch]
-            asks = [Asked(questions[tuple(own)], params, next(seeds)) for params, own in some]
-            for (params, own), reply in zip(some, server.replies(asks, batch), strict=True):
-                found[params, tuple(own)].append(reply)
-            done = sum(map(len, found.values()))
+        for start in range(0, len(groups), stretch):
+            some = groups[start : start + stretch]
+            asks = []
+            for group in some:
+                params, prompt = examined.groups[group]
+                asks.append(Asked(questions[tuple(prompt)], params, next(seeds)))
+            for group, reply in zip(some, server.replies(asks, batch), strict=True):
+                by_group[group].append(reply)
+            done += len(some)
             examined.report(Step(done, examined.total, f"sampled by {server.address}"))
-    return [
-        *replies,
-        *(one for params, own in examined.groups for one in found[params, tuple(own)]),
-    ]
+    for group_replies in by_group:
+        replies += group_replies
+    return replies

@@ -32,7 +32,7 @@ NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})  # values that change no toke
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled sequence. cycles: what each showed; none of `model.generate`."""
+    """A sampled sequence. cycles: of its decoding; `model.generate` has none."""
 
     params: SamplingParams
     prompt: list[int]
@@ -47,7 +47,7 @@ def own_samples(
     generator: torch.Generator,
     **options: Any,
 ) -> list[Sample]:
-    """Samples of treespec with their cycles, one for each pair of a distribution and a prompt.
+    """Sample by treespec, with the cycles, one sample for each pair of a distribution and a prompt.
 
     generator: of seeds and coins. options: further ones of `Spec.request`.
     """
@@ -56,7 +56,9 @@ def own_samples(
     random_draws = spec.verifier.scheme.random_draws
 
     def listen(cycles: list[Cycle], seen: Recorded) -> None:
-        tokens = [token for piece in seen.answer for token in piece.token_ids]
+        tokens = list[int]()
+        for piece in seen.answer:
+            tokens += piece.token_ids
         cycles.append(shown(tokens, seen.tree.drafts, random_draws, generator))
 
     for params, prompt in groups:
@@ -99,9 +101,15 @@ def plain_outputs(
     number: int = 1,
     **changes: Any,
 ) -> list[list[int]]:
-    """Outputs of `model.generate`, by torch's own generator, which end where those of `spec` would.
+    """Generate outputs by `model.generate`, with torch's own generator, that end where those of `spec` would.
 
-    tokens: the largest length. number: outputs of the one prompt.
+    Args:
+        spec: the target, and what ends its outputs.
+        prompt: token ids.
+        tokens: the largest length of an output.
+        params: greedy or sampled.
+        number: of outputs.
+        changes: options that change the logits.
     """
     request = spec.request(prompt, max_new_tokens=tokens, **changes)
     fields: dict[str, object] = {
@@ -111,12 +119,13 @@ def plain_outputs(
     if not params.greedy:
         fields |= {"do_sample": True, "temperature": params.temperature}
         fields |= {"top_k": params.top_k, "top_p": params.top_p}
-    changed = [Changed(request.distribution, prompt)] if request.distribution.shapers else []
-    more = {"logits_processor": LogitsProcessorList(changed)}
+    processors = LogitsProcessorList()
+    if request.distribution.shapers:
+        processors.append(Changed(request.distribution, prompt))
     outputs = list[list[int]]()
     while len(outputs) < number:  # several at a time, cut where ours would end
         fields["num_return_sequences"] = min(AT_ONCE, number - len(outputs))
-        for row in plain_tokens(spec.target.model, prompt, fields, **more):
+        for row in plain_tokens(spec.target.model, prompt, fields, logits_processor=processors):
             ending = spec.request(prompt, max_new_tokens=tokens, **changes).ending
             outputs.append(ending.take(row)[0])
     return outputs
@@ -139,7 +148,7 @@ def greedy_output(
 def difference(
     spec: Spec, prompt: list[int], ours: list[int], theirs: list[int], **changes: Any
 ) -> dict[str, object]:
-    """Where two greedy outputs differ, and whether rounding explains it.
+    """Describe where two greedy outputs differ, and whether rounding explains it.
 
     Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
     are close: within twice the largest difference that the plain model shows between two shapes of
@@ -159,8 +168,11 @@ def difference(
         shapes = [model(prefix), model(prefix.repeat(3, 1))]
         if cut < prefix.shape[1]:
             shapes.append(model(prefix[:, cut:], past_key_values=cache))
-        once, *again = (shape.logits[0, -1].float() for shape in shapes)
-        noise = max(float((once - other).abs().max()) for other in again)
+        once = shapes[0].logits[0, -1].float()
+        noise = 0.0
+        for shape in shapes[1:]:
+            other = shape.logits[0, -1].float()
+            noise = max(noise, float((once - other).abs().max()))
         distribution = spec.request(prompt, **changes).distribution
         [shaped] = distribution.shape([tuple(theirs[:at])], once[None])
         margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))

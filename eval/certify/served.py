@@ -1,4 +1,4 @@
-"""A server as a side of a certificate: what it answers, by the ids of its tokens or by its words."""
+"""A server as a side of a certificate: its answers, by the ids of their tokens or by their words."""
 
 import json
 import urllib.error
@@ -11,7 +11,7 @@ from treespec.errors import InputError
 from treespec.files.openai_client import FAILURES, Reply, completed, said_by, served
 from treespec.sampling.probs import SamplingParams
 
-# What servers are asked for the ids of tokens: vLLM and treespec, llama.cpp, others for words alone.
+# Fields that ask for the ids of tokens: of vLLM and treespec; of llama.cpp; other servers give only words.
 WAYS: Sequence[Mapping[str, object]] = ({"return_token_ids": True}, {"logprobs": True}, {})
 
 
@@ -27,15 +27,21 @@ class Asked(NamedTuple):
 class Served:
     """A server that completes chats. Raises InputError where it does not answer.
 
-    option: of its address, which may name a model: URL or URL,MODEL. length: the most tokens of an answer.
-    changes: options that change the logits.
+    Args:
+        option: name of the option that gives the address.
+        given: the option's value: URL or URL,MODEL.
+        length: the most tokens of an answer.
+        changes: options that change the logits.
     """
 
     def __init__(self, option: str, given: str, length: int, changes: Mapping[str, object]) -> None:
-        self.option, (self.address, _, name) = option, given.partition(",")
+        self.option = option
+        self.address, _, name = given.partition(",")
         self.way = 0  # of WAYS
         try:
-            self.body = {"model": name or served(self.address), "max_tokens": length, **changes}
+            if not name:
+                name = served(self.address)
+            self.body = {"model": name, "max_tokens": length, **changes}
             schema = self.body.pop("json_schema", None)
             if schema:
                 form = {"name": "answer", "schema": json.loads(str(schema)), "strict": True}
@@ -44,7 +50,7 @@ class Served:
             raise self.refused(error) from error
 
     def replies(self, asked: Sequence[Asked], batch: int) -> list[Reply]:
-        """`batch` questions are asked at a time."""
+        """Ask questions, `batch` at a time."""
         with ThreadPoolExecutor(batch) as pool:
             return list(pool.map(self.reply, asked))
 
@@ -68,23 +74,27 @@ class Served:
         return self.reply(asked)
 
     def refused(self, error: Exception) -> InputError:
-        told = said_by(error)
-        hint = "; --top-k 0 leaves it out" if "top_k" in told else ""  # it is not OpenAI's
-        return InputError(f"--{self.option} {self.address}: {told}{hint}")
+        """The error for a server that does not answer."""
+        reason = said_by(error)
+        if "top_k" in reason:  # not a field of OpenAI's
+            reason += "; --top-k 0 leaves it out"
+        return InputError(f"--{self.option} {self.address}: {reason}")
 
 
 def reply_of(output: Sequence[int], spec: Spec) -> Reply:
-    """Tokens of the plain model as a server would tell them."""
+    """Make the reply of a server to an output of the plain model."""
     assert spec.target.tokenizer
-    text = spec.target.tokenizer.decode([*output], skip_special_tokens=True)
-    cut = not output or output[-1] not in spec.target.eos
-    return Reply(text, [*output], cut=cut)
+    tokens = list(output)
+    text = spec.target.tokenizer.decode(tokens, skip_special_tokens=True)
+    has_end = bool(tokens) and tokens[-1] in spec.target.eos
+    return Reply(text, tokens, cut=not has_end)
 
 
 def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
-    """The tokens of an answer, with its end; where they are not known, those of its words.
+    """Read the tokens of a reply, with its end.
 
-    Raises InputError for a token that the target does not have.
+    exact: whether the reply has their ids; without them its words are encoded again. Raises InputError for a token that
+    the target does not have.
     """
     if max(reply.token_ids, default=0) >= spec.target.vocab_size:
         raise InputError(
@@ -98,4 +108,5 @@ def tokens_of(reply: Reply, exact: bool, spec: Spec) -> list[int]:
         tokens = spec.target.tokenizer.encode(reply.text, add_special_tokens=False)
     if (reply.cut and tokens) or (exact and tokens[-1] in eos):
         return tokens
-    return [*tokens, min(eos, default=0)]
+    end = min(eos, default=0)
+    return tokens + [end]

@@ -1,4 +1,4 @@
-"""The statistics of a certificate: pure functions from numbers to p-values, and what they find.
+"""The statistics of a certificate: pure functions from numbers to p-values, and the smallest faults that they find.
 
 If a text has the target's distribution, four things are known:
 
@@ -45,9 +45,10 @@ def least_gap(n: int, error: float) -> float:
 
     n: numbers. The bound of Dvoretzky, Kiefer, Wolfowitz and Massart, for the error and for a miss.
     """
-    return sum(
-        math.sqrt(math.log(2 / probability) / (2 * max(n, 1))) for probability in (error, 1 - POWER)
-    )
+    gap = 0.0
+    for probability in (error, 1 - POWER):
+        gap += math.sqrt(math.log(2 / probability) / (2 * max(n, 1)))
+    return gap
 
 
 def independent(pairs: Tensor) -> float:
@@ -85,11 +86,13 @@ def on_powers(p: Tensor, tokens: Tensor) -> Tensor:
     p: [n, V], not normalised. tokens: [n] int64.
     """
     logs = p.log()
-    own = logs.gather(1, tokens[:, None]).double()
-    powers = own.new_tensor((1.0, *POWERS))
-    sums = [(power * logs).exp().sum(1, dtype=torch.float64).log() for power in powers.tolist()]
+    token_logs = logs.gather(1, tokens[:, None]).double()
+    powers = token_logs.new_tensor((1.0, *POWERS))
+    sums = []
+    for power in powers.tolist():
+        sums.append((power * logs).exp().sum(1, dtype=torch.float64).log())
     totals = torch.stack(sums, dim=1)
-    return (powers[1:] - 1) * own + totals[:, :1] - totals[:, 1:]
+    return (powers[1:] - 1) * token_logs + totals[:, :1] - totals[:, 1:]
 
 
 def exchangeable(sides: Iterable[Sequence[Tensor]], error: float) -> tuple[float, float]:
@@ -99,9 +102,10 @@ def exchangeable(sides: Iterable[Sequence[Tensor]], error: float) -> tuple[float
     distribution. The statistic is the largest gap between the cumulated histograms of both samples.
     Permutations exchange the two texts of random pairs; the least p-value is a quarter of the error.
     """
-    ours, theirs = (
-        torch.stack([torch.histc(text.double(), CELLS, 0, 1) for text in side]) for side in sides
-    )
+    histograms = []
+    for side in sides:
+        histograms.append(torch.stack([torch.histc(text.double(), CELLS, 0, 1) for text in side]))
+    ours, theirs = histograms
     differences = (ours - theirs).cumsum(1) / ours.sum()  # [n, CELLS]
     generator = torch.Generator().manual_seed(0)
     rounds = math.ceil(4 / error)

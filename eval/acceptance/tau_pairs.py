@@ -1,0 +1,123 @@
+"""The pairs of a verifier and a tree whose τ is measured, and why the others are left out."""
+
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+from treespec.draft.auto.cost import Cost
+from treespec.draft.spec import DrafterSpec
+from treespec.errors import InputError
+from treespec.eval.acceptance.config import TauConfig, drawn_by
+from treespec.eval.acceptance.decoded import Decoded
+from treespec.eval.acceptance.path_probability import Pair
+from treespec.trees.policy import policy
+from treespec.trees.shape import Policy
+from treespec.trees.static import StaticTree
+from treespec.verify.registry import scheme_by_name
+
+Measured: TypeAlias = Pair | Decoded
+Costs: TypeAlias = dict[int, Cost]  # by batch size
+OWN = "its own"  # the tree of a drafter without a head
+
+
+@dataclass(frozen=True)
+class MeasuredPair:
+    """A verifier on a tree, with the name of its drafter and the costs of that drafter's cycles."""
+
+    drafter: str
+    pair: Measured
+    costs: Costs
+
+
+def pairs_of(config: TauConfig) -> tuple[list[list[Measured]], dict[str, str]]:
+    """List the pairs to compare.
+
+    Returns:
+        The pairs by drafter, and why each other pair is left out.
+
+    Raises:
+        InputError: all pairs are left out.
+    """
+    pairs_by_drafter = list[list[Measured]]()
+    left_out = dict[str, str]()
+    for drafter in config.drafters:
+        pairs = list[Measured]()
+        for shape in list_shapes(drafter, config):
+            for verifier in config.verifiers:
+                tree = parse_shape(shape)
+                reason = misfit(verifier, tree, drafter, bool(config.text))
+                if reason:
+                    left_out[f"{drafter.short} {verifier}@{shape}"] = reason
+                else:
+                    pairs.append(make_pair(verifier, shape, tree))
+        pairs_by_drafter.append(pairs)
+    if not any(pairs_by_drafter):
+        raise InputError("; ".join(left_out.values()))
+    return pairs_by_drafter, left_out
+
+
+def list_shapes(drafter: DrafterSpec, config: TauConfig) -> list[str]:
+    """List the trees of a drafter, as `--tree` writes them: its own if it has one."""
+    if drafter.tree:
+        return [drafter.tree]
+    if drafter.kind.one_hot:
+        return [OWN]
+    return config.trees
+
+
+def parse_shape(shape: str) -> Policy | None:
+    """Parse the policy that `shape` names; None stands for the drafter's own tree."""
+    if shape == OWN:
+        return None
+    return policy(shape)
+
+
+def has_fixed_shape(tree: Policy | None) -> TypeGuard[StaticTree]:
+    """Whether a tree has the same shape in every cycle."""
+    return hasattr(tree, "paths")
+
+
+def make_pair(verifier: str, shape: str, tree: Policy | None) -> Measured:
+    """Make a pair of a verifier and a tree that `misfit` allows."""
+    if not has_fixed_shape(tree):
+        return Decoded(verifier, shape, tree)
+    draws = {path: tree.draws(path) for path in find_inner_nodes(tree)}
+    return Pair(verifier, shape, scheme_by_name(drawn_by(verifier)), tree, draws)
+
+
+def find_inner_nodes(tree: StaticTree) -> set[tuple[int, ...]]:
+    """The paths of the nodes with children."""
+    return {path[:-1] for path in tree.paths[1:]}
+
+
+def misfit(verifier: str, tree: Policy | None, drafter: DrafterSpec, are_texts_given: bool) -> str:
+    """Explain why a verifier is not measured on a drafter's tree; "" if it is.
+
+    Args:
+        verifier: as `--verifier` names it.
+        tree: None is the drafter's own.
+        drafter: drafts the tree.
+        are_texts_given: whether the texts are those of `--text`, not the target's answers.
+    """
+    max_draws = scheme_by_name(drawn_by(verifier)).max_draws
+    if not has_fixed_shape(tree):
+        return explain_redrafted_misfit(verifier, are_texts_given)
+    if drafter.cache or not drafter.kind.is_head:
+        return (
+            "it has no draft distribution along a text: take another tree, such as dynamic or auto"
+        )
+    if len(tree.paths) - 1 < sum(map(tree.draws, find_inner_nodes(tree))):
+        return "a draw has no node: treespec eval measures it"
+    if verifier == "auto":
+        return "auto chooses its trees: take --tree auto"
+    if max_draws and tree.max_draws > max_draws:
+        return f"{verifier} makes {max_draws} draws at most"
+    return ""
+
+
+def explain_redrafted_misfit(verifier: str, are_texts_given: bool) -> str:
+    """Explain why a verifier is not measured on a tree that is drafted again each cycle; "" if it is."""
+    if are_texts_given and verifier in ("gumbel", "auto"):
+        return f"{verifier} writes texts of its own on such trees: leave out --text"
+    if verifier not in ("topk", "gumbel", "auto"):
+        return "topk, gumbel and auto are measured here, the others by treespec eval"
+    return ""

@@ -1,0 +1,160 @@
+"""The rows of OUT/tau.json: ratios of totals over texts, with intervals over groups of texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treespec.eval.acceptance.path_probability import Pair
+from treespec.eval.acceptance.tau_pairs import Costs, MeasuredPair
+from treespec.eval.intervals import Array, Figure, interval, leave_one_out
+
+TauRow = dict[str, Any]
+TotalsTable = NDArray[np.void]  # fields of `describe_totals`
+
+
+@dataclass(frozen=True)
+class TextTotals:
+    """The expected cycles of decoding one text with a pair, and their nodes and seconds.
+
+    tokens: of the text. nodes: of all trees. fewest_cycles: that the pair's draws allow any lossless verifier;
+    NaN if that is not known. cycles, seconds: [B] at each batch size. cycles_by_length: [D + 1] cycles of 1, 2, …
+    tokens that end well before the text does, D the most drafted tokens that a cycle keeps.
+    """
+
+    tokens: int
+    nodes: float
+    fewest_cycles: float
+    cycles: Array
+    seconds: Array
+    cycles_by_length: Array
+
+
+def describe_totals(batches: int, lengths: int) -> np.dtype[np.void]:
+    """Describe the columns of a table of `TextTotals`, all float64: `batches` sizes, cycles of 1 … `lengths` tokens."""
+    of_batch = np.dtype([("cycles", np.float64), ("seconds", np.float64)])
+    return np.dtype(
+        [
+            ("tokens", np.float64),
+            ("nodes", np.float64),
+            ("fewest_cycles", np.float64),
+            ("of_batch", of_batch, (batches,)),
+            ("cycles_by_length", np.float64, (lengths,)),
+        ]
+    )
+
+
+def tabulate_totals(texts: Sequence[Sequence[TextTotals]]) -> TotalsTable:
+    """Make the table [texts, pairs] of totals; lengths that a pair's cycles cannot have are 0."""
+    # 1. As many lengths as the longest cycle has tokens.
+    lengths = 0
+    for pairs in texts:
+        for totals in pairs:
+            lengths = max(lengths, len(totals.cycles_by_length))
+    columns = describe_totals(len(texts[0][0].cycles), lengths)
+
+    # 2. Row by row.
+    table = np.zeros((len(texts), len(texts[0])), columns)
+    for row, pairs in zip(table, texts, strict=True):
+        for i, totals in enumerate(pairs):
+            row["tokens"][i] = totals.tokens
+            row["nodes"][i] = totals.nodes
+            row["fewest_cycles"][i] = totals.fewest_cycles
+            row["of_batch"]["cycles"][i] = totals.cycles
+            row["of_batch"]["seconds"][i] = totals.seconds
+            row["cycles_by_length"][i, : len(totals.cycles_by_length)] = totals.cycles_by_length
+    return table
+
+
+def sum_and_leave_out(table: TotalsTable, groups: Array) -> TotalsTable:
+    """Sum the totals over all groups of texts, then over all but each one; [1 + G, pairs]. groups: [texts]."""
+    # 1. As numbers: a row of each text holds the fields of all pairs.
+    columns = table.dtype
+    numbers = table.view(np.float64)  # [texts, pairs * fields]
+
+    # 2. Totals of each group, and what remains without each.
+    _, group_of_text = np.unique(groups, return_inverse=True)
+    by_group = np.zeros((group_of_text.max() + 1, numbers.shape[1]))
+    np.add.at(by_group, group_of_text, numbers)
+    resampled = np.tensordot(leave_one_out(len(by_group)), by_group, 1)
+    return resampled.view(columns)
+
+
+def rows_of(
+    pairs: Sequence[MeasuredPair], temperature: float, groups: Array, table: TotalsTable
+) -> list[TauRow]:
+    """Make the rows of one temperature, a row for each pair. Their figures have intervals over groups.
+
+    tau: tokens a cycle. bound: the largest tau that any lossless verifier of the pair's draws may have; None if that is
+    not known. draws: how these are made. ratio: tau over the first pair's. nodes: of a cycle. speed: by batch size,
+    tokens a second by the cost model, and over those of one token at a time. alpha: by depth. lengths: shares of cycles
+    by tokens.
+
+    Args:
+        pairs: what was measured.
+        temperature: of the texts.
+        groups: [texts] the question or text that each belongs to.
+        table: [texts, pairs] of `tabulate_totals`.
+    """
+    totals = sum_and_leave_out(table, groups)
+    rows = []
+    with np.errstate(divide="ignore", invalid="ignore"):  # one group: nothing is left without it
+        for i, measured in enumerate(pairs):
+            rows.append(make_tau_row(measured, temperature, totals[:, i], totals[:, 0]))
+    return rows
+
+
+def make_tau_row(
+    measured: MeasuredPair, temperature: float, totals: TotalsTable, first_totals: TotalsTable
+) -> TauRow:
+    """Make a pair's row. totals, first_totals: [1 + G] its own, and those of the first pair."""
+    # 1. Tokens a cycle.
+    pair = measured.pair
+    cycles = totals["of_batch"]["cycles"][:, 0]
+    tau = totals["tokens"] / cycles
+    first_tau = first_totals["tokens"] / first_totals["of_batch"]["cycles"][:, 0]
+    bound = None
+    draws = None
+    if isinstance(pair, Pair):
+        bound = interval(totals["tokens"] / totals["fewest_cycles"])
+        draws = pair.name_draws(not temperature)
+
+    # 2. Cycles by their tokens, as far as the tree is deep.
+    counts = totals["cycles_by_length"]
+    if isinstance(pair, Pair):
+        depth = pair.tree.max_depth
+    else:
+        depth = int(counts[0].nonzero()[0].max(initial=0))
+    counts = counts[:, : 1 + depth]
+    at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # cycles of 1, 2, … tokens or more
+    alpha = []
+    for reached, accepted in pairwise(at_least.T):
+        alpha.append(interval(accepted / reached, most=1.0))
+
+    # 3. The row.
+    return {
+        "temperature": temperature,
+        "drafter": measured.drafter,
+        "tree": pair.shape,
+        "verifier": pair.verifier,
+        "tau": interval(tau),
+        "bound": bound,
+        "draws": draws,
+        "ratio": interval(tau / first_tau),
+        "nodes": float(totals["nodes"][0] / cycles[0]),
+        "speed": predict_speeds(measured.costs, totals),
+        "alpha": alpha,
+        "lengths": (counts[0] / counts[0].sum()).tolist(),
+    }
+
+
+def predict_speeds(costs: Costs, totals: TotalsTable) -> dict[int, dict[str, Figure]]:
+    """Predict tokens a second by the cost model, and over those of one token at a time, by batch size."""
+    speeds = {}
+    for at, (batch, cost) in enumerate(costs.items()):
+        rate = totals["tokens"] / totals["of_batch"]["seconds"][:, at]
+        speeds[batch] = {"tokens": interval(batch * rate), "over_one": interval(rate / cost.plain)}
+    return speeds

@@ -1,9 +1,9 @@
 """A static tree as tensors, for growing it level by level."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import sent
+
+TreePath: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,30 +59,35 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
            └─ draw 2: 2 ─┬─ draw 0           level 1   nodes 1 2   draws 1 2    first 3
                          └─ draw 1: 4                  rows 0 1    columns 0 1  parent_rows 0 0
     """
-    number = {path: i for i, path in enumerate(tree.paths)}
-
-    def tensor(values: Iterable[int]) -> Tensor:
-        return sent(list(values), device)
+    number = {path: node for node, path in enumerate(tree.paths)}
 
     # 1. One frontier per depth: its inner nodes, and the draw of each child.
     levels = []
-    above: dict[tuple[int, ...], int] = {}  # the row of each node in the frontier above
-    for _, below in groupby(tree.paths[1:], len):
-        children = list(below)
-        row = {path: i for i, path in enumerate(dict.fromkeys(path[:-1] for path in children))}
+    row_above: dict[TreePath, int] = {}  # the row of each node in the frontier above
+    for _, paths in groupby(tree.paths[1:], len):
+        children = list(paths)
+        row_of = number_parents(children)
         levels.append(
             Level(
-                nodes=tensor(number[path] for path in row),
-                parent_rows=tensor(above.get(path[:-1], 0) for path in row),
-                draws=torch.tensor([tree.draws(path) for path in row]),
+                nodes=sent([number[path] for path in row_of], device),
+                parent_rows=sent([row_above.get(path[:-1], 0) for path in row_of], device),
+                draws=torch.tensor([tree.draws(path) for path in row_of]),
                 first=number[children[0]],
-                rows=tensor(row[path[:-1]] for path in children),
-                columns=tensor(path[-1] for path in children),
+                rows=sent([row_of[path[:-1]] for path in children], device),
+                columns=sent([path[-1] for path in children], device),
             )
         )
-        above = row
+        row_above = row_of
 
     # 2. Parents, depths and ancestors of all nodes.
-    parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
-    depths = tensor(map(len, tree.paths))
+    parents = sent([-1] + [number[path[:-1]] for path in tree.paths[1:]], device)
+    depths = sent(list(map(len, tree.paths)), device)
     return Layout(parents, depths, ancestor_mask(parents), tuple(levels))
+
+
+def number_parents(children: list[TreePath]) -> dict[TreePath, int]:
+    """{path of an inner node: its row in the frontier}, of nodes with these children, in their order."""
+    row_of: dict[TreePath, int] = {}
+    for path in children:
+        row_of.setdefault(path[:-1], len(row_of))
+    return row_of

@@ -80,10 +80,16 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
 
 
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[B, 1, end] bool: the columns that hold each text, up to the end of the longest."""
+    """[B, 1, end] bool: the columns that hold each text, up to the end of the longest.
+
+    Texts of 3 and 1 positions, as in the drawing:
+
+        first     x x x
+        second    x . .
+    """
     end = max(lengths)
     if len(lengths) > 1:
-        return columns(end, device) < made(sent, (*lengths,), device)[:, None, None]
+        return columns(end, device) < made(sent, tuple(lengths), device)[:, None, None]
     size = 1 << end.bit_length()
     return made(first_half, size, device)[..., size - lengths[0] :][..., :end]
 
@@ -101,5 +107,7 @@ def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
     longest of them.
     """
     earlier = columns(max(lengths), depth.device).expand(len(depth), -1)
-    roots = lengths[0] if len(lengths) == 1 else made(sent, (*lengths,), depth.device)[:, None]
+    if len(lengths) == 1:
+        return torch.cat([earlier, lengths[0] + depth], dim=1)
+    roots = made(sent, tuple(lengths), depth.device)[:, None]
     return torch.cat([earlier, roots + depth], dim=1)

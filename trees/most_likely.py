@@ -32,10 +32,13 @@ def most_likely(table: Sequence[Sequence[float]], nodes: int) -> StaticTree:
 
     def offer(parent: Path, rank: int, reach: float) -> None:
         """Add the parent's first child of this rank or later whose probability is above 0."""
-        rates = table[len(parent)] if len(parent) < len(table) else ()
+        depth = len(parent)
+        if depth == len(table):
+            return
+        rates = table[depth]
         for child in range(rank, len(rates)):
             if reach * rates[child] > 0:
-                entry = (-reach * rates[child], len(parent), (*parent, child), reach)
+                entry = (-reach * rates[child], depth, parent + (child,), reach)
                 heappush(candidates, entry)
                 return
 

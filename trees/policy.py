@@ -26,8 +26,14 @@ class Form:
 
 def with_options(kind: type[Policy], shown: str = "") -> Form:
     """`dynamic`, or `dynamic:depth=6,topk=10`. shown: the option of the example."""
-    example = f"{kind.name}:{shown}={getattr(kind, shown)}" if shown else kind.name
-    return Form(example, lambda text: kind(**options_of(kind, text)))
+    example = kind.name
+    if shown:
+        example = f"{kind.name}:{shown}={getattr(kind, shown)}"
+
+    def read(text: str) -> Policy:
+        return kind(**options_of(kind, text))
+
+    return Form(example, read)
 
 
 def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
@@ -35,13 +41,18 @@ def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
 
     def read(text: str) -> Policy | None:
         sizes = re.fullmatch(form, text)
-        return tree(*map(int, sizes.groups())) if sizes else None
+        if sizes is None:
+            return None
+        return tree(*map(int, sizes.groups()))
 
     return Form(example, read)
 
 
 def read_levels(text: str) -> Policy | None:
-    return levels(*map(int, text.split("x"))) if re.fullmatch(r"\d+(x\d+)*", text) else None
+    """`3x2x1` as a tree of so many children at each level; None for another form."""
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        return None
+    return levels(*map(int, text.split("x")))
 
 
 POLICIES: dict[str, Form] = {
@@ -72,13 +83,17 @@ def policy(spec: str) -> Policy:
     """
     name, _, text = spec.partition(":")
     form = forms().get(name)
-    found = form.read(text) if form else POLICIES["balanced"].read(spec)
-    if found:
-        return found
+    if form:
+        tree = form.read(text)
+    else:
+        tree = POLICIES["balanced"].read(spec)
+    if tree:
+        return tree
     if spec.endswith(".json"):
         return from_file(spec)
-    close = difflib.get_close_matches(name, forms(), n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = ""
+    for close in difflib.get_close_matches(name, forms(), n=1):
+        hint = f" (did you mean {close}?)"
     raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
 
 
@@ -89,10 +104,16 @@ def options_of(kind: type[Policy], text: str) -> dict[str, float]:
     """
     known = {option.name: option for option in fields(kind)}
     values: dict[str, float] = {}
-    for part in text.split(",") if text else ():
+    parts = []
+    if text:
+        parts = text.split(",")
+    for part in parts:
         name, _, number = part.partition("=")
         try:
-            values[name] = (int if known[name].type is int else float)(number)
+            if known[name].type is int:
+                values[name] = int(number)
+            else:
+                values[name] = float(number)
         except (KeyError, ValueError):
             choice = ", ".join(f"{option.name}={option.default}" for option in known.values())
             raise TreeError(

@@ -19,30 +19,49 @@ class Range:
     whole: bool = False
 
     def __contains__(self, value: object) -> bool:
-        return (
-            isinstance(value, int if self.whole else int | float)
-            and not isinstance(value, bool)
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-            and math.isfinite(value)
-        )
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.whole and not isinstance(value, int):
+            return False
+        return self._is_within(value) and math.isfinite(value)
+
+    def _is_within(self, value: float) -> bool:
+        """Whether a number fits the bounds."""
+        if self.least is not None and value < self.least:
+            return False
+        if self.above is not None and value <= self.above:
+            return False
+        if self.most is not None and value > self.most:
+            return False
+        return self.below is None or value < self.below
+
+    def parse(self, text: str) -> float:
+        """The number that a text writes, which need not belong to the range. Raises ValueError."""
+        if self.whole:
+            return int(text)
+        return float(text)
 
     @property
     def bounds(self) -> str:
         """Such as `1 to 64`, or `above 0 and below 1`."""
         if self.least is not None and self.most is not None:
             return f"{written(self.least)} to {written(self.most)}"
-        lower = {"at least": self.least, "above": self.above}
-        upper = {"at most": self.most, "below": self.below}
-        ends = (lower | upper).items()
-        return " and ".join(f"{word} {written(end)}" for word, end in ends if end is not None)
+        ends = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        parts = [f"{word} {written(end)}" for word, end in ends.items() if end is not None]
+        return " and ".join(parts)
 
     def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        closed = self.least is not None and self.most is not None
-        return f"{kind} {'from ' if closed else ''}{self.bounds}"
+        kind = "a number"
+        if self.whole:
+            kind = "a whole number"
+        if self.least is not None and self.most is not None:
+            return f"{kind} from {self.bounds}"
+        return f"{kind} {self.bounds}"
 
 
 # Nodes of a tree, root included; a mask has the square of their number.
@@ -55,4 +74,6 @@ CHILDREN = Range(least=1, most=256, whole=True)
 
 def written(number: float) -> str:
     """A bound as people read it: 1,000,000 or 0.001."""
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    if isinstance(number, int):
+        return f"{number:,}"
+    return f"{number:g}"

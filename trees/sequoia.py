@@ -46,15 +46,17 @@ class Best:
 
     def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
         """The paths below a node whose subtree has `nodes` nodes, itself included."""
+        deeper = self.deeper or self
         paths = []
         rank = 0
-        left = nodes - 1
-        while left:
-            here = int(self.first[depth, rank, left])
-            child = (*path, rank)
-            paths += [child, *(self.deeper or self)._below(child, here, depth - 1)]
+        nodes_left = nodes - 1
+        while nodes_left:
+            subtree_nodes = int(self.first[depth, rank, nodes_left])
+            child = path + (rank,)
+            paths.append(child)
+            paths += deeper._below(child, subtree_nodes, depth - 1)
             rank += 1
-            left -= here
+            nodes_left -= subtree_nodes
         return paths
 
 

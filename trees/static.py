@@ -11,7 +11,7 @@ from itertools import accumulate, product
 from operator import mul
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TypeGuard
 
 from treespec.trees.ranges import DEPTH, NODES
 from treespec.trees.shape import Builder, Growth, Policy
@@ -52,10 +52,11 @@ class StaticTree(Policy):
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        paths = sorted({(), *map(tuple, self.paths)}, key=lambda path: (len(path), path))
-        known = set(paths)
+        nodes: set[tuple[int, ...]] = {()}
+        nodes.update(map(tuple, self.paths))
+        paths = sorted(nodes, key=lambda path: (len(path), path))
         for path in paths[1:]:
-            if path[:-1] not in known:
+            if path[:-1] not in nodes:
                 raise TreeError(
                     f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list"
                 )
@@ -129,8 +130,10 @@ def levels(*children: int) -> StaticTree:
         raise TreeError(
             f"a tree of {shown} has over {NODES.most:,} nodes: take fewer children or less depth"
         )
-    depths = range(1, len(children) + 1)
-    return StaticTree(tuple(path for d in depths for path in product(*map(range, children[:d]))))
+    paths: list[tuple[int, ...]] = []
+    for depth in range(1, len(children) + 1):
+        paths += product(*map(range, children[:depth]))
+    return StaticTree(tuple(paths))
 
 
 def eagle() -> StaticTree:
@@ -145,7 +148,7 @@ def medusa() -> StaticTree:
 
 def by_digits(paths: str) -> StaticTree:
     """The tree of paths whose ordinals are digits."""
-    return StaticTree(tuple(tuple(map(int, path)) for path in paths.split()))
+    return StaticTree(tuple(tuple(map(int, digits)) for digits in paths.split()))
 
 
 def from_file(path: str | Path) -> StaticTree:
@@ -162,7 +165,9 @@ def from_file(path: str | Path) -> StaticTree:
         raise TreeError(f"tree file {path} is not JSON: {error}") from error
 
     # 2. Take the paths, and compare their checksum where the file has one.
-    paths = content.get("paths") if isinstance(content, dict) else content
+    paths: object = content
+    if isinstance(content, dict):
+        paths = content.get("paths")
     if not isinstance(paths, list):
         raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
     if isinstance(content, dict) and content.get("checksum", digest(paths)) != digest(paths):
@@ -195,13 +200,19 @@ def checked(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
         raise TreeError(f"{len(paths)} paths are over {LARGEST} nodes with the root: take fewer")
     seen: set[tuple[int, ...]] = set()
     for number, path in enumerate(paths, 1):
-        ordinals: list[Any] = path if isinstance(path, list) and path else [None]
-        if not all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in ordinals):
+        if not is_path(path):
             wrong = f"is no path: write a list of whole numbers from 0 to {LARGEST - 1}, as [0, 0]"
-        elif tuple(ordinals) in seen:
+        elif tuple(path) in seen:
             wrong = "stands there twice: delete one"
         else:
-            seen.add(tuple(ordinals))
+            seen.add(tuple(path))
             continue
         raise TreeError(f"entry {number}, {shorten(json.dumps(path), 40)}, {wrong}")
     return seen
+
+
+def is_path(value: object) -> TypeGuard[list[int]]:
+    """Whether an entry of a tree file is a list of ordinals."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in value)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 
 def sent(values: Any, device: torch.device) -> Tensor:
-    """Numbers or a tensor on a device. The host does not wait for the copy of what lies on it."""
+    """Numbers or a tensor on a device. CPU data is copied from pinned memory, without waiting."""
     tensor = torch.as_tensor(values)
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -19,17 +19,19 @@ def sent(values: Any, device: torch.device) -> Tensor:
 
 
 def received(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one device on the host, in one copy: it waits once. Their dtype is one that holds all."""
+    """Tensors of one device on the host, in one copy, so that it waits once. All get a common dtype."""
     if not tensors:
         return []
-    parts = [tensor.flatten() for tensor in tensors]
-    read = torch.cat(parts).cpu().split(list(map(len, parts)))
-    return [numbers.view(x.shape) for numbers, x in zip(read, tensors, strict=True)]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @lru_cache(1024)
 def made(make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """What `make` gives of these arguments, made once for several cycles: tensors for any mode."""
+    """The tensor `make(*args, **options)`, kept for later cycles. Training may use it too: it is made outside
+    of inference mode.
+    """
     with torch.inference_mode(mode=False):
         return make(*args, **options)
 
@@ -56,10 +58,13 @@ class Draws:
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Apply `change` to every field that is not None."""
 
-        def changed(field: Tensor | None) -> Tensor | None:
-            return None if field is None else change(field)
-
-        return Draws(change(self.tokens), changed(self.sure), changed(self.uniforms))
+        sure = self.sure
+        if sure is not None:
+            sure = change(sure)
+        uniforms = self.uniforms
+        if uniforms is not None:
+            uniforms = change(uniforms)
+        return Draws(change(self.tokens), sure, uniforms)
 
     def rows(self, nodes: Tensor | slice) -> "Draws":
         """The draws at these rows."""
@@ -68,10 +73,12 @@ class Draws:
     def columns(self, order: Tensor) -> "Draws":
         """The draws in these columns of each row. order: [B, M] int64."""
 
-        def taken(field: Tensor) -> Tensor:
-            return field.take_along_dim(order if field.dim() == 2 else order[..., None], 1)
+        def take(field: Tensor) -> Tensor:
+            if field.dim() == 3:  # [B, K, 2] uniforms
+                return field.take_along_dim(order[..., None], 1)
+            return field.take_along_dim(order, 1)
 
-        return self.each(taken)
+        return self.each(take)
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,14 @@ class TokenTree:
     parents: [N] int64, parents[0] = -1 and parents[i] < i.
     depth: [N] int64, depth[0] = 0.
     ancestors: [N, N] bool; row i marks node i and its ancestors.
-    drafts: the distributions and draws; None where the children are a deterministic function of the text
-    (top-k, retrieval).
+    drafts: the distributions and draws; None if the children were chosen deterministically (top-k,
+    retrieval).
+
+    Five nodes with the tokens r a b c d:
+
+        0 r ─┬─ 1 a ── 3 c        tokens     r  a  b  c  d
+             └─ 2 b ── 4 d        parents    -1 0  0  1  2
+                                  depth      0  1  1  2  2      ancestors: see `treespec.trees.mask`
 
     A verifier takes a node's first child with a token, so it never reaches the node of a repeat.
     """
@@ -129,14 +142,17 @@ def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree
     n = len(chain)
     device = tree.tokens.device
     nodes = torch.arange(n, device=device)
-    tokens = torch.cat([sent([*root.tolist(), *chain[:-1]], device), tree.tokens])
+    chain_tokens = root.tolist() + list(chain[:-1])
+    tokens = torch.cat([sent(chain_tokens, device), tree.tokens])
     parents = torch.cat([nodes - 1, tree.parents + n])
     depth = torch.cat([nodes, tree.depth + n])
     chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))
     ancestors = torch.cat([chained, pad(tree.ancestors, (n, 0), value=True)])
 
-    # 2. Laws and draws move with their nodes.
-    drafts = tree.drafts and replace(tree.drafts, nodes=tree.drafts.nodes + n)
+    # 2. Distributions and draws move with their nodes.
+    drafts = tree.drafts
+    if drafts is not None:
+        drafts = replace(drafts, nodes=drafts.nodes + n)
     return TokenTree(tokens, parents, depth, ancestors, drafts)
 
 
@@ -144,7 +160,10 @@ def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
     """The tree without the nodes deeper than `deepest`, and its nodes' numbers in the whole tree.
 
     Nodes at the depth `deepest` have no draws any more. That depends on no token, so a lossless verifier
-    stays lossless.
+    stays lossless. Five nodes, cut below depth 1:
+
+        0 ─┬─ 1 ── 3         0 ─┬─ 1        numbers in the whole tree: 0 1 2
+           └─ 2 ── 4            └─ 2        the draws of nodes 1 and 2 go
     """
     # 1. The nodes that stay, and their new numbers.
     stays = tree.depth <= deepest
@@ -155,12 +174,12 @@ def cut_below(tree: TokenTree, deepest: int) -> tuple[TokenTree, list[int]]:
     ancestors = tree.ancestors[kept][:, kept]
 
     # 2. Their draws.
-    drafts = tree.drafts
-    if drafts is not None:
-        rows = (tree.depth[drafts.nodes] < deepest).nonzero().flatten()
-        nodes = number[drafts.nodes[rows]]
-        q = drafts.q[rows]
-        drafts = Drafts(nodes, q, drafts.draws.rows(rows)) if len(rows) else None
+    drafts = None
+    if tree.drafts is not None:
+        rows = (tree.depth[tree.drafts.nodes] < deepest).nonzero().flatten()
+        if len(rows):
+            nodes = number[tree.drafts.nodes[rows]]
+            drafts = Drafts(nodes, tree.drafts.q[rows], tree.drafts.draws.rows(rows))
     cut = TokenTree(tree.tokens[kept], parents, tree.depth[kept], ancestors, drafts)
     return cut, kept.tolist()
 

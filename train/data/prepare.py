@@ -45,7 +45,7 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     model = load_config(config.target, config.placement)
-    length = min(config.max_length, context_length(model.get_text_config())[0])
+    length = min(config.max_length, context_length(model.get_text_config()).length)
     conversations, found = read_conversations(data_file(config.data, accelerator.print))
     examples, encoded = encode_conversations(tokenizer, conversations, config.template, length)
 

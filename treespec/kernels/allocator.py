@@ -19,7 +19,9 @@ def keep_freed_memory() -> None:
     A sample from [26, 8192] probabilities then takes a tenth of the time. Only glibc on Linux has
     these settings; elsewhere the call does nothing.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -30,6 +30,10 @@ def pauses() -> list[Callable[[int], int]]:
     if sys.platform != "linux":
         return []
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    libraries = map(ctypes.CDLL, {line.split()[-1] for line in mapped if "gomp" in line})
-    found = (getattr(library, "omp_pause_resource_all", None) for library in libraries)
-    return [pause for pause in found if pause]
+    files = {line.split()[-1] for line in mapped if "gomp" in line}
+    functions = []
+    for file in files:
+        pause = getattr(ctypes.CDLL(file), "omp_pause_resource_all", None)
+        if pause:
+            functions.append(pause)
+    return functions

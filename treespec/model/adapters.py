@@ -49,14 +49,16 @@ def untie(wrapped: Any) -> None:
         before merging    embed_tokens.weight is lm_head.weight     lm_head adds its own product
         here              embed_tokens.weight,  lm_head.weight      which is merged into the second
     """
-    owners = Counter(
-        id(weight) for module in wrapped.modules() for weight in module.parameters(recurse=False)
-    )
+    owners: Counter[int] = Counter()
+    for module in wrapped.modules():
+        owners.update(map(id, module.parameters(recurse=False)))
     for module in wrapped.modules():
         layer = getattr(module, "base_layer", None)
-        parameters = vars(layer)["_parameters"] if isinstance(layer, nn.Module) else {}
-        for name, weight in parameters.items():
-            if weight is not None and owners[id(weight)] > 1:
+        if not isinstance(layer, nn.Module):
+            continue
+        parameters = list(layer.named_parameters(recurse=False, remove_duplicate=False))
+        for name, weight in parameters:
+            if owners[id(weight)] > 1:
                 own = nn.Parameter(weight.detach().clone(), requires_grad=False)
                 setattr(layer, name, own)
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from treespec.kernels import ops as kernels
 from treespec.model.masks import additive
 from treespec.model.placement import device_of
+from treespec.model.support import INDEXED, get_layer_types
 
 NAME = "trees"  # without "sdpa": transformers refuses that to models with caps or sinks
 # torch's sdpa has neither; transformers computes them step by step.
@@ -41,36 +42,68 @@ def tree_attention(
     fewer], additive, of the last columns; all nodes see those before. transformers' own function
     runs where the kernels do not.
     """
+    if query.is_cpu and options.get("position_bias") is None:
+        output = attend_on_cpu(module, query, key, value, attention_mask, options)
+        if output is not None:
+            return output, None
+    elif can_use_cudnn(query, attention_mask, options):
+        # In a graph, without the copies of keys and values that transformers makes for each query head.
+        by_head = scaled_dot_product_attention(
+            query, key, value, attention_mask, scale=options.get("scaling"), enable_gqa=True
+        )
+        return by_head.transpose(1, 2), None
+    mask = whole(attention_mask, key.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+def attend_on_cpu(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """`tree_attention` by our kernels, or by the model's own steps if it has caps or sinks.
+
+    Returns [B, N, heads, D]; None where neither applies. Arguments as for `tree_attention`.
+    """
     n = query.shape[2]
     t = key.shape[2]
     cap = options.get("softcap") or 0.0
     sinks = options.get("s_aux")
-    if query.is_cpu and options.get("position_bias") is None:
-        mask = attention_mask
-        if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
-            mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
-        if mask is not None:
-            mask = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
-            scale = options.get("scaling") or query.shape[-1] ** -0.5
-            beside = (cap, sinks)
-            own = kernels.attention(query, key, value, mask, scale, beside)
-            if own is not None:
-                return own, None
-        if cap or sinks is not None:
-            own = sys.modules[type(module).__module__].eager_attention_forward
-            return own(module, query, key, value, whole(mask, t), **options)
-    # In a graph, without the copies of keys and values that transformers makes for each query head.
-    plain = attention_mask is not None and options.get("position_bias") is None
-    fast = query.is_cuda and torch.backends.cuda.cudnn_sdp_enabled()
-    if fast and plain and query.dtype != torch.float32:
-        how: Any = {"scale": options.get("scaling"), "enable_gqa": True}
-        out = scaled_dot_product_attention(query, key, value, attention_mask, **how)
-        return out.transpose(1, 2), None
-    return sdpa_attention_forward(module, query, key, value, whole(attention_mask, t), **options)
+    mask = attention_mask
+    if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
+        mask = torch.ones(1, 1, n, t, dtype=torch.bool).tril(t - n)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = additive(mask, query.dtype)
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        output = kernels.attention(query, key, value, mask, scale, (cap, sinks))
+        if output is not None:
+            return output
+    if cap or sinks is not None:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, query, key, value, whole(mask, t), **options)[0]
+    return None
+
+
+def can_use_cudnn(query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether torch's attention computes it without copies of keys and values: on CUDA, inside a graph."""
+    if not query.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    if attention_mask is None or options.get("position_bias") is not None:
+        return False
+    return query.dtype != torch.float32
 
 
 def whole(mask: Tensor | None, columns: int) -> Tensor | None:
-    """[B, 1, N, T] a mask of all columns from an additive one of the last."""
+    """[B, 1, N, T] a mask of all columns from an additive one of the last; all nodes see those before.
+
+    Five columns, of which the mask has three:
+
+        node 0    . . .    to    0 0 . . .
+    """
     if mask is None or mask.shape[-1] == columns:
         return mask
     return pad(mask, (columns - mask.shape[-1], 0))
@@ -84,13 +117,23 @@ def take_trees(model: PreTrainedModel) -> None:
     attention keeps its own, as it leaves the index out in any but those that it knows.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # 45 ms for each new length; graphs turn it on
+    if not can_take_trees(model):
+        return
+    AttentionInterface.register(NAME, tree_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    decoder = model.get_decoder()
+    if isinstance(decoder, PreTrainedModel):
+        decoder.set_attn_implementation(NAME)
+    else:
+        model.set_attn_implementation(NAME)
+
+
+def can_take_trees(model: PreTrainedModel) -> bool:
+    """Whether a model's attention can become `tree_attention`."""
     config = model.config.get_text_config()
-    indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    beside = (
-        config.model_type in CAPS_OR_SINKS and device_of(model).type == "cpu" and kernels.library()
-    )
-    if (beside or config._attn_implementation == "sdpa") and not indexed:
-        AttentionInterface.register(NAME, tree_attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        decoder = model.get_decoder()
-        (decoder if isinstance(decoder, PreTrainedModel) else model).set_attn_implementation(NAME)
+    if INDEXED in get_layer_types(config):
+        return False
+    if config._attn_implementation == "sdpa":
+        return True
+    has_caps_or_sinks = config.model_type in CAPS_OR_SINKS
+    return has_caps_or_sinks and device_of(model).type == "cpu" and bool(kernels.library())

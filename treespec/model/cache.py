@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from treespec.model.cache_layer import TreeLayer
+from treespec.model.cache_layer import ColumnMove, TreeLayer, flatten_moves
 from treespec.trees.tree import made, sent
 
 State = dict[tuple[str, int], Tensor]  # [1, ...] each, by kind and number
@@ -57,13 +57,28 @@ class Mark(NamedTuple):
 
     def cut(self, length: int) -> "Mark":
         """The same of the first `length` tokens."""
-        tokens = None if self.tokens is None else self.tokens[:length]
-        return self._replace(length=length, tokens=tokens)
+        if self.tokens is None:
+            return self._replace(length=length)
+        return self._replace(length=length, tokens=self.tokens[:length])
+
+
+class CacheRow(NamedTuple):
+    """A sequence of a cache: what it holds `now`, and the `earlier` marks that `rewind` may go back to."""
+
+    earlier: list[Mark]
+    now: Mark
+
+
+def make_empty_row(is_long: bool = False) -> CacheRow:
+    """A sequence without tokens. is_long: of its keys, as in `Mark`."""
+    return CacheRow([], Mark(0, [], is_long=is_long))
 
 
 def first_seen(position: int, window: int | None) -> int:
     """The first of the last `window` positions up to this one; 0 without a window."""
-    return max(0, position + 1 - window) if window else 0
+    if not window:
+        return 0
+    return max(0, position + 1 - window)
 
 
 class Recurrent(Protocol):
@@ -77,9 +92,9 @@ class Recurrent(Protocol):
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
-    rows: of each sequence what `rewind` can go back to, and last its committed length and the states of
-    recurrent layers after it. forwarded: kept from the last forward by each recurrent layer. tokens:
-    [B, N] of the last forward, where the sequences' tokens are kept.
+    rows: of each sequence its committed length, the states of recurrent layers after it, and earlier
+    ones that `rewind` can go back to. forwarded: kept from the last forward by each recurrent layer.
+    tokens: [B, N] of the last forward, where the sequences' tokens are kept.
 
     `select`, `put`, `join` and a `commit` that drops columns empty the rows while they move batch
     rows. So a cache without rows is one whose change was interrupted, and `Decoder` makes a new one.
@@ -100,14 +115,16 @@ class TreeCache(Cache):
         windows: of each layer, in positions; None for all. slack: committed tokens behind the one
         that layers with a window hold whole.
         """
-        plain = [TreeLayer(capacity) for _ in range(layers)]
-        self.tree_layers = recurrent.layers(capacity) if recurrent else plain
+        if recurrent:
+            self.tree_layers = recurrent.layers(capacity)
+        else:
+            self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
         self.recurrent, self.windows, self.slack = recurrent, windows, slack
         for layer, window in zip(self.tree_layers, windows, strict=False):
             if window:
                 layer.window, layer.most = window, window + slack + FORWARD
                 layer.capacity = min(capacity, layer.most)
-        self.rows: list[list[Mark]] = [[Mark(0, [])]]
+        self.rows = [make_empty_row()]
         self.forwarded: dict[int, Any] = {}
         self.tokens: Tensor | None = None
         super().__init__(layers=list(self.tree_layers))
@@ -115,22 +132,27 @@ class TreeCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """Committed positions of each sequence."""
-        return [row[-1].length for row in self.rows]
+        return [row.now.length for row in self.rows]
 
     def shifted(self, places: Tensor) -> Tensor:
         """[B, N] positions of nodes of each sequence, from their places [B, N]."""
-        shifts = tuple(row[-1].shift for row in self.rows)
-        return places + made(sent, shifts, places.device)[:, None] if any(shifts) else places
+        shifts = tuple(row.now.shift for row in self.rows)
+        if not any(shifts):
+            return places
+        return places + made(sent, shifts, places.device)[:, None]
 
     @property
     def states(self) -> list[States]:
         """States of recurrent layers after each sequence's committed tokens."""
-        return [row[-1].states for row in self.rows]
+        return [row.now.states for row in self.rows]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's recurrent states: before and after a forward, and to go back to."""
-        return (2 + MARKS) * sum(x.nbytes for state in self.states[0] for x in state.values())
+        held = 0
+        for state in self.states[0]:
+            held += sum(part.nbytes for part in state.values())
+        return (2 + MARKS) * held
 
     @property
     def end(self) -> int:
@@ -139,12 +161,14 @@ class TreeCache(Cache):
 
     def starts(self, window: int | None) -> list[int]:
         """The position of each sequence that lies in the first column of layers of that window."""
-        return [first_seen(row[-1].base, window) for row in self.rows]
+        return [first_seen(row.now.base, window) for row in self.rows]
 
     def columns(self, window: int | None) -> tuple[int, int]:
         """The first column that a forward attends to, and the one that it writes at."""
+        if not self.rows:
+            return 0, 0
         pairs = zip(self.lengths, self.starts(window), strict=True)
-        held = [length - start for length, start in pairs] or [0]
+        held = [length - start for length, start in pairs]
         return first_seen(min(held), window), max(held)
 
     def shown(self, places: Tensor, free: int, window: int | None) -> Tensor:
@@ -165,70 +189,94 @@ class TreeCache(Cache):
     def reserve(self, columns: int) -> None:
         """Allocate columns in every layer, where the length is known beforehand."""
         for layer in self.tree_layers:
-            layer.reserve(min(columns, layer.most or columns))
+            layer.reserve(layer.limit_columns(columns))
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Keep each sequence's accepted nodes of the last forward, ascending, and forget all others."""
+        """Keep each sequence's accepted nodes of the last forward, ascending, and forget all others.
 
-        # 1. The columns to move: (batch row, from, to). Nodes already in place are not copied.
+        nodes: of each sequence, their numbers in its tree. In the drawing of this module, of rows of four
+        and two tokens:
+
+            commit([[0, 2], [0, 1, 4]])      row 0: column 6 to 5; node 0 is in its place
+                                             row 1: columns 4, 5, 8 to 2, 3, 4
+        """
+
+        # 1. The columns to move. Layers of equal shape, window and device share one index.
         @functools.cache
-        def moves(window: int | None) -> list[tuple[int, int, int]]:
-            end, found = self.columns(window)[1], []
-            rows = zip(self.lengths, self.starts(window), nodes, strict=True)
-            for row, (length, start, kept) in enumerate(rows):
-                columns = [(end + node, length - start + i) for i, node in enumerate(kept)]
-                found += [(row, source, place) for source, place in columns if source != place]
-            return found
+        def list_moves(window: int | None) -> list[ColumnMove]:
+            return self._list_moves(nodes, window)
 
-        # 2. Copy them in every layer. Layers of equal shape, window and device share one index.
         @functools.cache
-        def flat(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
-            row, source, place = torch.tensor(moves(window)).T
-            head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
-            index = head * capacity + torch.stack([source, place])[:, None]
-            return sent(index.flatten(1), device)
+        def flatten(window: int | None, device: torch.device, heads: int, capacity: int) -> Tensor:
+            return sent(flatten_moves(list_moves(window), heads, capacity), device)
 
+        # 2. Copy them in every layer.
         for layer in self.tree_layers:
-            for states in layer.storage if moves(layer.window) else ():
-                sources, places = flat(layer.window, states.device, *states.shape[1:3])
+            if not list_moves(layer.window):
+                continue
+            for states in layer.storage:
+                _, heads, capacity, _ = states.shape
+                sources, places = flatten(layer.window, states.device, heads, capacity)
                 entries = states.flatten(0, 2)
                 entries.index_copy_(0, places, entries.index_select(0, sources))
 
         # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
-        after, rows = self.states, []
+        states_after = self.states
         if self.recurrent and any(nodes):
-            after = self.recurrent.committed(self, nodes)
-        for row, ((*marks, now), own, kept) in enumerate(zip(self.rows, after, nodes, strict=True)):
-            tokens, length = self._tokens_after(row, kept), now.length + len(kept)
-            rows.append([*marks, now._replace(length=length, states=own, tokens=tokens)])
+            states_after = self.recurrent.committed(self, nodes)
+        rows = []
+        for number, kept in enumerate(nodes):
+            earlier, before = self.rows[number]
+            now = before._replace(
+                length=before.length + len(kept),
+                states=states_after[number],
+                tokens=self._tokens_after(number, kept),
+            )
+            rows.append(CacheRow(earlier, now))
         self._hold(rows)
 
         # 4. Drop columns that no window reaches.
         smallest = min(filter(None, self.windows), default=0)
-        for row, (*_, now) in enumerate(rows):
-            if smallest and now.length - max(now.base, smallest) > self.slack:
-                self._drop(row, now.length - 2 * self.slack // 3)
+        for number, row in enumerate(rows):
+            if smallest and row.now.length - max(row.now.base, smallest) > self.slack:
+                self._drop(number, row.now.length - 2 * self.slack // 3)
+
+    def _list_moves(self, nodes: Sequence[Sequence[int]], window: int | None) -> list[ColumnMove]:
+        """The accepted nodes that are not in their columns yet, in layers of a window."""
+        _, end = self.columns(window)
+        rows = zip(self.lengths, self.starts(window), nodes, strict=True)
+        moves = []
+        for row, (length, start, kept) in enumerate(rows):
+            for place, node in enumerate(kept, length - start):
+                if end + node != place:
+                    moves.append(ColumnMove(row, end + node, place))
+        return moves
 
     def _tokens_after(self, row: int, kept: Sequence[int]) -> Tensor | None:
         """The tokens of a sequence and of its accepted nodes, where they are kept."""
-        before = self.rows[row][-1]
+        before = self.rows[row].now
         if self.tokens is None or (before.tokens is None and before.length):
             return None
-        new = self.tokens[row, list(kept)]
-        return new if before.tokens is None else torch.cat([before.tokens, new])
+        accepted = self.tokens[row, list(kept)]
+        if before.tokens is None:
+            return accepted
+        return torch.cat([before.tokens, accepted])
 
     def _drop(self, row: int, base: int) -> None:
         """Keep of a sequence what lengths from `base` on need; an interrupt leaves no sequence."""
         rows, self.rows = self.rows, []
-        *marks, now = rows[row]
+        earlier, now = rows[row]
         for layer in self.tree_layers:
-            for states in layer.storage if layer.window else ():
-                before, start = (first_seen(n, layer.window) for n in (now.base, base))
+            if not layer.window:
+                continue
+            before = first_seen(now.base, layer.window)
+            start = first_seen(base, layer.window)
+            for states in layer.storage:
                 kept = states[row, :, start - before : now.length - before].clone()
                 states[row, :, : now.length - start] = kept
-        after = [*marks, now._replace(base=base)]
-        self._hold([*rows[:row], after, *rows[row + 1 :]])
+        after = CacheRow(earlier, now._replace(base=base))
+        self._hold(replace_at(rows, row, after))
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Truncate each sequence to `lengths`: read `self.lengths` afterwards.
@@ -237,40 +285,54 @@ class TreeCache(Cache):
         to the nearest of those lengths, at most the one asked for. A layer with a window has dropped
         columns: a sequence is cut to nothing where it does not have those of the length asked for.
         """
-        rows, nothing = [], Mark(0, [])
-        held = self.rows + [[nothing]] * (len(lengths) - len(self.rows))
-        for (*marks, now), length in zip(held, lengths, strict=True):
-            if not self.recurrent:
-                marks, now = [], now.cut(length)
-            elif length < now.length:
-                marks = [mark for mark in marks if mark.length <= length]
-                now = (marks or [nothing])[-1]._replace(base=now.base)
-            rows.append([*marks, now] if now.length >= now.base else [nothing])
+        missing = len(lengths) - len(self.rows)
+        held = self.rows + [make_empty_row()] * missing
+        rows = []
+        for row, length in zip(held, lengths, strict=True):
+            cut = self._cut(row, length)
+            if cut.now.length < cut.now.base:
+                cut = make_empty_row()
+            rows.append(cut)
         self._hold(rows)
+
+    def _cut(self, row: CacheRow, length: int) -> CacheRow:
+        """The sequence of at most `length` tokens whose states are kept."""
+        if not self.recurrent:
+            return CacheRow([], row.now.cut(length))
+        if length >= row.now.length:
+            return row
+        earlier = [mark for mark in row.earlier if mark.length <= length]
+        latest = Mark(0, [])
+        if earlier:
+            latest = earlier[-1]
+        return CacheRow(earlier, latest._replace(base=row.now.base))
 
     def shift(self, by: int) -> None:
         """Set the shift of the only sequence."""
-        self.rows = [[mark._replace(shift=by) for mark in self.rows[0]]]
+        (row,) = self.rows
+        earlier = [mark._replace(shift=by) for mark in row.earlier]
+        self.rows = [CacheRow(earlier, row.now._replace(shift=by))]
 
     def become(self, is_long: bool) -> None:
         """Set the kind of rotary factors of the only sequence, which is empty."""
-        self.rows = [[Mark(0, [], is_long=is_long)]]
+        self.rows = [make_empty_row(is_long)]
 
     def mark(self) -> None:
         """Keep the recurrent states of the present lengths, for `rewind`."""
-        for number, (*marks, now) in enumerate(self.rows):
-            if all(now.length != mark.length for mark in marks):
-                self.rows[number] = [*[*marks, now][-MARKS:], now]
+        for number, (earlier, now) in enumerate(self.rows):
+            if all(now.length != mark.length for mark in earlier):
+                marks = earlier + [now]
+                self.rows[number] = CacheRow(marks[-MARKS:], now)
 
-    def _hold(self, rows: list[list[Mark]]) -> None:
+    def _hold(self, rows: list[CacheRow]) -> None:
         self.rows = rows
         self.write_after(0)
 
     def write_after(self, nodes: int) -> None:
         """Until the next commit or rewind, forwards write after that many uncommitted nodes."""
-        columns = {window: self.columns(window) for window in {None, *self.windows}}
+        columns = functools.cache(self.columns)  # layers of equal windows have equal columns
         for layer in self.tree_layers:
-            layer.first, end = columns[layer.window]
+            layer.first, end = columns(layer.window)
             layer.length = end + nodes
 
     @contextmanager
@@ -291,21 +353,28 @@ class TreeCache(Cache):
 
     def put(self, row: int, other: "TreeCache") -> None:
         """Replace a row's sequence by the only one of another cache. No other row is copied."""
-        rows, self.rows = [*self.rows[:row], other.rows[0], *self.rows[row + 1 :]], []
+        rows, self.rows = replace_at(self.rows, row, other.rows[0]), []
         for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
             layer.put(row, new)
         self._hold(rows)
 
     def join(self, others: Sequence["TreeCache"], row: int | None = None) -> None:
-        """Append the sequences of other caches of the same model. row: that one of each alone."""
-        taken = [[*range(len(other.rows))] if row is None else [row] for other in others]
-        joined = [other.rows[i] for other, rows in zip(others, taken, strict=True) for i in rows]
+        """Append the sequences of other caches of the same model. row: only that one of each."""
+        joined = []
+        taken: list[Sequence[int]] = []
+        for other in others:
+            numbers: Sequence[int] = range(len(other.rows))
+            if row is not None:
+                numbers = [row]
+            taken.append(numbers)
+            joined += [other.rows[number] for number in numbers]
         own, self.rows = self.rows, []
         for number, layer in enumerate(self.tree_layers):
-            theirs = [other.tree_layers[number] for other in others]
-            parts = [(layer, range(len(own))), *zip(theirs, taken, strict=True)]
-            layer.gather(parts, max(one.capacity for one, _ in parts))
-        self._hold([*own, *joined])
+            parts: list[tuple[TreeLayer, Sequence[int]]] = [(layer, range(len(own)))]
+            for other, numbers in zip(others, taken, strict=True):
+                parts.append((other.tree_layers[number], numbers))
+            layer.gather(parts, max(part.capacity for part, _ in parts))
+        self._hold(own + joined)
 
     def alone(self, row: int, capacity: int = 1) -> "TreeCache":
         """A copy of one sequence, in a cache of its own. capacity: columns to allocate at least."""
@@ -314,6 +383,13 @@ class TreeCache(Cache):
         for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
             if layer.storage:
                 held = self.lengths[row] - self.starts(layer.window)[row]
-                own.gather([(layer, [row])], max(min(capacity, layer.most or capacity), held))
+                own.gather([(layer, [row])], max(layer.limit_columns(capacity), held))
         copy._hold([self.rows[row]])
         return copy
+
+
+def replace_at(rows: Sequence[CacheRow], number: int, row: CacheRow) -> list[CacheRow]:
+    """A copy of the list with another row in that place."""
+    changed = list(rows)
+    changed[number] = row
+    return changed

@@ -1,6 +1,7 @@
 """The keys and values of one attention layer: [B, KV heads, capacity, D], a KV head's columns together."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,35 @@ from transformers.cache_utils import CacheLayerMixin
 from treespec.trees.tree import sent
 
 SPARE = 4  # times the rows of a block over those in use, before it is given up
+
+
+class ColumnMove(NamedTuple):
+    """An accepted node that `commit` copies: its batch row, the column that holds it, and its new one."""
+
+    row: int
+    source: int
+    place: int
+
+
+def flatten_moves(moves: Sequence[ColumnMove], heads: int, capacity: int) -> Tensor:
+    """[2, heads * moves] int64: where the moves read and write in keys or values that are seen as a list of columns.
+
+    Storage [B, KV heads, capacity, D] as [B * KV heads * capacity, D] has column c of head h of row b at
+    (b * heads + h) * capacity + c. With 2 heads of 8 columns, row 1's move from column 6 to column 4:
+
+        head          0     1
+        reads        22    30      (1 * 2 + 0) * 8 + 6 = 22
+        writes       20    28
+    """
+    row, source, place = torch.tensor(moves).T
+    head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
+    index = head * capacity + torch.stack([source, place])[:, None]
+    return index.flatten(1)
+
+
+def allocate_block(like: Sequence[Tensor], rows: int, capacity: int) -> tuple[Tensor, ...]:
+    """Zeros [rows, KV heads, capacity, D] for each tensor [B, KV heads, N, D]."""
+    return tuple(x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in like)
 
 
 class TreeLayer(CacheLayerMixin):
@@ -37,9 +67,8 @@ class TreeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
-        states = key_states, value_states
-        shapes = [(*x.shape[:2], self.capacity, x.shape[3]) for x in states]
-        self.block = tuple(x.new_zeros(shape) for x, shape in zip(states, shapes, strict=True))
+        like = (key_states, value_states)
+        self.block = allocate_block(like, len(key_states), self.capacity)
         self.storage = self.block
 
     def update(
@@ -77,7 +106,16 @@ class TreeLayer(CacheLayerMixin):
         if self.most:
             capacity = min(capacity, max(columns, self.most))
         if capacity > self.capacity:
-            self.gather([(self, range(len(self.storage[0]) if self.storage else 0))], capacity)
+            rows = 0
+            if self.storage:
+                rows = len(self.storage[0])
+            self.gather([(self, range(rows))], capacity)
+
+    def limit_columns(self, columns: int) -> int:
+        """So many columns, or the number that growing stops at."""
+        if self.most:
+            return min(columns, self.most)
+        return columns
 
     def gather(self, parts: Sequence[tuple["TreeLayer", Sequence[int]]], capacity: int) -> None:
         """Become rows of layers, in this order. Another capacity comes at the end: an interrupt leaves the layer.
@@ -85,23 +123,47 @@ class TreeLayer(CacheLayerMixin):
         parts: (layer, its batch rows). Rows of a layer without storage are zeros. Rows of this layer that
         keep their places are not copied, where the capacity stays and the block has room for all.
         """
-        like = next((layer.storage for layer, _ in parts if layer.storage), ())
-        total, first, block = sum(len(rows) for _, rows in parts), 0, self.block
-        stays = bool(block) and parts[0][0] is self and capacity == self.capacity
-        if not stays or not total <= len(block[0]) <= SPARE * total:
-            stays, room = False, total + total // 4
-            block = tuple(x.new_zeros(room, x.shape[1], capacity, x.shape[3]) for x in like)
+        total = sum(len(rows) for _, rows in parts)
+        stays = self._has_room(total, capacity) and parts[0][0] is self
+        block = self.block
+        if not stays:
+            like = next((layer.storage for layer, _ in parts if layer.storage), ())
+            block = allocate_block(like, total + total // 4, capacity)
+        first = 0
         for layer, rows in parts:
-            moved = [(row, i) for i, row in enumerate(rows, first) if row != i or not stays]
-            if layer.storage and moved:
-                end = min(layer.length, capacity)
-                sources, places = (sent(list(x), like[0].device) for x in zip(*moved, strict=True))
-                for states, old in zip(block, layer.storage, strict=True):
-                    states[places, :, :end] = old[:, :, :end].index_select(0, sources)
-            first, stays = first + len(rows), False
+            layer._copy_rows(rows, block, first, in_place=stays)
+            first += len(rows)
+            stays = False
         # One statement without a call, which CPython does not interrupt.
         storage = tuple(states[:total] for states in block)
         self.block, self.storage, self.capacity = block, storage, capacity
+
+    def _has_room(self, rows: int, capacity: int) -> bool:
+        """Whether the block can hold so many rows of this capacity, and is not far too large for them."""
+        if not self.block or capacity != self.capacity:
+            return False
+        return rows <= len(self.block[0]) <= SPARE * rows
+
+    def _copy_rows(
+        self, rows: Sequence[int], block: tuple[Tensor, ...], first: int, in_place: bool
+    ) -> None:
+        """Copy batch rows of this layer into a block, from its row `first` on.
+
+        in_place: whether the block is this layer's own: then a row that keeps its number is not copied.
+        """
+        sources = []
+        places = []
+        for place, source in enumerate(rows, first):
+            if source != place or not in_place:
+                sources.append(source)
+                places.append(place)
+        if not self.storage or not sources:
+            return
+        end = min(self.length, block[0].shape[2])
+        source_rows = sent(sources, block[0].device)
+        place_rows = sent(places, block[0].device)
+        for states, old in zip(block, self.storage, strict=True):
+            states[place_rows, :, :end] = old[:, :, :end].index_select(0, source_rows)
 
     def put(self, row: int, other: "TreeLayer") -> None:
         """Replace a batch row by the only row of another layer."""

@@ -33,18 +33,26 @@ def loading(path: str, what: str = "target") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a damaged file may raise anything
-        line = first_line(error)
-        if isinstance(error, InputError) and line.startswith("cannot load"):
+        if isinstance(error, InputError) and first_line(error).startswith("cannot load"):
             raise
-        # A KeyError is its key alone.
-        reason = line if " " in line else f"{type(error).__name__}: {line}"
-        if isinstance(error, InputError):
-            reason = str(error)
-        elif type(error).__name__ == "SafetensorError":
-            reason = f"its weights are damaged, fetch them again ({line})"
-        else:
-            reason = next((REASONS[part] for part in REASONS if part in str(error)), reason)
+        reason = explain_load_error(error)
         raise InputError(f"cannot load the {what} {path!r}: {reason}") from error
+
+
+def explain_load_error(error: Exception) -> str:
+    """The reason of a failed load, for the line that names the target."""
+    if isinstance(error, InputError):
+        return str(error)
+    line = first_line(error)
+    kind = type(error).__name__
+    if kind == "SafetensorError":
+        return f"its weights are damaged, fetch them again ({line})"
+    for part, reason in REASONS.items():
+        if part in str(error):
+            return reason
+    if " " in line:
+        return line
+    return f"{kind}: {line}"  # a KeyError's line is its key alone
 
 
 def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
@@ -53,22 +61,23 @@ def located(path: str, how: Placement = AS_IT_IS) -> dict[str, Any]:
     Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
     directory.
     """
-    where: dict[str, Any] = {"trust_remote_code": how.trust_remote_code}
-    revision = {"revision": how.revision} if how.revision else {}
+    options: dict[str, Any] = {"trust_remote_code": how.trust_remote_code}
     with loading(path):
         if Path(path).is_dir():
-            if revision:
+            if how.revision:
                 raise InputError(
                     f"--revision {how.revision} names a state of a hub repository, and this is a "
                     "directory: leave it out"
                 )
-            return where
+            return options
         problem = mistyped(path, "model directory")
         if problem:
             raise InputError(problem)
         if only_cached(path, how.revision):
-            where["local_files_only"] = True
-    return where | revision
+            options["local_files_only"] = True
+    if how.revision:
+        options["revision"] = how.revision
+    return options
 
 
 def check_files(
@@ -82,48 +91,59 @@ def check_files(
     if not folder.is_dir() or gguf_file(path, how) or base_of(path):
         return
     with loading(path):
-        # 1. The model's fields, and the headers of its weights.
         check_fields(folder)
-        files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
-        if not files:
-            raise InputError(f"it has no weights: {WEIGHTS[0]}")
-        for file in files:
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="numpy"):
-                    pass
-
-        # 2. Its tokenizer.
-        words_file = folder / "tokenizer.json"
-        if words_file.is_file() and "model" not in read_json(words_file, "fetch it again"):
-            raise InputError("tokenizer.json has no field 'model': fetch it again")
-        fields = fields_of(folder, "tokenizer_config.json")
+        check_weights(folder)
+        check_tokenizer(folder)
+        tokenizer_fields = fields_of(folder, "tokenizer_config.json")
     if (words or chats) and not has_words(folder):
         raise InputError(
             f"the target {path!r} has no tokenizer: its directory lacks tokenizer.json"
         )
-    if chats and "chat_template" not in fields and not any(folder.glob("*chat_template*")):
+    has_template = "chat_template" in tokenizer_fields or any(folder.glob("*chat_template*"))
+    if chats and not has_template:
         raise InputError(
             f"the tokenizer of {path} has no chat template; pass `--template NAME` with one of "
             "fschat's, such as vicuna_v1.1"
         )
 
 
+def check_weights(folder: Path) -> None:
+    """Raises for a directory without weights, and for safetensors whose header is damaged."""
+    files: list[Path] = []
+    for pattern in WEIGHTS:
+        files += folder.glob(pattern)
+    if not files:
+        raise InputError(f"it has no weights: {WEIGHTS[0]}")
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="numpy"):  # reads the header
+                pass
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises InputError for a tokenizer.json that is damaged or holds no tokenizer."""
+    file = folder / "tokenizer.json"
+    if file.is_file() and "model" not in read_json(file, "fetch it again"):
+        raise InputError("tokenizer.json has no field 'model': fetch it again")
+
+
 def has_words(folder: Path) -> bool:
     """Whether a directory holds a file of a tokenizer."""
-    return any(file for name in WORDS for file in folder.glob(name))
+    return any(any(folder.glob(pattern)) for pattern in WORDS)
 
 
 def check_fields(folder: Path) -> None:
     """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
     fields = fields_of(folder, "config.json")
-    _ = fields_of(folder, "generation_config.json")
+    fields_of(folder, "generation_config.json")
     adapters = sorted(str(file.parent) for file in folder.glob(f"*/{ADAPTER}"))
     if adapters and not (folder / "config.json").is_file():
         raise InputError(
             f"it holds PEFT adapters by name: give the folder of one, {either(adapters)}"
         )
     if not (folder / "config.json").is_file():
-        held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
+        names = sorted(file.name for file in folder.iterdir())
+        held = ", ".join(names[:3]) or "nothing"
         raise InputError(f"the directory has no config.json (it holds {held})")
     if not fields.get("model_type") and not fields.get("auto_map"):
         raise InputError(
@@ -135,7 +155,9 @@ def check_fields(folder: Path) -> None:
 def fields_of(folder: Path, name: str) -> Mapping[str, Any]:
     """The fields of a JSON file; {} if it is missing. Raises InputError for a damaged one."""
     file = folder / name
-    return read_json(file, "fetch it again") if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return read_json(file, "fetch it again")
 
 
 def check_sizes(sizes: Mapping[str, object]) -> None:
@@ -175,10 +197,14 @@ def gguf_file(path: str, how: Placement) -> Path | None:
     folder = Path(path).expanduser()
     missing = f"--load-in {how.load_in}: no such file"
     named = Path(how.gguf).expanduser()
-    file = next((file.resolve() for file in (named, folder / named) if file.is_file()), None)
-    if file is None and folder.is_dir():
+    if named.is_file():
+        file = named.resolve()
+    elif (folder / named).is_file():
+        file = (folder / named).resolve()
+    elif folder.is_dir():
         raise InputError(f"{missing}, neither here nor in {path}")
-    file = file or hub_file(path, how.gguf, how.revision, f"{missing} here")
+    else:
+        file = hub_file(path, how.gguf, how.revision, f"{missing} here")
     with file.open("rb") as data:
         if data.read(4) != b"GGUF":
             raise InputError(f"{file} is no GGUF file: it does not begin with GGUF")

@@ -28,7 +28,9 @@ def target_identity(name: str, how: Placement = AS_IT_IS) -> str:
     file = gguf_file(path, how)
     if file is None:
         own = identity_of(path, how.revision)
-        return own if how.load_in is None else f"{own} as {how.load_in}"
+        if how.load_in is None:
+            return own
+        return f"{own} as {how.load_in}"
 
     # The weights are the GGUF file's; the others may give config and tokenizer.
     try:
@@ -51,21 +53,31 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
     path = Path(model_path(str(name))).expanduser()
     try:
         if path.is_dir():
-            files = (file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
-            parts = {file.name: sampled(file) for file in files if not file.name.startswith(".")}
-            base = base_of(path)
-            return digest(parts | ({"base": identity_of(base)} if base else {}))
+            return identify_folder(path)
         if path.is_file():
             return digest({"": sampled(path)})
     except OSError as error:
-        raise InputError(
-            f"cannot read {error.filename or path}: {error.strerror or error}"
-        ) from error
+        file = error.filename or path
+        reason = error.strerror or error
+        raise InputError(f"cannot read {file}: {reason}") from error
     problem = mistyped(name)
     if problem:
         raise InputError(problem)
     config = hub_file(str(name), "config.json", revision, f"no directory {name}")
     return f"commit {config.parent.name}"
+
+
+def identify_folder(folder: Path) -> str:
+    """`identity_of` a directory: of its own files, and of the model that an adapter adapts."""
+    parts = {}
+    for file in folder.iterdir():
+        is_hidden = file.name.startswith(".")
+        if file.suffix in SUFFIXES and file.is_file() and not is_hidden:
+            parts[file.name] = sampled(file)
+    base = base_of(folder)
+    if base:
+        parts["base"] = identity_of(base)
+    return digest(parts)
 
 
 def digest(parts: dict[str, str]) -> str:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.tree import columns, sent
+from treespec.trees.tree import TokenTree, columns, sent
 
 # As a decoder takes them: one mask, or one for each layer type; None without attention.
 Masks = Tensor | dict[str, Tensor] | None
@@ -38,18 +39,23 @@ def additive_masks(
     seen: [B, N, U] bool, the uncommitted columns that each node sees without windows.
     """
     masks = {}
+    nodes = seen.shape[1]
     for kind, window in windows.items():
-        visible = attention_mask(seen, places := columns(window))
-        if window:
-            near = window_mask if kind in SLIDING else chunk_mask
-            visible &= near(places, seen.shape[1], window)
+        places = columns(window)
+        visible = attention_mask(seen, places)
+        if window and kind in SLIDING:
+            visible &= window_mask(places, nodes, window)
+        elif window:
+            visible &= chunk_mask(places, nodes, window)
         masks[kind] = additive(sent(visible, device), dtype)[:, None]
     return masks
 
 
 def as_taken(masks: dict[str, Tensor]) -> Masks:
     """Masks by layer type as a decoder takes them."""
-    return masks if len(masks) > 1 else next(iter(masks.values()), None)
+    if len(masks) > 1:
+        return masks
+    return next(iter(masks.values()), None)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,8 +64,16 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, N], depths [B, N] and ancestors [B, N, N] of B trees.
+class TreeBatch(NamedTuple):
+    """The nodes of B trees, side by side: tokens [B, N], depth [B, N], ancestors [B, N, N]."""
+
+    tokens: Tensor
+    depth: Tensor
+    ancestors: Tensor
+
+
+def batched(trees: Sequence[TokenTree]) -> TreeBatch:
+    """The nodes of B trees as tensors.
 
     Smaller trees are padded with nodes of token 0 that see only themselves. Trees of five nodes
     and of three, behind texts of three tokens and of one:
@@ -67,16 +81,17 @@ def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Ten
         columns   | a b c | 0 1 2 3 4 |
                   | p . . | 0 1 2 . . |
     """
-    all_tokens, depths, seen = zip(*trees, strict=True)
-    tokens = together(all_tokens).clamp_min(0)
-    depth = together(depths)
-    if len({*map(len, seen)}) == 1:
-        return tokens, depth, together(seen)
+    tokens = together([tree.tokens for tree in trees]).clamp_min(0)
+    depth = together([tree.depth for tree in trees])
+    sizes = {len(tree.tokens) for tree in trees}
+    if len(sizes) == 1:
+        return TreeBatch(tokens, depth, together([tree.ancestors for tree in trees]))
     itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
     ancestors = itself.repeat(len(trees), 1, 1)
-    for row, mask in enumerate(seen):
-        ancestors[row, : len(mask), : len(mask)] = mask
-    return tokens, depth, ancestors
+    for row, tree in enumerate(trees):
+        n = len(tree.tokens)
+        ancestors[row, :n, :n] = tree.ancestors
+    return TreeBatch(tokens, depth, ancestors)
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
@@ -86,8 +101,11 @@ def together(rows: Sequence[Tensor]) -> Tensor:
     size = max(map(len, rows))
     parts = list(rows)
     if min(map(len, rows)) < size:
-        zeros = rows[0].new_zeros(size, *rows[0].shape[1:])
-        parts = [part for row in rows for part in (row, zeros[len(row) :])]
+        zeros = rows[0].new_zeros((size,) + rows[0].shape[1:])
+        parts = []
+        for row in rows:
+            parts.append(row)
+            parts.append(zeros[len(row) :])
     return torch.cat(parts).unflatten(0, (len(rows), size))
 
 

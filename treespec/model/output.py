@@ -1,9 +1,9 @@
-"""What a forward of the target gives: hidden states, the inputs of aux layers, logits."""
+"""Outputs of a target's forward: hidden states, the inputs of aux layers, logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -41,18 +41,22 @@ def captured(layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> Iterator[dic
 
     def keep(k: int) -> Hook:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            inputs[k] = args[0] if args else kwargs["hidden_states"]
+            if args:
+                inputs[k] = args[0]
+            else:
+                inputs[k] = kwargs["hidden_states"]
 
         return hook
 
     def keep_last(module: nn.Module, args: tuple, out: Any) -> None:
-        inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+        if isinstance(out, tuple):
+            out = out[0]
+        inputs[len(layers)] = out
 
-    handles = [
-        layers[k].register_forward_pre_hook(keep(k), with_kwargs=True)
-        for k in aux_layers
-        if k < len(layers)
-    ]
+    handles = []
+    for k in aux_layers:
+        if k < len(layers):
+            handles.append(layers[k].register_forward_pre_hook(keep(k), with_kwargs=True))
     if len(layers) in aux_layers:
         handles.append(layers[-1].register_forward_hook(keep_last))
     try:
@@ -92,6 +96,18 @@ class DecoderOutput(ModelOutput):
             raise AttributeError(name)
 
 
+class EmbeddingCall(NamedTuple):
+    """What enters and leaves an output embedding in a call: [N, H] and [N, V]."""
+
+    entered: Tensor
+    left: Tensor
+
+
+def is_same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype and bits, on any device."""
+    return a.dtype == b.dtype and torch.equal(a.to(b.device), b)
+
+
 @final
 class OutputPath:
     """Logits of hidden states after the final norm, by the model's own code.
@@ -120,7 +136,9 @@ class OutputPath:
         if hidden.dtype not in self.is_direct:
             self.is_direct[hidden.dtype] = self.is_output_embedding(hidden)
         if self.is_direct[hidden.dtype]:
-            logits = (output or self.model.get_output_embeddings())(hidden)
+            if output is None:
+                output = self.model.get_output_embeddings()
+            logits = output(hidden)
         else:
             logits = self.by_own_forward(hidden, output)
         return logits.to(hidden.device)  # an output tied to the input may lie there
@@ -138,7 +156,7 @@ class OutputPath:
         tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=hidden.device)
         with replaced(forwards):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+        return logits.reshape(hidden.shape[:-1] + logits.shape[-1:])
 
     @torch.no_grad()
     def is_output_embedding(self, like: Tensor) -> bool:
@@ -152,10 +170,11 @@ class OutputPath:
         sizes = torch.logspace(-3, 3, TRIAL_STATES)[:, None]
         states = torch.randn(TRIAL_STATES, like.shape[-1], generator=random) * sizes
         states = states.to(like)
-        seen: list[Tensor] = []
+        calls: list[EmbeddingCall] = []
 
         def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            seen.extend(part.reshape(TRIAL_STATES, -1).clone() for part in (args[0], output))
+            entered = args[0].reshape(TRIAL_STATES, -1).clone()
+            calls.append(EmbeddingCall(entered, output.reshape(TRIAL_STATES, -1).clone()))
 
         # 2. The forward.
         handle = self.model.get_output_embeddings().register_forward_hook(keep)
@@ -163,10 +182,9 @@ class OutputPath:
             logits = self.by_own_forward(states)
         finally:
             handle.remove()
-        pairs = zip(seen, (states, logits), strict=False)
-        return len(seen) == 2 and all(
-            a.dtype == b.dtype and torch.equal(a.to(b.device), b) for a, b in pairs
-        )
+        if len(calls) != 1:
+            return False
+        return is_same_tensor(calls[0].entered, states) and is_same_tensor(calls[0].left, logits)
 
 
 def modules_around(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:

@@ -29,6 +29,17 @@ TOLERANCE = 0.02  # of the spread of logits, on average
 
 
 @dataclass(frozen=True)
+class DeepRows:
+    """Rows that further layers add to the F tokens of pictures (Qwen3-VL's deepstack).
+
+    mask: [1, P] bool, the tokens of pictures. rows: [F, H] for each of those layers.
+    """
+
+    mask: Tensor
+    rows: list[Tensor]
+
+
+@dataclass(frozen=True)
 class Shown:
     """What the layers get of a prompt of P tokens with pictures.
 
@@ -37,25 +48,36 @@ class Shown:
 
     rows: Tensor  # [1, P, H] what the first layer gets
     places: Tensor | None  # [..., P] positions; None: the places
-    deep: tuple[Tensor, list[Tensor]] | None  # [1, P] bool, and [F, H] that a layer adds to those F
+    deep: DeepRows | None  # None: only the first layer gets something of the pictures
     shift: int = 0
 
     def arguments(self, start: int, end: int) -> dict[str, Any]:
-        """The decoder's, for the tokens from start to end."""
-        given: Any = {"inputs_embeds": self.rows[:, start:end]}
+        """The decoder's arguments for the tokens from start to end."""
+        arguments: dict[str, Any] = {"inputs_embeds": self.rows[:, start:end]}
         if self.places is not None:
-            given["position_ids"] = self.places[..., start:end]
+            arguments["position_ids"] = self.places[..., start:end]
         if self.deep:
-            seen, added = self.deep
-            first = int(seen[:, :start].sum())
-            last = int(seen[:, :end].sum())
-            masks = seen[:, start:end], [each[first:last] for each in added]
-            given |= zip(sorted(DEEP, reverse=True), masks, strict=True)
-        return given
+            first = int(self.deep.mask[:, :start].sum())
+            last = int(self.deep.mask[:, :end].sum())
+            arguments["visual_pos_masks"] = self.deep.mask[:, start:end]
+            arguments["deepstack_visual_embeds"] = [rows[first:last] for rows in self.deep.rows]
+        return arguments
 
 
 class Enough(Exception):
     """The decoder has all that it gets: it need not run."""
+
+
+@dataclass(frozen=True)
+class PlainForward:
+    """The model's own forward of a prompt.
+
+    arguments: what its decoder gets, by name. logits: [V] float32 after the last token; empty where the
+    forward ended before the decoder.
+    """
+
+    arguments: dict[str, Any]
+    logits: Tensor
 
 
 @torch.no_grad()
@@ -66,57 +88,105 @@ def shown(target: Any, inputs: Mapping[str, Tensor]) -> Shown:
     first prompt is a trial, later ones need the part that sees alone.
     Raises InputError for a model that takes no such pictures, and where no tree can follow them.
     """
-    # 1. The model's own forward, and what its decoder gets.
-    got: Any = {}
-    plain = torch.empty(0)
+    tokens = inputs["input_ids"]
+    forward = run_with_pictures(target, inputs)
+    obstacle = find_obstacle(forward.arguments, target.embeddings(tokens))
+    if not obstacle:
+        pictures = build_shown(forward.arguments, tokens.shape[1])
+        if target.follows_pictures:
+            return pictures
+        if predicts_equally(target, tokens, pictures, forward.logits):
+            target.follows_pictures = True
+            return pictures
+        obstacle = "change its logits otherwise"
+    name = type(target.model).__name__
+    raise InputError(f"pictures of {name} {obstacle}: no tree can follow")
 
-    def keep(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-        got.update(given)
+
+def run_with_pictures(target: Any, inputs: Mapping[str, Tensor]) -> PlainForward:
+    """Run the model's own forward. It ends at the decoder if a trial has shown that trees follow pictures.
+
+    Raises InputError where the model does not take the inputs.
+    """
+    arguments: dict[str, Any] = {}
+    logits = torch.empty(0)
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        arguments.update(kwargs)
         if target.follows_pictures:
             raise Enough
 
     handle = target.decoder.register_forward_pre_hook(keep, with_kwargs=True)
-    name = type(target.model).__name__
     try:
-        own = {key: value.to(target.device) for key, value in inputs.items()}
-        plain = target.model(**own, use_cache=False).logits[0, -1].float()
+        on_device = {name: value.to(target.device) for name, value in inputs.items()}
+        logits = target.model(**on_device, use_cache=False).logits[0, -1].float()
     except Enough:
         pass
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        name = type(target.model).__name__
         raise InputError(f"pictures: {name} does not take these: {first_line(error)}") from error
     finally:
         handle.remove()
+    return PlainForward(arguments, logits)
 
-    # 2. Whether a tree can follow.
-    tokens = inputs["input_ids"]
-    places = got.get("position_ids")
-    mask = got.get("attention_mask")
-    rows = got.get("inputs_embeds")
-    size = tokens.shape[1]
-    why = ""
-    shift = 0 if places is None else int(places.max()) + 1 - size
-    words = target.embeddings(tokens)
-    if rows is None or rows.shape != words.shape or torch.equal(rows.to(words.device), words):
-        why = "do not stand in the place of tokens"
-    elif places is not None and not (places[..., -1] == size - 1 + shift).all():
-        why = "have the last positions, let text follow"
-    elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.all()):
-        why = "have a mask of their own"
-    elif others := [key for key in {*got} - KNOWN - DEEP if isinstance(got[key], Tensor | list)]:
-        why = f"go to its layers as {min(others)}"
 
-    # 3. A trial: through masks and positions of ours, the last logits are the model's.
-    if not why:
-        deep: Any = tuple(got.get(key) for key in sorted(DEEP, reverse=True))
-        of = Shown(rows, places, None if deep[0] is None else deep, shift)
-        if target.follows_pictures:
-            return of
-        cache = target.new_cache(size)
-        target.prefill(cache, tokens[:, :-1], pictures=of)
-        logits = target.forward_tree(cache, root_only(tokens[0, -1:])).logits[0].float()
-        allowed = TOLERANCE if target.dtype == torch.float32 else 5 * TOLERANCE
-        if (logits.to(plain.device) - plain).abs().mean() <= allowed * plain.std():
-            target.follows_pictures = True
-            return of
-        why = "change its logits otherwise"
-    raise InputError(f"pictures of {name} {why}: no tree can follow")
+def measure_shift(places: Tensor | None, size: int) -> int:
+    """`Shown.shift` of a prompt of that size. places: [..., P] positions; None: the places."""
+    if places is None:
+        return 0
+    return int(places.max()) + 1 - size
+
+
+def find_obstacle(arguments: Mapping[str, Any], embeddings: Tensor) -> str:
+    """Why no tree can follow such a prompt, as the end of "pictures …"; "" if nothing speaks against it.
+
+    arguments: the decoder's. embeddings: [1, P, H] of the prompt's tokens, the pictures' placeholders too.
+    """
+    # 1. The pictures' rows must replace those of tokens.
+    rows = arguments.get("inputs_embeds")
+    if rows is None or rows.shape != embeddings.shape:
+        return "do not stand in the place of tokens"
+    if torch.equal(rows.to(embeddings.device), embeddings):
+        return "do not stand in the place of tokens"
+
+    # 2. Text must follow, at the next position.
+    size = embeddings.shape[1]
+    places = arguments.get("position_ids")
+    last = size - 1 + measure_shift(places, size)
+    if places is not None and not (places[..., -1] == last).all():
+        return "have the last positions, let text follow"
+
+    # 3. Each token must see those before it, and nothing else may go to the layers.
+    mask = arguments.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.all()):
+        return "have a mask of their own"
+    for name in sorted(set(arguments) - KNOWN - DEEP):
+        if isinstance(arguments[name], Tensor | list):
+            return f"go to its layers as {name}"
+    return ""
+
+
+def build_shown(arguments: Mapping[str, Any], size: int) -> Shown:
+    """What the layers get, from the decoder's arguments for a prompt of that size."""
+    places = arguments.get("position_ids")
+    mask = arguments.get("visual_pos_masks")
+    rows = arguments.get("deepstack_visual_embeds")
+    deep = None
+    if mask is not None and rows is not None:
+        deep = DeepRows(mask, rows)
+    return Shown(arguments["inputs_embeds"], places, deep, measure_shift(places, size))
+
+
+def predicts_equally(target: Any, tokens: Tensor, pictures: Shown, plain: Tensor) -> bool:
+    """Whether masks and positions of ours lead to the model's last logits.
+
+    tokens: [1, P]. plain: [V] the model's logits.
+    """
+    cache = target.new_cache(tokens.shape[1])
+    target.prefill(cache, tokens[:, :-1], pictures=pictures)
+    logits = target.forward_tree(cache, root_only(tokens[0, -1:])).logits[0].float()
+    allowed = TOLERANCE
+    if target.dtype != torch.float32:
+        allowed = 5 * TOLERANCE
+    difference = (logits.to(plain.device) - plain).abs().mean()
+    return bool(difference <= allowed * plain.std())

@@ -50,25 +50,37 @@ class Placement:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `from_pretrained` about the weights' precision and place."""
-        places = {"device_map": self.device_map, "max_memory": self.max_memory}
-        given = {name: value for name, value in places.items() if value is not None}
-        return {"dtype": self.dtype} | given
+        options: dict[str, Any] = {"dtype": self.dtype}
+        if self.device_map is not None:
+            options["device_map"] = self.device_map
+        if self.max_memory is not None:
+            options["max_memory"] = self.max_memory
+        return options
 
     @property
     def gguf(self) -> str | None:
         """The GGUF file that the weights come from: a path, or a name beside the model's files."""
-        kind, _, file = (self.load_in or "").partition(":")
-        return file if kind == "gguf" else None
+        if self.load_in is None:
+            return None
+        kind, _, file = self.load_in.partition(":")
+        if kind != "gguf":
+            return None
+        return file
 
     @property
     def quantizer(self) -> str | None:
         """The name in `LOAD_IN` of what quantises the weights while they are loaded."""
-        return self.load_in if self.gguf is None else None
+        if self.gguf is not None:
+            return None
+        return self.load_in
 
     def check_package(self) -> None:
         """Raises InputError where the package that quantises is not installed."""
-        package = TAKES.get(self.quantizer or "")
-        if package and find_spec(package) is None:
+        form = self.quantizer
+        if form is None or form not in TAKES:
+            return
+        package = TAKES[form]
+        if find_spec(package) is None:
             raise InputError(
                 f"--load-in {self.load_in} takes the package {package}: pip install {package}"
             )
@@ -81,5 +93,6 @@ def device_of(model: "PreTrainedModel") -> "torch.device":
     """The device that a model takes tokens on. Weights that accelerate has offloaded have none."""
     import torch
 
-    hook = getattr(model, "_hf_hook", None)
-    return torch.device(getattr(hook, "execution_device", None) or model.device)
+    hook = getattr(model, "_hf_hook", None)  # accelerate's
+    execution_device = getattr(hook, "execution_device", None)
+    return torch.device(execution_device or model.device)

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from treespec.model.cache import TreeCache
 from treespec.model.recurrent.rows import replaced
+from treespec.model.support import get_promised_length, get_rotary_type, list_rotary_settings
 from treespec.trees.tree import sent
 
 Factors = tuple[Tensor, ...]  # cos and sin, [B, N, D] each
@@ -30,14 +31,14 @@ TRIAL_POSITIONS = 4
 
 def longest_short_text(config: PreTrainedConfig) -> int | None:
     """The tokens of the longest text with short factors; None where all texts have the same ones."""
-    promised: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-        if kind == "longrope":
+    promised = get_promised_length(config)
+    for rope in list_rotary_settings(config):
+        if get_rotary_type(rope) == "longrope":
             name = "original_max_position_embeddings"
             original: int = rope.get(name) or getattr(config, name, None) or promised
-            return original if original < promised else None
+            if original < promised:
+                return original
+            return None
     return None
 
 
@@ -50,11 +51,7 @@ class LengthFactors:
 
     def __init__(self, decoder: nn.Module, limit: int) -> None:
         self.limit = limit
-        self.modules = [
-            module
-            for module in decoder.modules()
-            if any(name.endswith("inv_freq") for name in vars(module)["_buffers"])
-        ]
+        self.modules = [module for module in decoder.modules() if has_rotary_frequencies(module)]
 
     @contextmanager
     def by_text(self, is_long: Tensor) -> Iterator[None]:
@@ -62,7 +59,11 @@ class LengthFactors:
 
         is_long: [B, N] bool, the same for all N nodes of a text.
         """
-        with replaced({m: partial(self._both, m.forward, is_long[:, :1]) for m in self.modules}):
+        is_long_text = is_long[:, :1]
+        forwards = {}
+        for module in self.modules:
+            forwards[module] = partial(self._both, module.forward, is_long_text)
+        with replaced(forwards):
             yield
 
     def _both(
@@ -77,40 +78,63 @@ class LengthFactors:
         short = code(x, position_ids.clamp_max(self.limit - 1), *args, **kwargs)
         long = code(x, torch.cat([position_ids, beyond], 1), *args, **kwargs)
         chosen = is_long[..., None]
-        return tuple(torch.where(chosen, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+        factors = []
+        for of_short, of_long in zip(short, long, strict=True):
+            factors.append(torch.where(chosen, of_long[:, :-1], of_short))
+        return tuple(factors)
 
     def is_understood(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the modules give each kind of factors as in a text of that length, by a trial."""
         x = torch.zeros(1, 1, 1, dtype=dtype, device=device)
         places = torch.arange(self.limit + 1, device=device)[None]
-        first = places[:, :TRIAL_POSITIONS]
         for module in self.modules:
-            for is_long, length in ((False, self.limit), (True, self.limit + 1)):
-                chosen = torch.full((1, 1), is_long, device=device)
-                try:
-                    whole = module.forward(x, places[:, :length])
-                    found = self._both(module.forward, chosen, x, first)
-                except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
-                    return False  # it takes other arguments
-                pairs = zip(found, whole, strict=True)
-                if not all(torch.equal(a, b[:, : a.shape[1]]) for a, b in pairs):
-                    return False
+            if not self._is_equal(module, x, places[:, : self.limit], is_long=False):
+                return False
+            if not self._is_equal(module, x, places, is_long=True):
+                return False
         return bool(self.modules)
+
+    def _is_equal(self, module: nn.Module, x: Tensor, places: Tensor, is_long: bool) -> bool:
+        """Whether the first factors of a text are those of a module's own forward over all of it.
+
+        x: [1, 1, 1] zeros of the hidden states' dtype. places: [1, T] positions of the text.
+        """
+        chosen = torch.full((1, 1), is_long, device=places.device)
+        try:
+            whole = module.forward(x, places)
+            first = self._both(module.forward, chosen, x, places[:, :TRIAL_POSITIONS])
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
+            return False  # it takes other arguments
+        pairs = zip(first, whole, strict=True)
+        return all(torch.equal(part, own[:, : part.shape[1]]) for part, own in pairs)
 
     def rows(self, cache: TreeCache, nodes: int, device: torch.device) -> Tensor:
         """[B, N] bool: whether the keys of each text in a cache have long factors."""
-        return sent([[row[-1].is_long] * nodes for row in cache.rows], device)
+        return sent([[row.now.is_long] * nodes for row in cache.rows], device)
 
     def outdated(self, cache: TreeCache, lengths: Sequence[int]) -> list[int]:
         """The rows of a cache whose keys have other factors than texts of these lengths.
 
         lengths: of each text, without the token that is forwarded next.
         """
-        pairs = zip(cache.rows, lengths, strict=True)
-        wrong = (row[-1].is_long != (length >= self.limit) for row, length in pairs)
-        return [number for number, is_wrong in enumerate(wrong) if is_wrong]
+        wrong = []
+        for number, (row, length) in enumerate(zip(cache.rows, lengths, strict=True)):
+            is_long = length >= self.limit
+            if row.now.is_long != is_long:
+                wrong.append(number)
+        return wrong
 
     def deepest(self, cache: TreeCache) -> list[int]:
         """For each text, the largest depth of a node whose logits are exact."""
-        far = 1 << 30
-        return [self.limit - 1 - n if n < self.limit else far for n in cache.lengths]
+        depths = []
+        for length in cache.lengths:
+            if length < self.limit:
+                depths.append(self.limit - 1 - length)
+            else:
+                depths.append(1 << 30)
+        return depths
+
+
+def has_rotary_frequencies(module: nn.Module) -> bool:
+    """Whether a module holds the frequencies of rotary positions."""
+    return any(name.endswith("inv_freq") for name in vars(module)["_buffers"])

@@ -1,9 +1,10 @@
 """What a model and its config tell: can it score a tree, its layers, windows and end tokens."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,53 +25,61 @@ NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     """Raises InputError, with the reason, for a model whose forward cannot score a tree."""
-    # 1. What the model and its config tell.
+    reason = find_state_obstacle(model) or find_position_obstacle(model)
+    if reason:
+        raise InputError(f"{type(model).__name__} cannot be a target: {reason}")
+
+
+def find_state_obstacle(model: PreTrainedModel) -> str:
+    """Why a tree cannot be written into a model's cache; "" if nothing speaks against it."""
     config = model.config.get_text_config()
-    decoder = decoder_of(model)
-    recurrent = carries_state(model)
-    takes = arguments_taken(decoder)
-    attention = str(config._attn_implementation)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    foreign = sorted(kinds - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION)
-    alibi = " (ALiBi)" if any("alibi" in name for name in dir(decoder)) else ""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; treespec takes decoder-only models"
+    if config.model_type in OWN_STATE:
+        return "its layers keep their state outside of the cache"
+    unknown = set(get_layer_types(config)) - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION
+    if unknown:
+        return f"its {', '.join(sorted(unknown))} layers cannot branch into a tree"
+    takes = arguments_taken(decoder_of(model))
+    if "past_key_values" not in takes and not carries_state(model):
+        return "its forward takes no cache of keys and values, which a tree is written into"
+    return ""
 
-    def told(name: str) -> object:
-        return getattr(config, name, None)
 
-    # 2. The first reason.
+def find_position_obstacle(model: PreTrainedModel) -> str:
+    """Why siblings of a tree cannot share a position in a model; "" if nothing speaks against it."""
+    config = model.config.get_text_config()
     siblings = "of the cache, where siblings cannot share a position"
-    reasons = (
-        (
-            told("is_encoder_decoder"),
-            "it is an encoder-decoder; treespec takes decoder-only models",
-        ),
-        (config.model_type in OWN_STATE, "its layers keep their state outside of the cache"),
-        (foreign, f"its {', '.join(foreign)} layers cannot branch into a tree"),
-        (
-            "past_key_values" not in takes and not recurrent,
-            "its forward takes no cache of keys and values, which a tree is written into",
-        ),
-        (
-            told("alibi") or not (recurrent or "position_ids" in takes),
-            f"it places tokens by their column{alibi} {siblings}",
-        ),
-        (told("rel_extent"), f"its relative attention counts columns {siblings}"),
-        (told("index_kpool"), f"its index pools columns {siblings}"),
-        ("local" in str(told("attention_types")), f"its local attention counts columns {siblings}"),
-        (
-            "flash" in attention or "flex" in attention,
-            f"its attention ({attention}) takes no tree mask; load it with sdpa or eager",
-        ),
-    )
-    for holds, reason in reasons:
-        if holds:
-            raise InputError(f"{type(model).__name__} cannot be a target: {reason}")
+    decoder = decoder_of(model)
+    takes_positions = carries_state(model) or "position_ids" in arguments_taken(decoder)
+    if getattr(config, "alibi", None) or not takes_positions:
+        alibi = ""
+        if any("alibi" in name for name in dir(decoder)):
+            alibi = " (ALiBi)"
+        return f"it places tokens by their column{alibi} {siblings}"
+    if getattr(config, "rel_extent", None):
+        return f"its relative attention counts columns {siblings}"
+    if getattr(config, "index_kpool", None):
+        return f"its index pools columns {siblings}"
+    if "local" in str(getattr(config, "attention_types", None)):
+        return f"its local attention counts columns {siblings}"
+    attention = str(config._attn_implementation)
+    if "flash" in attention or "flex" in attention:
+        return f"its attention ({attention}) takes no tree mask; load it with sdpa or eager"
+    return ""
+
+
+def get_layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer, as a text config of transformers names them; [] if it does not say."""
+    return list(getattr(config, "layer_types", None) or [])
 
 
 def carries_state(model: PreTrainedModel) -> bool:
     """Whether any layer carries a state from token to token."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    return bool(kinds & CARRIES_STATE) or getattr(model, "_is_stateful", False)
+    kinds = set(get_layer_types(model.config.get_text_config()))
+    if kinds & CARRIES_STATE:
+        return True
+    return getattr(model, "_is_stateful", False)
 
 
 def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) -> "Recurrent | None":
@@ -80,7 +89,9 @@ def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) ->
     from treespec.model.recurrent.model import Recurrent  # takes transformers 5.23 or newer
 
     recurrent = Recurrent(model, decoder, layers)
-    return recurrent if recurrent.mixers else None
+    if not recurrent.mixers:
+        return None
+    return recurrent
 
 
 @contextmanager
@@ -108,19 +119,30 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """The tokens that end a text: those of generation_config, else those of the config."""
-    settings = (getattr(model, "generation_config", None), model.config.get_text_config())
-    given = (getattr(setting, "eos_token_id", None) for setting in settings)
-    eos = next((eos for eos in given if eos is not None), ())
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    for settings in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        eos = getattr(settings, "eos_token_id", None)
+        if isinstance(eos, int):
+            return frozenset([eos])
+        if eos is not None:
+            return frozenset(eos)
+    return frozenset()
 
 
 LENGTH_DEPENDENT = "beyond, its rotary factors depend on the longest position of a forward"
 
 
-def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
-    """The number of positions that a model scores exactly, and why its config promises more.
+class ContextLimit(NamedTuple):
+    """The number of positions that a model scores exactly.
 
-    The reason is None where it does not.
+    reason: why its config promises more; None: it does not.
+    """
+
+    length: int
+    reason: str | None
+
+
+def context_length(config: PreTrainedConfig) -> ContextLimit:
+    """The number of positions that a model scores exactly, and why its config promises more.
 
     `dynamic` NTK computes its rotary factors from the longest position of a forward beyond
     `max_position_embeddings`. There each token of a text changes the keys of all others. `longrope`
@@ -135,34 +157,51 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
     Raises InputError where no position is exact.
     """
     # 1. What the config promises.
-    promised: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    limits = [(promised, "")]
+    promised = get_promised_length(config)
+    limits = [ContextLimit(promised, None)]
 
     # 2. Rotary factors that depend on the longest position.
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:
-        kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
-        if "dynamic" in kind:
-            limits.append((promised, LENGTH_DEPENDENT))
+    for rope in list_rotary_settings(config):
+        if "dynamic" in get_rotary_type(rope):
+            limits.append(ContextLimit(promised, LENGTH_DEPENDENT))
 
     # 3. Queries that are scaled by column.
     floor = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and floor:
         columns = int(floor) - 1 - TREE_COLUMNS
         reason = f"from {floor} on, its attention scales queries by their column in the cache"
-        limits.append((columns, reason))
+        limits.append(ContextLimit(columns, reason))
 
     # 4. Columns that an index chooses.
-    if INDEXED in (getattr(config, "layer_types", None) or ()):
-        budgets = (getattr(config, name, None) for name in ("index_topk", "indexer_budget"))
-        chosen = next((budget for budget in budgets if budget), 0)
-        limits.append((chosen, f"beyond, its attention chooses {chosen} tokens by an index"))
+    if INDEXED in get_layer_types(config):
+        topk = getattr(config, "index_topk", None)
+        chosen = topk or getattr(config, "indexer_budget", None) or 0
+        reason = f"beyond, its attention chooses {chosen} tokens by an index"
+        limits.append(ContextLimit(chosen, reason))
 
-    # 5. The smallest limit counts.
-    length, why = min(limits, key=lambda limit: (limit[0], not limit[1]))
-    if length < 1:
-        raise InputError(f"no position of a text is scored exactly: {why}")
-    return length, why or None
+    # 5. The smallest limit counts; of equal ones, one with a reason.
+    smallest = min(limits, key=lambda limit: (limit.length, limit.reason is None))
+    if smallest.length < 1:
+        raise InputError(f"no position of a text is scored exactly: {smallest.reason or ''}")
+    return smallest
+
+
+def get_promised_length(config: PreTrainedConfig) -> int:
+    """The positions that a config promises, `max_position_embeddings`; 2^30 if it does not say."""
+    promised: int | None = getattr(config, "max_position_embeddings", None)
+    return promised or 1 << 30
+
+
+def list_rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters of a config, and those of each layer type inside them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in parameters.values() if isinstance(part, dict)]
+    return [parameters, *nested]
+
+
+def get_rotary_type(parameters: Mapping[str, Any]) -> str:
+    """The type of rotary factors, such as "longrope"; "" if the parameters name none."""
+    return str(parameters.get("rope_type", parameters.get("type", "")))
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | None]]:
@@ -173,15 +212,19 @@ def layer_windows(config: PreTrainedConfig) -> tuple[list[str], dict[str, int | 
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
-    only_kind = "sliding_attention" if window else "full_attention"
-    types = getattr(config, "layer_types", None) or [only_kind] * config.num_hidden_layers
-    kinds = set(types) - NO_ATTENTION
+    types = get_layer_types(config)
+    if not types:
+        only_kind = "full_attention"
+        if window:
+            only_kind = "sliding_attention"
+        types = [only_kind] * config.num_hidden_layers
     sizes = {
         "sliding_attention": window,
         "hybrid_sliding": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
-    return list(types), {kind: sizes.get(kind) for kind in sorted(kinds)}
+    kinds = sorted(set(types) - NO_ATTENTION)
+    return types, {kind: sizes.get(kind) for kind in kinds}
 
 
 @torch.no_grad()
@@ -201,14 +244,12 @@ def layers_of(decoder: nn.Module, layers: int, device: torch.device) -> nn.Modul
 
     # 2. Of several, such as a vision tower's in front (GIT), by a forward over one token.
     called: list[nn.Module] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda module, args: called.append(module))
-        for stack in stacks
-        for layer in stack
-    ]
-    try:
+    with ExitStack() as listening:
+        for layer in chain.from_iterable(stacks):
+            handle = layer.register_forward_pre_hook(lambda module, args: called.append(module))
+            listening.callback(handle.remove)
         decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return next((stack for stack in stacks if {*stack} & {*called}), stacks[0])
+    for stack in stacks:
+        if any(layer in called for layer in stack):
+            return stack
+    return stacks[0]

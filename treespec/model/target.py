@@ -8,7 +8,6 @@ score a tree is refused. After loading, a small tree's logits are checked agains
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -91,9 +90,10 @@ class Target:
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = sizes_of(model.get_output_embeddings())
         self.layer_types, self.windows = layer_windows(self.config)
-        self.context_length, why = context_length(self.config)
-        if why:
-            self._end_texts(self.context_length, why)
+        limit = context_length(self.config)
+        self.context_length = limit.length
+        if limit.reason:
+            self._end_texts(limit.length, limit.reason)
         self.longest_short_text = longest_short_text(self.config)
         self.device = self.output_device = device_of(model)
         self.output_path = OutputPath(model, decoder_of(model))
@@ -141,8 +141,9 @@ class Target:
     @property
     def masks_last(self) -> bool:
         """Whether the attention takes masks of the last columns alone: our kernels do."""
-        own = self.config._attn_implementation == NAME
-        return own and self.device.type == "cpu" and not self.graphs
+        if self.config._attn_implementation != NAME or self.graphs:
+            return False
+        return self.device.type == "cpu"
 
     @property
     def embed_scale(self) -> float:
@@ -196,27 +197,23 @@ class Target:
         pictures: of the one sequence, from its first token on.
         ahead: tokens that further calls append, where it is known.
         """
-        b, length = tokens.shape
-        if self.factors:
-            ends = zip(cache.lengths, counts or [length] * b, strict=True)
-            self._rotate(cache, [held + new + ahead for held, new in ends])
-        return self._append(cache, tokens, aux_layers, counts, pictures)
+        counts = counts or [tokens.shape[1]] * len(tokens)
+        ends = zip(cache.lengths, counts, strict=True)
+        self._rotate(cache, [held + new + ahead for held, new in ends])
+        return self._append(cache, tokens, counts, aux_layers, pictures)
 
     def _append(
         self,
         cache: TreeCache,
         tokens: Tensor,
+        counts: Sequence[int],
         aux_layers: AuxLayers = (),
-        counts: Sequence[int] | None = None,
         pictures: Shown | None = None,
     ) -> Tensor:
         """`prefill` of keys with the rotary factors that the sequences have."""
-        b, length = tokens.shape
-        cache.reserve(cache.end + length)
+        cache.reserve(cache.end + tokens.shape[1])
         features: list[Tensor] = []
-        taken = counts or [length] * b
-        how = (self.rows_at_once, self.output_device)
-        for part in causal_chunks(cache, taken, *how):
+        for part in causal_chunks(cache, counts, self.rows_at_once, self.output_device):
             words: dict[str, Any] = {"tokens": tokens[:, part.columns]}
             if pictures:
                 words = pictures.arguments(cache.end, cache.end + part.causal.shape[1])
@@ -230,8 +227,10 @@ class Target:
 
         Raises InputError for a text with pictures that becomes long.
         """
-        for row in self.factors.outdated(cache, lengths) if self.factors else ():
-            mark = cache.rows[row][-1]
+        if self.factors is None:
+            return
+        for row in self.factors.outdated(cache, lengths):
+            mark = cache.rows[row].now
             renewed = self.new_cache(max(mark.length, 1))
             renewed.become(not mark.is_long)
             if mark.length:
@@ -239,12 +238,14 @@ class Target:
                     raise InputError(
                         f"a text with pictures ends at {self.longest_short_text} tokens in this model"
                     )
-                self._append(renewed, mark.tokens[None])
+                self._append(renewed, mark.tokens[None], [mark.length])
             cache.put(row, renewed)
 
     def rows_at_once(self, columns: int) -> int:
         """New positions per forward of the target: `rows_beside` of the columns that a mask is for."""
-        return self.rows_beside(min(columns, 1) if self.masks_last else columns)
+        if self.masks_last:
+            return self.rows_beside(min(columns, 1))
+        return self.rows_beside(columns)
 
     def rows_beside(self, columns: int) -> int:
         """New positions per forward: a power of two (16 to 512) with a small mask beside the weights.
@@ -265,7 +266,8 @@ class Target:
         """
         arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
         hidden, features = forward_with_features(self.decoder, self.stack, arguments, aux_layers)
-        features = torch.cat([features, hidden], dim=-1) if aux_layers and last else features
+        if aux_layers and last:
+            features = torch.cat([features, hidden], dim=-1)
         limit = self.longest_short_text
         if not limit or tokens.shape[1] <= limit:
             return features
@@ -276,7 +278,9 @@ class Target:
     def parted(self, features: Tensor, aux_layers: AuxLayers) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
         last = features[..., -self.feature_width :]
-        return (features[..., : -self.feature_width] if aux_layers else features), last
+        if not aux_layers:
+            return features, last
+        return features[..., : -self.feature_width], last
 
     def forward_tree(
         self, cache: TreeCache, tree: TokenTree, aux_layers: AuxLayers = ()
@@ -295,21 +299,20 @@ class Target:
 
         trees: one for each text. aux_layers: as for `prefill`.
         """
-        if self.factors:
-            self._rotate(cache, cache.lengths)
-        own = [(tree.tokens, tree.depth, tree.ancestors) for tree in trees]
-        tokens, depth, ancestors = batched(own)
-        places = positions(depth, cache.lengths)
-        words = {"tokens": tokens}
-        hidden, features = self._forward(cache, words, places, ancestors, aux_layers)
+        self._rotate(cache, cache.lengths)
+        nodes = batched(trees)
+        places = positions(nodes.depth, cache.lengths)
+        words = {"tokens": nodes.tokens}
+        hidden, features = self._forward(cache, words, places, nodes.ancestors, aux_layers)
         sizes = [len(tree.tokens) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        parts = zip(logits, features, sizes, strict=True)
-        return [TreeOutput(own, of_nodes[:n]) for own, of_nodes, n in parts]
+        return [TreeOutput(logits[row], features[row, :size]) for row, size in enumerate(sizes)]
 
     def deepest(self, cache: TreeCache) -> list[int] | None:
         """For each text, the largest depth of a node with exact logits; None: any depth in all texts."""
-        return self.factors and self.factors.deepest(cache)
+        if self.factors is None:
+            return None
+        return self.factors.deepest(cache)
 
     @torch.no_grad()
     def forward_nodes(
@@ -352,29 +355,45 @@ class Target:
         columns = partial(cache.shown, places, free)
         masks = additive_masks(self.windows, columns, seen, self.dtype, self.device)
         inputs = {"places": sent(node_places, self.device)}
-        has_tokens = "tokens" in words
-        if has_tokens:
+        if "tokens" in words:
             inputs["tokens"] = sent(words["tokens"], self.device)
         if self.factors:
             inputs["is_long"] = self.factors.rows(cache, n, self.device)
             cache.tokens = inputs.get("tokens")
 
-        # 2. Those arguments that the decoder takes.
-        def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            kinds = as_taken({kind: given[kind] for kind in masks})
-            options: Any = self.recurrent.all_masks(kinds) if self.recurrent else kinds
-            options = {"attention_mask": options, "past_key_values": cache, "cache_params": cache}
-            options["position_ids"] = given["places"]
-            taken = {name: value for name, value in options.items() if name in self.takes}
-            taken |= ({"input_ids": given["tokens"]} if has_tokens else words) | {"use_cache": True}
-            with self.factors.by_text(given["is_long"]) if self.factors else nullcontext():
-                return forward_with_features(self.decoder, self.stack, taken, aux_layers)
-
-        # 3. The forward, by a graph.
-        if self.graphs and has_tokens:
+        # 2. The forward, by a graph if there is one, which has no recurrent layers.
+        run = partial(self._run_decoder, cache, words, tuple(masks), aux_layers)
+        if self.graphs and "tokens" in inputs:
             of = {kind: (self.windows[kind], mask) for kind, mask in masks.items()}
             how = (n, n, ("texts", "rows"), aux_layers)
             hidden, features = self.graphs(cache.tree_layers, run, inputs, of, how)
             return hidden, features.clone()
-        with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
+        if self.recurrent is None:
             return run(inputs | masks)
+        with self.recurrent.running(cache, places, seen):
+            return run(inputs | masks)
+
+    def _run_decoder(
+        self,
+        cache: TreeCache,
+        words: dict[str, Any],
+        layer_types: Sequence[str],
+        aux_layers: AuxLayers,
+        inputs: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """`_forward` of inputs [B, N] by name, and of masks [B, 1, N, T] by layer type among them."""
+        masks: Any = as_taken({kind: inputs[kind] for kind in layer_types})
+        if self.recurrent:
+            masks = self.recurrent.all_masks(masks)
+        offered: dict[str, Any] = {"past_key_values": cache, "cache_params": cache}
+        offered |= {"attention_mask": masks, "position_ids": inputs["places"]}
+        arguments = {name: value for name, value in offered.items() if name in self.takes}
+        if "tokens" in inputs:
+            arguments["input_ids"] = inputs["tokens"]
+        else:
+            arguments |= words
+        arguments["use_cache"] = True
+        if self.factors is None:
+            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)
+        with self.factors.by_text(inputs["is_long"]):
+            return forward_with_features(self.decoder, self.stack, arguments, aux_layers)

@@ -29,16 +29,29 @@ def load_tokenizer(path: str, how: Placement = AS_IT_IS) -> PreTrainedTokenizerB
     file = gguf_file(path, how)
     if file is None and folder.is_dir() and not has_words(folder):
         base = base_of(path)
-        return load_tokenizer(base, how) if base else None
+        if base is None:
+            return None
+        return load_tokenizer(base, how)
     with loading(path, "tokenizer of"):
         try:
             tokenizer: PreTrainedTokenizerBase = own_or_gguf(AutoTokenizer, path, file, how)
         except Exception as error:  # the loaders raise whatever the file or hub gave them
-            for name, (module, install) in PACKAGES.items():
-                known = (folder / name).is_file() or name in str(error)
-                alone = known and not (folder / "tokenizer.json").is_file()
-                if alone and find_spec(module) is None:
-                    line = f"{name} takes the package {module}: pip install {install}"
-                    raise InputError(line) from error
+            package = find_missing_package(folder, str(error))
+            if package:
+                raise InputError(package) from error
             raise
     return tokenizer
+
+
+def find_missing_package(folder: Path, error: str) -> str:
+    """The package that a directory's tokenizer needs and that is not installed, as an error says it; "" if none.
+
+    error: the message of the failed load.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return ""
+    for name, (module, install) in PACKAGES.items():
+        is_needed = (folder / name).is_file() or name in error
+        if is_needed and find_spec(module) is None:
+            return f"{name} takes the package {module}: pip install {install}"
+    return ""

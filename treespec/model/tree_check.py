@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def understand(target: Any) -> torch.device:
 
     # 2. The model ignores its windows: without them, over their full length.
     target.windows = unused
-    return check_against_plain_model(target, max(window or 0 for window in windows.values()) + 2)
+    longest = max(filter(None, windows.values()), default=0)
+    return check_against_plain_model(target, longest + 2)
 
 
 @torch.no_grad()
@@ -63,10 +65,12 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
     """
     # 1. The plain model's logits.
     tokens = [(3 + 4 * i) % target.vocab_size for i in range(committed)]
-    b, c, d = (i % target.vocab_size for i in (5, 7, 11))
+    b = 5 % target.vocab_size
+    c = 7 % target.vocab_size
+    d = 11 % target.vocab_size
     last = target.layers - 1
     with captured(target.stack, (last,)) as inputs:
-        plain = _plain(target, [*tokens, b, d])[-2:]
+        plain = _plain(target, tokens + [b, d])[-2:]
     if last in inputs:  # it may call no layer
         target.has_streams = inputs[last].shape != (1, committed + 2, target.config.hidden_size)
 
@@ -80,13 +84,22 @@ def check_against_plain_model(target: Any, committed: int = 1) -> torch.device:
 
     # 3. Their mean difference, compared with the spread of logits. NaN fails as well.
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
-    is_quantized = getattr(target.model, "hf_quantizer", None) is not None
-    is_exact = target.dtype in (torch.float32, torch.float64) and not is_quantized
-    allowed = 0.005 if is_exact else 0.1  # models that read later tokens differ by 0.01 and more
+    allowed = find_tolerance(target)
     if not difference <= allowed * plain.std():
         reason = _why(target, plain, float(difference), allowed)
         raise InputError(f"{type(target.model).__name__} cannot be used: {reason}")
     return out.features.device
+
+
+def find_tolerance(target: Any) -> float:
+    """The mean difference of logits that rounding explains, in parts of their spread.
+
+    Models that read later tokens differ by 0.01 and more.
+    """
+    is_quantized = getattr(target.model, "hf_quantizer", None) is not None
+    if is_quantized or target.dtype not in (torch.float32, torch.float64):
+        return 0.1
+    return 0.005
 
 
 def has_equal_bits(target: Any) -> bool:
@@ -101,8 +114,9 @@ def has_equal_bits(target: Any) -> bool:
     # 1. What cannot have them.
     if target.device.type != "cpu" or target.config._attn_implementation != NAME:
         return False
-    modules = {*target.decoder.modules(), target.model.get_output_embeddings()}
-    if target.recurrent or any(map(multiplies_itself, modules)):
+    if target.recurrent or multiplies_itself(target.model.get_output_embeddings()):
+        return False
+    if any(multiplies_itself(module) for module in target.decoder.modules()):
         return False
 
     # 2. The tree.
@@ -133,9 +147,16 @@ def multiplies_itself(module: nn.Module) -> bool:
     """Whether a module may multiply by a matrix of its own, and not by our kernels."""
     if isinstance(module, nn.Embedding) or getattr(module, PACKED, False):
         return False
-    weights = [weight for weight in vars(module)["_parameters"].values() if weight is not None]
-    has_matrix = any(weight.ndim > 1 and min(weight.shape[-2:]) > 1 for weight in weights)
-    return has_matrix or isinstance(module, nn.Linear)
+    if isinstance(module, nn.Linear):
+        return True
+    return any(is_matrix(weight) for weight in vars(module)["_parameters"].values())
+
+
+def is_matrix(weight: nn.Parameter | None) -> bool:
+    """Whether a parameter has at least two rows and two columns."""
+    if weight is None or weight.ndim < 2:
+        return False
+    return min(weight.shape[-2:]) > 1
 
 
 def tell_of_bits(target: Any) -> None:
@@ -169,40 +190,69 @@ def _why(target: Any, plain: torch.Tensor, difference: float, allowed: float) ->
     start = f"its logits over a tree differ from its plain ones by {difference:.3g} on average"
     if getattr(target.model, "is_loaded_in_8bit", False):
         return f"{start}, as 8bit rounds a row by the other rows of a forward; take --load-in int8"
-    a, b, c = (i % target.vocab_size for i in (3, 5, 7))
-    alone = _plain(target, [a])
-    followed = _plain(target, [a, b, c])
-    if (alone[0] - followed[0]).abs().mean() > allowed * alone.std():
+    tokens = [i % target.vocab_size for i in (3, 5, 7)]
+    first = _plain(target, tokens[:1])
+    followed = _plain(target, tokens)
+    if (first[0] - followed[0]).abs().mean() > allowed * first.std():
         return "its logits depend on later tokens, so it is no causal language model"
     return f"{start}, so its masks or output path are not understood"
+
+
+@dataclass(frozen=True)
+class WindowAttribute:
+    """An attribute of a module or config that holds a window or chunk, and its value."""
+
+    owner: Any
+    name: str
+    size: int
 
 
 @contextmanager
 def narrowed(target: Any) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
-    # 1. Find the attributes of modules, configs and the configs that modules hold: whole numbers with
-    #    a window's size and "window" or "chunk" in their name.
     windows = target.windows
     slack = target.slack
-    modules = list(target.model.modules())
-    sizes = {window for window in windows.values() if window and window > NARROW}
-    configs = [target.config, target.model.config, *(vars(m).get("config") for m in modules)]
-    owners = {id(owner): owner for owner in (*modules, *configs) if hasattr(owner, "__dict__")}
-    before: list[tuple[object, str, int]] = []
-    for owner in owners.values():
-        for name, value in vars(owner).items():
-            if type(value) is int and value in sizes and ("window" in name or "chunk" in name):
-                before.append((owner, name, value))
-
-    # 2. Narrow them, and put them back at the end.
+    narrow_windows = dict(windows)
+    for kind, window in windows.items():
+        if window:
+            narrow_windows[kind] = min(window, NARROW)
+    attributes = find_window_attributes(target)
     try:
-        for owner, name, _ in before:
-            setattr(owner, name, NARROW)
-        target.windows = {kind: window and min(window, NARROW) for kind, window in windows.items()}
+        for attribute in attributes:
+            setattr(attribute.owner, attribute.name, NARROW)
+        target.windows = narrow_windows
         target.slack = NARROW
         yield
     finally:
         target.windows = windows
         target.slack = slack
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for attribute in attributes:
+            setattr(attribute.owner, attribute.name, attribute.size)
+
+
+def find_window_attributes(target: Any) -> list[WindowAttribute]:
+    """The attributes that hold windows: whole numbers of a window's size with "window" or "chunk" in their name.
+
+    It looks in modules, configs, and configs that modules hold.
+    """
+    sizes = {window for window in target.windows.values() if window and window > NARROW}
+    attributes = []
+    for owner in list_modules_and_configs(target):
+        for name, value in vars(owner).items():
+            is_named = "window" in name or "chunk" in name
+            if is_named and type(value) is int and value in sizes:
+                attributes.append(WindowAttribute(owner, name, value))
+    return attributes
+
+
+def list_modules_and_configs(target: Any) -> list[Any]:
+    """The modules of a model, its configs and those that its modules hold, each once."""
+    owners: dict[int, Any] = {}
+    for module in target.model.modules():
+        owners[id(module)] = module
+    configs = [target.config, target.model.config]
+    configs += [vars(module).get("config") for module in target.model.modules()]
+    for config in configs:
+        if hasattr(config, "__dict__"):
+            owners.setdefault(id(config), config)
+    return list(owners.values())

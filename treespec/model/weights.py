@@ -95,11 +95,12 @@ def load_config(path: str, how: Placement = AS_IT_IS) -> PreTrainedConfig:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class that loads a config's model: with images only where there is no other."""
-    text_only = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if text_only or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    own_classes = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in own_classes or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
@@ -109,14 +110,17 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any]) -> None:
     """
     start = "the weights do not fit config.json: "
     extra = report.get("unexpected_keys", ())
-    forms = [FOREIGN[last] for name in extra if (last := name.split(".")[-1]) in FOREIGN]
-    if forms:
-        raise foreign(forms[0])
+    for name in extra:
+        last_part = name.split(".")[-1]
+        if last_part in FOREIGN:
+            raise foreign(FOREIGN[last_part])
     misshapen = sorted(report.get("mismatched_keys", ()), key=str)
     if misshapen:
-        name, found, expected = misshapen[0]
-        more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
-        raise InputError(f"{start}{name} is {list(found)}, by the config {list(expected)}{more}")
+        name, shape, expected = misshapen[0]
+        more = ""
+        if len(misshapen) > 1:
+            more = f" (and {len(misshapen) - 1} more)"
+        raise InputError(f"{start}{name} is {list(shape)}, by the config {list(expected)}{more}")
     missing = report.get("missing_keys")
     if missing:
         raise InputError(f"{start}they lack {names(missing)}, which would be random")
@@ -133,13 +137,18 @@ def _ignorable(name: str, config: PreTrainedConfig) -> bool:
     layers = getattr(text, "num_hidden_layers", 0)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
     number = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return number is not None and layers <= int(number[1]) < layers + further
+    if number is None:
+        return False
+    return layers <= int(number[1]) < layers + further
 
 
 def names(tensors: Iterable[str]) -> str:
     """The first three names in order, and the number of the others."""
-    shown = sorted(tensors)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+    ordered = sorted(tensors)
+    text = ", ".join(ordered[:3])
+    if len(ordered) > 3:
+        text += f" and {len(ordered) - 3} more"
+    return text
 
 
 def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
@@ -156,10 +165,13 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
     path = model_path(path)
     config = load_config(path, how)
     text = config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in ("layer_types", "num_hidden_layers")}
-    whole = {name: size for name, size in sizes.items() if size is not None}
+    sizes: dict[str, Any] = {}
+    for name in ("layer_types", "num_hidden_layers"):
+        size = getattr(text, name, None)
+        if size is not None:
+            sizes[name] = size
     try:
-        for name, size in whole.items():
+        for name, size in sizes.items():
             setattr(text, name, type(size)())  # [] and 0
         options = how.options | located(path, how) | {"output_loading_info": True}
         with quiet(), switch_gguf_bar():
@@ -168,7 +180,10 @@ def load_ends(path: str, how: Placement = AS_IT_IS) -> PreTrainedModel | None:
         return None
 
     # 2. Whole again, but for the layers.
-    for name in reversed(whole):
-        setattr(model.config.get_text_config(), name, whole[name])
-    complete = not report["missing_keys"] and not report.get("mismatched_keys")
-    return model.eval() if complete and model.get_output_embeddings() is not None else None
+    for name in reversed(sizes):
+        setattr(model.config.get_text_config(), name, sizes[name])
+    if report["missing_keys"] or report.get("mismatched_keys"):
+        return None
+    if model.get_output_embeddings() is None:
+        return None
+    return model.eval()

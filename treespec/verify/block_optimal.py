@@ -24,7 +24,7 @@ from treespec.trees.tree import Draws
 from treespec.verify.distributions import positive, ratio, scale, without
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
-from treespec.verify.traversal import Refused, Traversal
+from treespec.verify.traversal import RefusalStep, Refused, Traversal
 
 
 def selected_first(scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
@@ -32,7 +32,7 @@ def selected_first(scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: 
     # 1. The selected draw, and what it leaves.
     assert draws.sure is not None
     target = p * weight
-    x, tokens, chosen = scheme.selection(target, q, draws)
+    x, tokens, chosen = scheme.selection(target, q, draws)  # x: [n, V]
     x = x * scale(x, chosen.any(-1, keepdim=True))
     at = tokens.clamp(min=0)
     accepted = ratio(target.gather(1, at), x.gather(1, at)) * chosen
@@ -43,13 +43,13 @@ def selected_first(scheme: Optimal, p: Tensor, q: Tensor, draws: Draws, weight: 
     taken = rest.gather(1, sure.clamp(min=0)) * (sure >= 0)
     left = rest.sum(-1, keepdim=True) + (1 - weight) - taken.cumsum(-1) + taken
     for of_draw in (accepted + (taken / positive(left)).clamp(max=1)).split(1, dim=1):
-        yield of_draw, rest, weight
+        yield RefusalStep(of_draw, rest, weight)
 
     # 3. The nodes themselves.
     rest = without(rest, sure)
     kept = rest.sum(-1, keepdim=True)
     weight = kept / positive(kept + (1 - weight))
-    yield weight, rest, weight
+    yield RefusalStep(weight, rest, weight)
 
 
 def block_optimal(scheme: Scheme) -> Traversal:

@@ -26,13 +26,13 @@ SHARPNESS = ((1.0, 1.0), (0.3, 1.0), (1.0, 0.3))  # of random p and q; below 1 n
 TABLES = len(SHARPNESS) + 3
 POWER = 0.99
 LEAST = 5  # runs that a text of a χ² test is expected in; rarer ones count together
-FAULTS = (
-    "likelier drafts accepted for sure",
-    "a refused draft answered by p",
-    "the residual not normalised",
-    "one uniform number for all drafts",
-    "the last token by p squared",
-)
+# Faults of verifiers that published code has had, by what each does wrong.
+SURE_ACCEPTANCE = "likelier drafts accepted for sure"
+ANSWER_BY_P = "a refused draft answered by p"
+UNSCALED_RESIDUAL = "the residual not normalised"
+SHARED_UNIFORM = "one uniform number for all drafts"
+SQUARED_LAST = "the last token by p squared"
+FAULTS = (SURE_ACCEPTANCE, ANSWER_BY_P, UNSCALED_RESIDUAL, SHARED_UNIFORM, SQUARED_LAST)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ class Conformance:
         if self.counterexample:
             return f"not the target's distribution: {self.counterexample}"
         found = len(FAULTS) - len(self.missed)
-        return (
+        passed = (
             f"the target's distribution on {self.tables} pairs of tables, {self.runs:,} cycles on "
             f"each, at error {self.error:g}; a shift of {self.finds:.1%} would be found with "
             f"probability {POWER}. The same cycles find {found} of {len(FAULTS)} planted faults"
-            + "".join(f"; not: {name}" for name in self.missed)
         )
+        for name in self.missed:
+            passed += f"; not: {name}"
+        return passed
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,13 @@ class Trial:
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """The tokens and levels of the tables, where siblings that differ find enough tokens."""
-        same = self.draws == "independent"
-        return [
-            (v, d)
-            for v, d in SIZES
-            if d <= len(self.widths) and (same or v >= max(self.widths[:d]))
-        ]
+        fitting = []
+        for vocab, depth in SIZES:
+            if depth > len(self.widths):
+                continue
+            if self.draws == "independent" or vocab >= max(self.widths[:depth]):
+                fitting.append((vocab, depth))
+        return fitting
 
 
 def check(
@@ -135,7 +138,7 @@ def check(
     """
 
     # 1. The verifier, on tables of growing size. The tests share the error.
-    def given(
+    def judge(
         p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray
     ) -> Sequence[int]:
         return verifier(array(p), array(q), array(tokens), array(parents))
@@ -143,15 +146,15 @@ def check(
     trial = Trial(widths, draws, runs, error, np.random.default_rng(0))
     tests = len(trial.sizes) * TABLES
     trial = replace(trial, error=error / tests)
-    wrong = first_wrong(given, trial)
+    wrong = first_wrong(judge, trial)
 
     # 2. Planted faults, which show what so many cycles find.
     trial = replace(trial, draws="independent")
-    missed = [
-        fault
-        for fault in FAULTS
-        if not wrong and not first_wrong(recursive_rejection(trial.generator, fault), trial)
-    ]
+    missed = []
+    if not wrong:
+        for fault in FAULTS:
+            if not first_wrong(recursive_rejection(trial.generator, fault), trial):
+                missed.append(fault)
     finds = least_shift(runs, trial.error, trial.sizes[-1])
     return Conformance(wrong, tests, runs, error, finds, missed)
 
@@ -160,10 +163,7 @@ def first_wrong(judge: Judge, trial: Trial) -> Counterexample | None:
     """The first pair of tables on which the texts of the trial's cycles are wrong."""
     for vocab, depth in trial.sizes:
         for p, q in tables(vocab, depth, trial.generator):
-            should = {
-                text: prod(float(p[text[:i]][token]) for i, token in enumerate(text))
-                for text in product(range(vocab), repeat=depth + 1)
-            }
+            should = list_text_probabilities(p, vocab, depth + 1)
             counts = dict.fromkeys(should, 0)
             for _ in range(trial.runs):
                 counts[cycle(judge, p, q, depth, trial)] += 1
@@ -174,11 +174,27 @@ def first_wrong(judge: Judge, trial: Trial) -> Counterexample | None:
     return None
 
 
+def list_text_probabilities(p: Table, vocab: int, length: int) -> dict[Text, float]:
+    """The probability of each text of that length: the product of its tokens', each after those before it.
+
+    With p = (.6, .4) after every text, the texts of two tokens have:
+
+        0 0  .36      0 1  .24      1 0  .24      1 1  .16
+    """
+    probabilities = {}
+    for text in product(range(vocab), repeat=length):
+        probabilities[text] = prod(float(p[text[:i]][token]) for i, token in enumerate(text))
+    return probabilities
+
+
 def tables(vocab: int, depth: int, generator: np.random.Generator) -> Iterator[tuple[Table, Table]]:
     """Pairs p, q: random ones, equal ones, a sharper q, and p without the token that q likes most."""
-    whole = [text for n in range(depth + 1) for text in product(range(vocab), repeat=n)]
-    for sharpness in SHARPNESS:
-        p, q = ({t: generator.dirichlet([s] * vocab) for t in whole} for s in sharpness)
+    texts: list[Text] = []
+    for length in range(depth + 1):
+        texts += product(range(vocab), repeat=length)
+    for sharpness_p, sharpness_q in SHARPNESS:
+        p = {text: generator.dirichlet([sharpness_p] * vocab) for text in texts}
+        q = {text: generator.dirichlet([sharpness_q] * vocab) for text in texts}
         yield p, q
     yield q, q
     yield p, {text: row**2 / (row**2).sum() for text, row in p.items()}
@@ -188,36 +204,61 @@ def tables(vocab: int, depth: int, generator: np.random.Generator) -> Iterator[t
     yield p, q
 
 
-def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
-    """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
-    # 1. Draft a tree.
-    texts = list[Text]([()])
+@dataclass(frozen=True)
+class TrialTree:
+    """A drafted tree of N nodes: the text that ends at each node, without the prompt, and its parent."""
+
+    texts: list[Text]
+    parents: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """[N] the nodes' tokens; -1 at the root."""
+        return [-1, *(text[-1] for text in self.texts[1:])]
+
+
+def draft_trial_tree(q: Table, depth: int, trial: Trial) -> TrialTree:
+    """A tree of up to `depth` levels, whose children are drawn from q.
+
+    Widths (2, 1), draws 1 0 at the root, then 0 and 0:
+
+        0 ─┬─ 1 ─── 3        texts      () (1) (0) (1 0) (0 0)
+           └─ 2 ─── 4        parents    -1 0 0 1 2
+    """
+    texts: list[Text] = [()]
     parents = [-1]
     level = [0]
-    generator = trial.generator
     for width in trial.widths[:depth]:
-        before = level
+        above = level
         level = []
-        for node in before:
-            for token in drawn(q[texts[node]], width, trial.draws, generator):
+        for node in above:
+            for token in drawn(q[texts[node]], width, trial.draws, trial.generator):
                 level.append(len(texts))
-                texts.append((*texts[node], token))
+                texts.append(texts[node] + (token,))
                 parents.append(node)
-    tokens = [text[-1] if text else -1 for text in texts]
+    return TrialTree(texts, parents)
 
-    # 2. Judge it.
-    at_nodes, drafted = (np.stack([table[text] for text in texts]) for table in (p, q))
-    answer = judge(at_nodes, drafted, np.array(tokens), np.array(parents))
+
+def cycle(judge: Judge, p: Table, q: Table, depth: int, trial: Trial) -> Text:
+    """The text of a drafted and judged tree, and of p behind it. Raises ValueError as `check`."""
+    # 1. Draft a tree, and judge it.
+    tree = draft_trial_tree(q, depth, trial)
+    target = np.stack([p[text] for text in tree.texts])
+    draft = np.stack([q[text] for text in tree.texts])
+    answer = judge(target, draft, np.array(tree.tokens), np.array(tree.parents))
+
+    # 2. An answer is some tokens of the vocabulary.
     output = tuple(int(token) for token in answer)
-    vocab = at_nodes.shape[1]
-    if not 0 < len(output) <= depth + 1 or not all(0 <= token < vocab for token in output):
+    vocab = target.shape[1]
+    is_text = all(0 <= token < vocab for token in output)
+    if not 0 < len(output) <= depth + 1 or not is_text:
         raise ValueError(
             f"the verifier gives {output}: 1 to {depth + 1} tokens below {vocab} were due"
         )
 
     # 3. Draw the rest from p.
     while len(output) <= depth:
-        output += (one_of(p[output], generator),)
+        output += (one_of(p[output], trial.generator),)
     return output
 
 
@@ -243,22 +284,28 @@ def fit(counts: Mapping[Text, int], should: Mapping[Text, float], runs: int) -> 
     """p-value of counts: χ², rare texts counted together; 0 for a text that cannot be."""
     if any(counts[text] for text, share in should.items() if not share):
         return 0.0
-    pairs = list[tuple[int, float]]()
-    rare = (0, 0.0)
+    pairs: list[tuple[int, float]] = []  # counts, and those to be expected
+    rare_count = 0
+    rare_due = 0.0
     for text, share in should.items():
         if runs * share >= LEAST:
             pairs.append((counts[text], runs * share))
         else:
-            rare = rare[0] + counts[text], rare[1] + runs * share
-    left_out = 0 < rare[1] < LEAST  # then the counts need not sum to the runs
-    pairs += [rare] if rare[1] >= LEAST else []
+            rare_count += counts[text]
+            rare_due += runs * share
+    if rare_due >= LEAST:
+        pairs.append((rare_count, rare_due))
     statistic = sum((count - due) ** 2 / due for count, due in pairs)
-    return float(chi2.sf(statistic, max(1, len(pairs) - (not left_out))))
+    degrees = len(pairs) - 1
+    if 0 < rare_due < LEAST:
+        degrees += 1  # without the rare texts, the counts need not sum to the runs
+    return float(chi2.sf(statistic, max(1, degrees)))
 
 
 def least_shift(runs: int, error: float, size: tuple[int, int]) -> float:
     """The total variation that is found with probability `POWER`: Σ δ²/p is at least (Σ |δ|)²."""
-    degrees = size[0] ** (size[1] + 1) - 1
+    vocab, depth = size
+    degrees = vocab ** (depth + 1) - 1
     critical = chi2.isf(error, degrees)
     needed = brentq(lambda x: ncx2.sf(critical, degrees, x) - POWER, 1e-9, 9 * critical + 100)
     return min(1.0, sqrt(needed / runs) / 2)
@@ -269,32 +316,48 @@ def recursive_rejection(generator: np.random.Generator, fault: str = "") -> Judg
 
     fault: one of `FAULTS`, planted; none by default.
     """
-    sure, answered_by_p, unscaled, repeated, squared = (fault == name for name in FAULTS)
+
+    def is_accepted(left: np.ndarray, q: np.ndarray, token: int, uniform: float) -> bool:
+        if fault == SURE_ACCEPTANCE and left[token] == left.max():
+            return True
+        return bool(uniform * q[token] < left[token])
+
+    def subtract_draft(left: np.ndarray, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        if fault == ANSWER_BY_P:
+            return p
+        residual = np.maximum(left - q, 0)
+        mass = residual.sum()
+        if fault == UNSCALED_RESIDUAL or not mass:
+            return residual
+        return residual / mass
+
+    def weigh_last(left: np.ndarray) -> np.ndarray:
+        if fault == SQUARED_LAST:
+            return left**2
+        if fault == UNSCALED_RESIDUAL:  # the mass that is missing goes to the last token
+            return np.append(left[:-1], max(left[-1], 1 - left[:-1].sum()))
+        return left
 
     def judge(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> list[int]:
         # Down the tree, and at each node one child after the other.
         node = 0
-        output = list[int]()
+        output: list[int] = []
         uniform = generator.random()
         while True:
             left = p[node]
             accepted = None
             for child in np.flatnonzero(parents == node):
-                token = tokens[child]
-                coin = uniform if repeated else generator.random()
-                if (sure and left[token] == left.max()) or coin * q[node, token] < left[token]:
-                    accepted = child
+                if fault != SHARED_UNIFORM:
+                    uniform = generator.random()
+                if is_accepted(left, q[node], tokens[child], uniform):
+                    accepted = int(child)
                     break
-                rest = np.maximum(left - q[node], 0)
-                left = p[node] if answered_by_p else rest / (1 if unscaled else rest.sum() or 1)
+                left = subtract_draft(left, p[node], q[node])
             if accepted is None:
                 break
             output.append(int(tokens[accepted]))
-            node = int(accepted)
-        if squared:
-            left = left**2
-        if unscaled:  # the mass that is missing goes to the last token
-            left = np.append(left[:-1], max(left[-1], 1 - left[:-1].sum()))
-        return [*output, one_of(left, generator)]
+            node = accepted
+        output.append(one_of(weigh_last(left), generator))
+        return output
 
     return judge

@@ -102,7 +102,10 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     """
     # 1. The positions.
     k = of.draws
-    a, b, c, f = (x.gather(1, cells) for x in (of.edges[:, :-1], of.edges[:, 1:], of.switch, of.f))
+    a = of.edges[:, :-1].gather(1, cells)
+    b = of.edges[:, 1:].gather(1, cells)
+    c = of.switch.gather(1, cells)
+    f = of.f.gather(1, cells)
     s = a + place * (b - a)
 
     # 2. The cumulated over or under mass up to each, and the position t that it is matched with.
@@ -133,12 +136,13 @@ def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
     # 1. The cell of t, and the side of c.
     k = of.draws
     most = of.f.shape[1]
-    over, under = (
-        torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under)
-    )
+    over = torch.searchsorted(of.over, mass, right=True).clamp_(1, most).sub_(1)
+    under = torch.searchsorted(of.under, mass, right=True).clamp_(1, most).sub_(1)
     cell = torch.where(is_over, under, over)
-    rows = (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:])
-    c, f, left, right = (x.gather(1, cell) for x in rows)
+    c = of.switch.gather(1, cell)
+    f = of.f.gather(1, cell)
+    left = of.edges[:, :-1].gather(1, cell)
+    right = of.edges[:, 1:].gather(1, cell)
     low = torch.where(is_over, c, left)
     high = torch.where(is_over, right, c)
 

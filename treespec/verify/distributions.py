@@ -126,7 +126,9 @@ def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = N
 
     chosen: as for `one_draft`. Default: 1, for K = 1.
     """
-    accepted, left = one_draft(p, q, tokens, tokens >= 0 if chosen is None else chosen)
+    if chosen is None:
+        chosen = tokens >= 0
+    accepted, left = one_draft(p, q, tokens, chosen)
     return answer(p, left, tokens, accepted)
 
 

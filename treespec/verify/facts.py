@@ -5,6 +5,7 @@ It loads no torch, so that a bad name is refused at once. A test holds it equal 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from treespec.errors import InputError
 from treespec.options import installed, nearest
@@ -64,7 +65,7 @@ SCHEMES = {
 class Known:
     """A verifier by its name.
 
-    loads: "module:NAME" of the `Verifier`, or of its class where `over` names a scheme to make it over.
+    loads: import path "module:NAME" of a verifier, or of a function that takes the scheme named by `over`.
     coupled: as `Verifier.coupled`.
     """
 
@@ -94,6 +95,13 @@ LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
 NAMES = (*SCHEMES, *BEYOND_THE_NODE)
 
 
+class SchemeChoice(NamedTuple):
+    """A scheme that a user has named, and the values of its options."""
+
+    scheme: Facts
+    options: dict[str, float]
+
+
 def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     """The verifier that a `--verifier` value names.
 
@@ -103,22 +111,20 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     `allow_lossy`.
     """
     kind, _, over = spec.partition(":")
-    found = BEYOND_THE_NODE.get(kind)
-    if found:
+    verifier = BEYOND_THE_NODE.get(kind)
+    if verifier:
         if not over:
-            return found
-        if not found.over:
+            return verifier
+        if not verifier.over:
             raise InputError(f"verifier {spec!r}: {kind} has no options")
-        over = f"{found.over}:{over}"
-        known_scheme(over)
-        return replace(found, over=over)
-    scheme, _ = known_scheme(spec, allow_lossy, BEYOND_THE_NODE)
-    return Known(spec, scheme, "treespec.verify.walk:Walk", over=spec)
+        over = f"{verifier.over}:{over}"
+        known_scheme(over)  # raises for a bad option
+        return replace(verifier, over=over)
+    choice = known_scheme(spec, allow_lossy, BEYOND_THE_NODE)
+    return Known(spec, choice.scheme, "treespec.verify.walk:Walk", over=spec)
 
 
-def known_scheme(
-    spec: str, allow_lossy: bool = False, others: Iterable[str] = ()
-) -> tuple[Facts, dict[str, float]]:
+def known_scheme(spec: str, allow_lossy: bool = False, others: Iterable[str] = ()) -> SchemeChoice:
     """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8`, and its options.
 
     allow_lossy: whether a scheme may change the target's distribution.
@@ -142,18 +148,20 @@ def known_scheme(
 
     # 2. Its options.
     values: dict[str, float] = {}
-    for option, text in (part.partition("=")[::2] for part in rest.split(",") if part):
+    for part in filter(None, rest.split(",")):
+        option, _, text = part.partition("=")
         if option not in scheme.options:
-            names = list(scheme.options)
-            choice = f"its options are {', '.join(names)}" if names else "it has no options"
+            choice = "it has no options"
+            if scheme.options:
+                choice = f"its options are {', '.join(scheme.options)}"
             raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
         allowed = scheme.options[option]
         try:
-            values[option] = (int if allowed.whole else float)(text)
+            values[option] = allowed.parse(text)
         except ValueError:
             raise InputError(f"verifier {spec!r}: {option} must be {allowed}") from None
     check_options(name, values)
-    return scheme, values
+    return SchemeChoice(scheme, values)
 
 
 def check_options(name: str, values: Mapping[str, object]) -> None:
@@ -161,7 +169,9 @@ def check_options(name: str, values: Mapping[str, object]) -> None:
 
     A scheme that the table does not have checks its own.
     """
-    for option, allowed in SCHEMES[name].options.items() if name in SCHEMES else ():
+    if name not in SCHEMES:
+        return
+    for option, allowed in SCHEMES[name].options.items():
         value = values.get(option)
         if value is not None and value not in allowed:
             raise InputError(f"verifier {name}: {option} is {value}, must be {allowed}")

@@ -41,11 +41,15 @@ class Duel:
     def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
         """[B, K] Pr(the token is selected over the rival). tokens: [B, K]. rival: [B, 1]."""
         s = self.wins.shape[-1]
-        mine, other = (
-            (self.order[:, None] == drawn[..., None]).int().argmax(-1) for drawn in (tokens, rival)
-        )
+        mine = find_ranks(self.order, tokens)
+        other = find_ranks(self.order, rival)
         free = self.wins.flatten(1).gather(1, mine.clamp(max=s - 1) * s + other.clamp(max=s - 1))
         return torch.where(torch.maximum(mine, other) < s, free, (mine <= other).to(free.dtype))
+
+
+def find_ranks(order: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K] int64 the rank of each token [B, K]. order: [B, V] the tokens by rank."""
+    return (order[:, None] == tokens[..., None]).int().argmax(-1)
 
 
 def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
@@ -55,10 +59,13 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     """
     # 1. Ranks, by the mass that a token has in excess where both draws are it.
     order = ascending(q1 * q2 - p)
-    p, q1, q2 = (masses.gather(1, order) for masses in (p, q1, q2))
+    p = p.gather(1, order)
+    q1 = q1.gather(1, order)
+    q2 = q2.gather(1, order)
 
     # 2. The distribution of the selected token where the lower rank always wins.
-    later1, later2 = (masses.sum(-1, keepdim=True) - masses.cumsum(-1) for masses in (q1, q2))
+    later1 = q1.sum(-1, keepdim=True) - q1.cumsum(-1)
+    later2 = q2.sum(-1, keepdim=True) - q2.cumsum(-1)
     selected = q1 * q2 + q1 * later2 + q2 * later1
 
     # 3. The program for the pairs of the first s ranks.
@@ -73,7 +80,9 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
 
 def ascending(scores: Tensor) -> Tensor:
     """[B, V] int64 the tokens by ascending score. On a CPU NumPy takes a fifth of torch's time."""
-    return torch.from_numpy(scores.numpy().argsort(-1)) if scores.is_cpu else scores.argsort(-1)
+    if scores.is_cpu:
+        return torch.from_numpy(scores.numpy().argsort(-1))
+    return scores.argsort(-1)
 
 
 def solve(room: Tensor, pairs: Tensor) -> Tensor:
@@ -142,7 +151,9 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     new = duel(p, q, q, s)
     refused = 1 - ratio(p, new.selected)
     rest = normalise((p - new.selected).clamp_(min=0), p)
-    refused, rest, q = (masses.gather(1, new.order) for masses in (refused, rest, q))
+    refused = refused.gather(1, new.order)
+    rest = rest.gather(1, new.order)
+    q = q.gather(1, new.order)
 
     # 2. Pr(a token loses to a draw that is refused), [B, V] by rank: the lower rank wins.
     other = 2 * q * pad((q * refused).cumsum(-1)[:, :-1], (1, 0))
@@ -181,4 +192,6 @@ class IsLp(Independent):
         """
         if k > 2:
             return None
-        return rate(p, q, self.s) if k == 2 else overlap(p, q)
+        if k == 2:
+            return rate(p, q, self.s)
+        return overlap(p, q)

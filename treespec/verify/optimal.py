@@ -10,7 +10,7 @@ and reaches α* without iteration.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,29 @@ LOWEST = (127 - 8) << 6
 CELLS = 14 << 6
 EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
 LIKELY = 64  # tokens that count in the expected number of distinct draws; all others are unlikely
+
+
+class Allotment(NamedTuple):
+    """How a node's draws are made, decided from q before any draw.
+
+    certain: [B, width] int64 the sure tokens, -1 beyond. number: [B, 1] independent draws.
+    rest: [B, V] q without the sure tokens, not normalised; the draws come from it.
+    """
+
+    certain: Tensor
+    number: Tensor
+    rest: Tensor
+
+
+class SelectedDraw(NamedTuple):
+    """The draw that is verified, as a single draft of its own distribution.
+
+    distribution: [B, V]. tokens: [B, K] all draws. chosen: [B, K] 1 in the selected draw's column.
+    """
+
+    distribution: Tensor
+    tokens: Tensor
+    chosen: Tensor
 
 
 @final
@@ -70,17 +93,17 @@ class Optimal(Scheme):
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         # The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
-        tops, number_drawn, rest = self.allot(q, number, width)
-        drawn = independent(rest, self.most(width), generator)
-        return self.arranged(tops, keep_first(drawn, number_drawn), generator)
+        allotment = self.allot(q, number, width)
+        drawn = independent(allotment.rest, self.most(width), generator)
+        return self.arranged(allotment.certain, keep_first(drawn, allotment.number), generator)
 
     def arranged(self, tops: Tensor, drawn: Tensor, generator: torch.Generator) -> Draws:
         """The draws of nodes from sure tokens [B, K] and independent draws [B, M], which get scores."""
         tokens = torch.cat([tops, drawn], dim=1)
-        scores_by = uniforms((*tokens.shape, 2), generator, tokens.device)
-        sure = (torch.arange(tokens.shape[1], device=tokens.device) < tops.shape[1]).expand_as(
-            tokens
-        )
+        b, k = tokens.shape
+        scores_by = uniforms((b, k, 2), generator, tokens.device)
+        is_sure = torch.arange(k, device=tokens.device) < tops.shape[1]
+        sure = is_sure.expand_as(tokens)
 
         # Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
@@ -100,17 +123,24 @@ class Optimal(Scheme):
 
     def most(self, k: int) -> int:
         """The largest number of independent draws at a node of k draws."""
-        return EXTRA * k if self.extra and k > 1 else k
+        if self.extra and k > 1:
+            return EXTRA * k
+        return k
 
-    def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The sure tokens and the number of draws, from q alone before any draw is made.
+    def allot(self, q: Tensor, number: Tensor, width: int) -> Allotment:
+        """Choose the sure tokens and the number of draws, from q alone before any draw is made.
 
-        number: [B, 1] distinct tokens to expect, at most `width`.
-        Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
-        and the rest of q [B, V] that the draws come from, not normalised.
+        number: [B, 1] distinct tokens to expect, at most `width`. Three of five tokens, at the default
+        threshold of 0.35 and without `extra`:
+
+            q                 .5   .3   .1   .06  .04
+            share of rest     .5   .6   .5            the last draw is never sure
+            certain           0 1
+            rest, number      0    0    .1   .06  .04      1 draw
         """
         if width == 1:
-            return torch.full_like(number, -1), number * (q.sum(-1, keepdim=True) > 0), q
+            has_mass = q.sum(-1, keepdim=True) > 0
+            return Allotment(torch.full_like(number, -1), number * has_mass, q)
 
         # 1. Sure tokens: the most likely, while each has a large share of the rest of q. The last
         #    draw is independent, because a draw accepts more than a sure token.
@@ -127,20 +157,21 @@ class Optimal(Scheme):
         mass = rest.sum(-1, keepdim=True, dtype=torch.float64)
         number = (number - sure.sum(-1, keepdim=True)) * (mass > 0)
         if not self.extra:
-            return tops, number, rest
+            return Allotment(tops, number, rest)
 
         # 3. The number of draws at which that many distinct tokens are expected.
         likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
         times = torch.arange(1, self.most(width) + 1, device=q.device)
         distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
         needed = torch.maximum(number, (distinct < number).sum(-1, keepdim=True))
-        return tops, needed * (number > 0), rest
+        return Allotment(tops, needed * (number > 0), rest)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return single_draft(p, *self.selection(p, q, draws))
+        draw = self.selection(p, q, draws)
+        return single_draft(p, draw.distribution, draw.tokens, draw.chosen)
 
-    def selection(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K]."""
+    def selection(self, p: Tensor, q: Tensor, draws: Draws) -> SelectedDraw:
+        """Select one of a node's draws, and compute the distribution that it then has."""
         # 1. Which draws are independent [B, K], and their distribution: q without the sure tokens.
         assert draws.sure is not None
         assert draws.uniforms is not None
@@ -148,22 +179,35 @@ class Optimal(Scheme):
         number = drawn.sum(-1, keepdim=True)
         q = without(q, draws.tokens.masked_fill(drawn, -1))
         q = q * scale(q, number > 0)
-        known = self.threshold == 0 and not self.extra  # an accelerator's host does not ask
-        if drawn.shape[1] == 1 or known or (q.device.type == "cpu" and int(number.max()) < 2):
-            return q, draws.tokens, drawn.to(p.dtype)
+        if self._has_one_draw(drawn, number):
+            return SelectedDraw(q, draws.tokens, drawn.to(p.dtype))
 
         # 2. The one with the largest score.
         cell, coupling = self.couple(p, q, number)
         cell_of_draw = cell.gather(1, draws.tokens.clamp(min=0))
-        score = scores(coupling, cell_of_draw, *draws.uniforms.unbind(-1))
+        place, coin = draws.uniforms.unbind(-1)
+        score = scores(coupling, cell_of_draw, place, coin)
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
-        return selected(q, number, cell, coupling), draws.tokens, chosen
+        return SelectedDraw(selected(q, number, cell, coupling), draws.tokens, chosen)
+
+    def _has_one_draw(self, drawn: Tensor, number: Tensor) -> bool:
+        """Whether no node has several independent draws. An accelerator's host does not wait to see that.
+
+        drawn: [B, K] bool, the independent ones. number: [B, 1] of them.
+        """
+        if drawn.shape[1] == 1:
+            return True
+        if self.threshold == 0 and not self.extra:  # all but the last draw are sure
+            return True
+        return drawn.device.type == "cpu" and int(number.max()) < 2
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        tops, number, rest = self.allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
+        asked = torch.full_like(q[:, :1], k, dtype=torch.int64)
+        certain, number, rest = self.allot(q, asked, k)
         rest = rest.mul_(scale(rest, number > 0))
-        return mass_on(p, tops) + overlap(p, selected(rest, number, *self.couple(p, rest, number)))
+        cell, coupling = self.couple(p, rest, number)
+        return mass_on(p, certain) + overlap(p, selected(rest, number, cell, coupling))
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
         """[B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
@@ -177,9 +221,8 @@ class Optimal(Scheme):
         """
         # 1. The cell of each token.
         if self.exact:
-            cell = (
-                (p / q).argsort(-1).argsort(-1)
-            )  # 0 / 0 and tokens that are never drawn come last
+            by_ratio = (p / q).argsort(-1)  # 0 / 0 and tokens that are never drawn come last
+            cell = by_ratio.argsort(-1)
             cells = q.shape[-1]
         else:
             bits = (p / q).float().view(torch.int32)
@@ -188,15 +231,18 @@ class Optimal(Scheme):
 
         # 2. The cells' masses. q in float64: a float32 sum of many equal masses drifts by up to
         #    3e-4, and the scores would not follow x.
-        mass_p, mass_q = (
-            masses.new_zeros(len(p), cells).scatter_add_(1, cell, masses).double()
-            for masses in (p, q.double())
-        )
+        mass_p = sum_cells(p, cell, cells).double()
+        mass_q = sum_cells(q.double(), cell, cells)
         mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
 
         # 3. Their coupling. No distribution x of a selected draw exceeds K q.
         number = number.clamp(min=1)
         return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)
+
+
+def sum_cells(masses: Tensor, cell: Tensor, cells: int) -> Tensor:
+    """[B, cells] the mass in each cell. masses: [B, V] of tokens. cell: [B, V] int64 of each token."""
+    return masses.new_zeros(len(masses), cells).scatter_add_(1, cell, masses)
 
 
 def selected(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:

@@ -127,9 +127,11 @@ def tops_and_tail(p: Tensor, q: Tensor, k: int, scheme: Optimal | None = None) -
         k: draws that were asked for.
         scheme: makes the draws. Default: `optimal` without options.
     """
-    number = torch.full_like(q[:, :1], k, dtype=torch.int64)
-    tops, number, rest = (scheme or Optimal()).allot(q, number, k)
-    return mass_on(p, tops) + optimal_iid(without(p, tops), rest, number.squeeze(1))
+    asked = torch.full_like(q[:, :1], k, dtype=torch.int64)
+    if scheme is None:
+        scheme = Optimal()
+    certain, number, rest = scheme.allot(q, asked, k)
+    return mass_on(p, certain) + optimal_iid(without(p, certain), rest, number.squeeze(1))
 
 
 # [B] α* of k draws for p and q, by how the draws are made.
@@ -143,10 +145,14 @@ OPTIMA: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 def find_optimum(scheme: Scheme, p: Tensor, q: Tensor, k: int) -> Tensor | None:
     """[B] α* of the k draws that a scheme makes; None where it is not known. p, q: [B, V]."""
-    kind = (scheme.drawing or "").partition(",")[0]
+    if scheme.drawing is None:
+        return None
+    kind, _, _ = scheme.drawing.partition(",")
     if kind == "tops and tail":
         return tops_and_tail(p, q, k, cast(Optimal, scheme))
-    return OPTIMA[kind](p, q, k) if kind in OPTIMA else None
+    if kind not in OPTIMA:
+        return None
+    return OPTIMA[kind](p, q, k)
 
 
 def measured(
@@ -167,10 +173,10 @@ def measured(
 
     # 2. Else samples of draws, a chunk of rows at a time.
     rows = torch.arange(len(p), device=p.device).repeat_interleave(samples)
-    parts = [
-        on_draws(scheme, p[some], q[some], scheme.draw(q[some], k, generator))
-        for some in rows.split(max(1, CHUNK // p.shape[-1]))
-    ]
+    parts = []
+    for chunk in rows.split(max(1, CHUNK // p.shape[-1])):
+        draws = scheme.draw(q[chunk], k, generator)
+        parts.append(on_draws(scheme, p[chunk], q[chunk], draws))
     accepted = torch.cat(parts).view(len(p), samples)
     return torch.stack([accepted.mean(-1), accepted.std(-1) / math.sqrt(samples)])
 

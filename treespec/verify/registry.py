@@ -10,15 +10,17 @@ from treespec.verify.walk import Verifier
 
 def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
     """The scheme that a `--verifier` value names. Raises InputError as `known_scheme`."""
-    known, options = known_scheme(spec, allow_lossy)
-    return resolve_name(known.loads)(**options)
+    choice = known_scheme(spec, allow_lossy)
+    return resolve_name(choice.scheme.loads)(**choice.options)
 
 
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
     """The verifier that a `--verifier` value names. Raises InputError as `known_verifier`."""
     known = known_verifier(spec, allow_lossy)
-    found = resolve_name(known.loads)
-    return found(scheme_by_name(known.over, allow_lossy)) if known.over else found
+    loaded = resolve_name(known.loads)  # a verifier, or its class
+    if not known.over:
+        return loaded
+    return loaded(scheme_by_name(known.over, allow_lossy))
 
 
 SCHEMES = {name: scheme_by_name(name, allow_lossy=True) for name in facts.SCHEMES}

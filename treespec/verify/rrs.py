@@ -36,8 +36,12 @@ class RRS(Independent):
 
     The first draw is verified against p. Each refused draw of distribution q replaces p by its residual
     norm (p - q)+, against which the next draw is verified. Where all are refused, the output comes
-    from the last residual.
+    from the last residual. Five tokens, of which 2 and then 1 are drawn:
 
+        q                   .1   .2   .3   .2   .2
+        p                   .4   .3   .2   .1   0       draw 2 is accepted with 2/3
+        norm (p - q)+       3/4  1/4  0    0    0       draw 1 with min(1, (1/4) / .2) = 1
+        plan                0    1/3  2/3  0    0
     """
 
     name = "rrs"
@@ -65,7 +69,13 @@ def race(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
 
 
 def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-    """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
+    """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised.
+
+    Draws 2 and 1 of five tokens:
+
+        draw 2 from    .1  .2  .3  .2  .2
+        draw 1 from    .1  .2  0   .2  .2
+    """
     for token in tokens.split(1, dim=1):
         yield q
         q = without(q, token)
@@ -103,4 +113,6 @@ class RRSWithoutReplacement(Scheme):
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """For one draw its overlap with p; None for more, where only enumeration is known."""
-        return overlap(p, q) if k == 1 else None
+        if k > 1:
+            return None
+        return overlap(p, q)

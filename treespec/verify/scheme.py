@@ -24,9 +24,9 @@ class Scheme(Protocol):
     Pr(draws | q) * plan(p, q, draws) is p. Rows are independent: the plan of one node may not look
     at another node's draws.
 
-    The properties state the scheme's capabilities. Other code asks them, never for the scheme's
-    class or name. A scheme is a frozen dataclass; its fields are its options. It inherits the
-    defaults below. Raises InputError for an option out of its range.
+    The properties state the scheme's capabilities; callers test them, not its class or name. A scheme
+    is a frozen dataclass; its fields are its options. It inherits the defaults below. Raises InputError
+    for an option out of its range.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]

@@ -1,7 +1,8 @@
-"""One draw that is judged: alone, or after the most likely tokens.
+"""One sampled draw: the only one, or after the most likely tokens.
 
-Alone it is single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023). After them it is greedy
-multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding).
+The only one is verified by single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023). After the
+most likely tokens it is greedy multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative
+Decoding).
 """
 
 from dataclasses import dataclass
@@ -74,7 +75,15 @@ class Single(Greedy):
     """One draw x ~ q, accepted with probability min(1, p(x)/q(x)).
 
     Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
-    the sum over x of min(p(x), q(x)), which is optimal for one draw.
+    the sum over x of min(p(x), q(x)), which is optimal for one draw. Five tokens, and the plan if token 2
+    is drawn:
+
+        p                   .4   .3   .2   .1   0
+        q                   .1   .2   .3   .2   .2
+        min(1, p/q)         1    1    2/3  1/2  0
+        norm (p - q)+       3/4  1/4  0    0    0
+        plan of draw 2      1/4  1/12 2/3  0    0       2/3 on the draw, 1/3 on the residual
+        acceptance rate     .1 + .2 + .2 + .1 + 0 = .6
     """
 
     name = "single"

@@ -83,7 +83,8 @@ class SpecHub(Scheme):
         left = (pairs - budget).clamp_(min=0).sum(-1, keepdim=True)  # [2, B, 1]
         p_a2 = (p_a - left[1]).clamp(min=0)
         accept_a = ratio(torch.stack([p_a2, p_a]), left) * pair
-        accept_i, accept_a = (torch.where(top_first, x[1], x[0]) for x in (accept_i, accept_a))
+        accept_i = torch.where(top_first, accept_i[1], accept_i[0])
+        accept_a = torch.where(top_first, accept_a[1], accept_a[0])
 
         # 5. The residual is the rest of p.
         rest = (p2 - first_top).clamp_(min=0).scatter_add_(1, at_a, (p_a2 - left[0]).clamp(min=0))
@@ -92,4 +93,6 @@ class SpecHub(Scheme):
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         """The rate of `greedy`, which has another distribution of two draws but accepts as much."""
-        return rate(p, q, q.argmax(-1, keepdim=True)) if k == 2 else overlap(p, q)
+        if k == 2:
+            return rate(p, q, q.argmax(-1, keepdim=True))
+        return overlap(p, q)

@@ -11,9 +11,9 @@ continues with the residual of p, from which its next child gets a new chance.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,20 @@ from treespec.verify.walk import (
     drawn_at,
 )
 
-Refused: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+class RefusalStep(NamedTuple):
+    """One draw at each of n nodes, whose earlier draws are refused; the last step is the nodes themselves.
+
+    draw_weight: [n, 1] w of the draws. residual: [n, V] what the draws before them leave of w p.
+    node_weight: [n, 1] w of the nodes so far.
+    """
+
+    draw_weight: Tensor
+    residual: Tensor
+    node_weight: Tensor
+
+
+Refused: TypeAlias = Iterator[RefusalStep]
 
 
 @final
@@ -48,8 +61,7 @@ class Traversal:
     another. On other devices the host waits for the shape of the tree and for the verdict.
 
     refusals: refuses the draws of n nodes in turn, a column at a time, the sure ones last. Given p, q [n, V], the
-    draws, and w of the nodes [n, 1] at first, it yields for each column, and once more after the last: w of its
-    draws [n, 1], what the draws before it leave of w p [n, V], and w of the nodes [n, 1] so far.
+    draws, and w of the nodes [n, 1] at first, it yields a `RefusalStep` for each column, and one more for the nodes.
     """
 
     name: str
@@ -86,29 +98,32 @@ class Traversal:
                 return Verdict([], []) if happens(weight, generator) else None
 
             # 2. The children come first. Where all are refused they change the node's p and w.
-            own = slice(node, node + 1)
-            rest: Tensor | None = None
+            target = p[node : node + 1]
+            residual = target
             row = row_of.get(node)
             if row is not None:
                 draws = drawn_at(row, drafts.draws)
-                tokens = [*draws.tokens[0].tolist(), -1]
-                steps = self.refusals(p[own], drafts.q[row : row + 1], draws, weight)
+                tokens = draws.tokens[0].tolist() + [-1]  # the last step is the node's own
+                steps = self.refusals(target, drafts.q[row : row + 1], draws, weight)
                 for token, step in zip(tokens, steps, strict=True):
-                    of_draw, rest, weight = step
+                    residual = step.residual
+                    weight = step.node_weight
+                    if token < 0 or not step.draw_weight.any():
+                        continue
                     child = child_of.get((node, token))
-                    if token >= 0 and of_draw.any() and (below := verdict(child, of_draw)):
-                        path = [child, *below.path] if child else []
-                        return Verdict(path, [token, *below.tokens])
+                    below = verdict(child, step.draw_weight)
+                    if below:
+                        return prepend_node(child, token, below)
+                residual = normalise(residual, target)
 
             # 3. Then the node itself, with a token from its residual. The root is never refused.
             if node and not happens(weight, generator):
                 return None
-            residual = p[own] if rest is None else normalise(rest, p[own])
             return Verdict([], sample(residual, generator).tolist())
 
-        found = verdict(0, torch.ones_like(drafts.q[:1, :1]))
-        assert found
-        return found
+        answer = verdict(0, torch.ones_like(drafts.q[:1, :1]))
+        assert answer
+        return answer
 
     def judge_at_once(
         self, tree: TokenTree, drafts: Drafts, p: Tensor, generator: torch.Generator
@@ -123,36 +138,23 @@ class Traversal:
         n = len(p)
         of_nodes = drafts.nodes[:, None].expand_as(draws)
         table = (yield torch.stack([of_nodes, draws, place], -1)).tolist()
-        row_of = {draw[0][0]: row for row, draw in enumerate(table)}
-        above = dict[int, tuple[int, int]]()
-        order = list[int]()
-        rows_at = defaultdict[int, list[int]](list)
-
-        def descend(node: int, depth: int) -> None:
-            row = row_of.get(node)
-            if row is not None:
-                rows_at[depth].append(row)
-                for _, token, child in table[row]:
-                    if token >= 0 and child not in above:
-                        above[child] = node, token
-                        descend(child, depth + 1)
-            order.append(node)
-
-        descend(0, 0)
+        shape = order_judgement(table)
+        order = shape.order
 
         # 2. On the device: w of all places, from the root down, and the residuals [N, V].
         weights = p.new_zeros(n + draws.numel())
         residuals = p.clone()
         weights[0] = 1
-        for inner in rows_at.values():
+        for inner in shape.rows_by_depth.values():
             rows = sent(inner, p.device)
             nodes = drafts.nodes[rows]
-            found = list[Tensor]()
-            own = weights[nodes, None]
-            for step in self.refusals(p[nodes], drafts.q[rows], drafts.draws.rows(rows), own):
-                found.append(step[0])
-            weights[nodes], residuals[nodes] = found.pop().squeeze(1), step[1]
-            weights.scatter_reduce_(0, place[rows].flatten(), torch.cat(found, 1).flatten(), "amax")
+            level = drafts.draws.rows(rows)
+            steps = list(self.refusals(p[nodes], drafts.q[rows], level, weights[nodes, None]))
+            last = steps.pop()
+            weights[nodes] = last.draw_weight.squeeze(1)
+            residuals[nodes] = last.residual
+            of_draws = torch.cat([step.draw_weight for step in steps], 1)
+            weights.scatter_reduce_(0, place[rows].flatten(), of_draws.flatten(), "amax")
 
         # 3. The first that is accepted; the root is in the end. Its residual has the next token. NaN
         #    logits: fall back to the root, where decode reports them.
@@ -164,16 +166,64 @@ class Traversal:
         after = sample(normalise(residuals[at], p[at]), generator)
 
         # 4. The path down to it. No token follows a draw without a node.
-        last, *text = (yield torch.cat([end, after])).tolist()
-        node = order[last]
-        path = list[int]()
+        position, token = (yield torch.cat([end, after])).tolist()
+        node = order[position]
+        text = [token]
         if node >= n:
-            node, *text = above[node]
+            node, token = shape.above[node]
+            text = [token]
+        path: list[int] = []
         while node:
             path.insert(0, node)
-            node, token = above[node]
+            node, token = shape.above[node]
             text.insert(0, token)
         return Verdict(path, text)
+
+
+def prepend_node(child: int | None, token: int, below: Verdict) -> Verdict:
+    """The verdict of an accepted draw and what is accepted below it. child: its node; None: it has none."""
+    path = []
+    if child is not None:
+        path = [child] + below.path
+    return Verdict(path, [token] + below.tokens)
+
+
+@dataclass(frozen=True)
+class JudgementOrder:
+    """How `Traversal` goes through a tree. Places of draws are numbered as in `places_of_draws`.
+
+    order: the places, children before their parents, the root last. above: of each place but the root's
+    its parent node and its token. rows_by_depth: the rows of inner nodes at each depth, the root's first.
+    """
+
+    order: list[int]
+    above: dict[int, tuple[int, int]]
+    rows_by_depth: dict[int, list[int]]
+
+
+def order_judgement(table: Sequence[Sequence[Sequence[int]]]) -> JudgementOrder:
+    """The order in which the draws of a tree are judged.
+
+    table: [I, K, 3] by inner node and draw: the node, the draw's token, the draw's place. In the drawing of
+    `places_of_draws` the order is 3 8 1 4 2 0.
+    """
+    row_of = {draws[0][0]: row for row, draws in enumerate(table)}
+    above: dict[int, tuple[int, int]] = {}
+    order: list[int] = []
+    rows_by_depth: defaultdict[int, list[int]] = defaultdict(list)
+
+    def descend(place: int, depth: int) -> None:
+        row = row_of.get(place)
+        if row is not None:
+            rows_by_depth[depth].append(row)
+            for _, token, child in table[row]:
+                if token >= 0 and child not in above:
+                    above[child] = (place, token)
+                    descend(child, depth + 1)
+        order.append(place)
+
+    descend(0, 0)
+    return JudgementOrder(order, above, rows_by_depth)
 
 
 def sure_last(drafts: Drafts) -> Drafts:
@@ -207,15 +257,16 @@ def in_turn(p: Tensor, q: Tensor, draws: Draws, weight: Tensor) -> Refused:
     # 2. rest is w p. An absent draw has w 0 and leaves it as it is. Quotients, for rounding leaves
     #    nothing of p where it has one token and q the same.
     rest = p * weight
-    columns = (part.split(1, dim=1) for part in (at, at_q, left))
-    for place, odds, mass in zip(*columns, strict=True):
-        yield (rest.gather(1, place) / odds).clamp(max=1), rest, weight
+    columns = zip(at.split(1, dim=1), at_q.split(1, dim=1), left.split(1, dim=1), strict=True)
+    for place, odds, mass in columns:
+        draw_weight = (rest.gather(1, place) / odds).clamp(max=1)
+        yield RefusalStep(draw_weight, rest, weight)
         rest = rest.addcdiv_(q, mass, value=-1).clamp_(min=0)
         kept = rest.sum(-1, keepdim=True)
         whole = positive(kept + (1 - weight))
         rest = rest.div_(whole)
         weight = kept / whole
-    yield weight, rest, weight
+    yield RefusalStep(weight, rest, weight)
 
 
 def places_of_draws(tree: TokenTree, drafts: Drafts) -> Tensor:

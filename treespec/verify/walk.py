@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class Verdict:
     drafted: list[int] = field(default_factory=list, compare=False)
 
 
-# Yields a tensor that the host must know, is sent it on the host, and returns the verdict.
+# A coroutine: it yields a device tensor, is sent that tensor's copy on the host, and returns the verdict. So
+# the sequences of a batch share one copy.
 Judging: TypeAlias = Generator[Tensor, Tensor, Any]
 
 
@@ -66,7 +67,7 @@ class Verifier(Protocol):
 class Walk:
     """Samples the scheme's plan at the root and moves to the child with that token, until none is.
 
-    Of a leaf the plan is p. The walk is lossless for every lossless scheme: each output token has
+    At a leaf the plan is p. The walk is lossless for every lossless scheme: each output token has
     the target's distribution given the text before it. Where a scheme's draws are a function of the text,
     the children of a node are its draws.
     On a CPU the walk computes the plans of the nodes on its path, one after another. On other
@@ -79,7 +80,9 @@ class Walk:
 
     @property
     def name(self) -> str:
-        return self.known_as or self.scheme.name
+        if self.known_as:
+            return self.known_as
+        return self.scheme.name
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         if p.device.type == "cpu":
@@ -93,7 +96,9 @@ class Walk:
         self, tree: TokenTree, p: Probabilities, generator: torch.Generator
     ) -> Verdict:
         drafts = tree.drafts
-        row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())} if drafts else {}
+        row_of: dict[int, int] = {}
+        if drafts:
+            row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
 
         def choice(node: int) -> int:
             here = slice(node, node + 1)
@@ -154,7 +159,9 @@ def children_by_token(tree: TokenTree) -> dict[tuple[int, int], int]:
 def by_token(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
     """`children_by_token` from the parent and the token of each node."""
     child_of: dict[tuple[int, int], int] = {}
-    for node, (parent, token, *_) in enumerate(links):
+    for node, link in enumerate(links):
+        parent = link[0]
+        token = link[1]
         child_of.setdefault((parent, token), node)
     return child_of
 
@@ -175,7 +182,7 @@ def counted(tree: TokenTree) -> Judging:
 
 
 def together(judgings: Sequence[Judging]) -> list[Any]:
-    """What each returns, or the error of it. What they yield is read in one copy: the host waits once."""
+    """Run coroutines in lockstep, with one copy to the host a round. An error is returned in its place."""
     found: dict[int, Any] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(judgings)))
     while answers:
@@ -201,9 +208,14 @@ def answered(judgings: Sequence[Judging]) -> list[Any]:
 
 
 def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
-    """`follow` of tokens that are chosen when they are asked for, at the visited nodes alone.
+    """Walk down from the root, and call `choice(node)` at each visited node for its output token.
 
-    child_of: as `children_by_token`. choice: the output token at a node.
+    The path goes on while a child carries that token. Outputs b at node 0, d at node 2 and x at node 4:
+
+        0 r ─┬─ 1 a ── 3 c        path      2 4
+             └─ 2 b ── 4 d        tokens    b d x
+
+    child_of: as `children_by_token`.
     """
     path = [0]
     tokens = []
@@ -239,15 +251,18 @@ def judge_all(
 
     # 2. All are judged together. Each reads the rows that its verifier visits.
     parts = zip(trees, targets, generators, map(chosen.get, range(len(trees))), strict=True)
-    found = together([*(judged(verifier, *part) for part in parts), *counting]) + counts
+    answers = together([*(judged(verifier, *part) for part in parts), *counting])
+    judgements = answers[: len(trees)]
+    counts += answers[len(trees) :]  # of each tree its nodes by depth
 
     # 3. What they say, and where every token is forbidden.
     verdicts = list[Verdict | Exception]()
-    for row, (by, p, verdict) in enumerate(zip(distributions, targets, found, strict=False)):
+    results = zip(distributions, targets, judgements, counts, strict=True)
+    for by, p, verdict, drafted in results:
         if not isinstance(verdict, Exception):
             path = [0, *verdict.path]
             by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
-            verdict = replace(verdict, drafted=found[len(trees) + row])
+            verdict = replace(verdict, drafted=drafted)
         verdicts.append(verdict)
     return verdicts
 
@@ -275,6 +290,14 @@ def judged(
     return (yield from verifier.at_once(tree, p, generator))
 
 
+class OutputGroup(NamedTuple):
+    """Sequences whose outputs are found together. depths: of their trees, the root's too, where noise decides."""
+
+    params: Any
+    nodes: int
+    depths: int
+
+
 def outputs(
     trees: Sequence[TokenTree], targets: Sequence[TargetDistributions], depths: Mapping[int, int]
 ) -> dict[int, Tensor]:
@@ -282,17 +305,21 @@ def outputs(
 
     depths: by sequence, of its tree: 1 + the deepest node's depth, where noise decides.
     """
-    groups = defaultdict[Any, list[int]](list)
-    found = dict[int, Tensor]()
-    for row, deep in depths.items():
-        groups[targets[row].by.params, len(targets[row]), deep].append(row)
-    for (_, _, deep), rows in groups.items():
+    groups: defaultdict[OutputGroup, list[int]] = defaultdict(list)
+    for row, count in depths.items():
+        groups[OutputGroup(targets[row].by.params, len(targets[row]), count)].append(row)
+    chosen: dict[int, Tensor] = {}
+    for group, rows in groups.items():
         scores = torch.stack([targets[row].raw for row in rows])  # [B, N, V]
-        noises = [made for row in rows if (made := targets[row].by.noise)]
-        if noises:
-            noise = torch.stack([made.at(depth) for made in noises for depth in range(deep)])
-            first = deep * columns(len(rows), noise.device)[:, None]
+        by_depth: list[Tensor] = []  # of each sequence the noise [V] at each depth
+        for row in rows:
+            noise = targets[row].by.noise
+            if noise:
+                by_depth += [noise.at(depth) for depth in range(group.depths)]
+        if by_depth:
+            stacked = torch.stack(by_depth)
+            first = group.depths * columns(len(rows), stacked.device)[:, None]
             places = first + torch.stack([trees[row].depth for row in rows])  # [B, N]
-            scores = targets[rows[0]].by.noisy(scores, noise[places])
-        found.update(zip(rows, greedy_choice(scores), strict=True))
-    return found
+            scores = targets[rows[0]].by.noisy(scores, stacked[places])
+        chosen.update(zip(rows, greedy_choice(scores), strict=True))
+    return chosen

@@ -28,8 +28,11 @@ def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     chosen, order = chosen.flatten().sort(stable=True)
     first, last = own.products
     counts = chosen.bincount(minlength=len(last)).tolist()
-    gate = own._apply_gate if own.has_gate else own.act_fn
-    rows = by_expert(last, gate(by_expert(first, hidden[order // k], counts)), counts)
+    gate = own.act_fn
+    if own.has_gate:
+        gate = own._apply_gate
+    inner = gate(by_expert(first, hidden[order // k], counts))
+    rows = by_expert(last, inner, counts)
 
     # 2. The sum of each token's experts, in the order of its choice.
     rows = rows[order.argsort()].view(n, k, -1).float()
@@ -37,9 +40,18 @@ def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
 
 
 def by_expert(experts: nn.ModuleList, rows: Tensor, counts: list[int]) -> Tensor:
-    """[S, out] from rows [S, in], of which the first counts[0] are of expert 0, and so on."""
-    parts = zip(experts, rows.split(counts), strict=True)
-    return torch.cat([expert(part) for expert, part in parts if len(part)])
+    """[S, out] from rows [S, in]: the first counts[0] go to expert 0, the next counts[1] to expert 1, …
+
+    Five rows and counts 2 0 3:
+
+        rows       0 1 | 2 3 4
+        experts     0  |   2
+    """
+    outputs = []
+    for expert, part in zip(experts, rows.split(counts), strict=True):
+        if len(part):
+            outputs.append(expert(part))
+    return torch.cat(outputs)
 
 
 @final
@@ -55,7 +67,9 @@ class PackedProduct(TorchFunctionMode):
             return self.linear(args[0])
         if code in (torch.sigmoid, Tensor.sigmoid):
             return in_blocks(code, args[0])
-        return code(*args, **kwargs or {})
+        if kwargs is None:
+            kwargs = {}
+        return code(*args, **kwargs)
 
 
 def pack_router(router: Any, linear: nn.Module) -> None:
@@ -72,9 +86,17 @@ def pack_router(router: Any, linear: nn.Module) -> None:
 
     experts, width = router.weight.shape
     x = torch.linspace(-1, 1, 4 * width).view(4, -1).to(router.weight.dtype)
-    _, *others = inspect.signature(own).parameters.values()
-    zeros = [x.new_zeros(experts) for other in others if other.default is other.empty]
-    if alike(lambda rows: packed(rows, *zeros), lambda rows: own(rows, *zeros), x, 0.05):
+    others = list(inspect.signature(own).parameters.values())[1:]
+    needed = [other for other in others if other.default is other.empty]
+    zeros = [x.new_zeros(experts)] * len(needed)
+
+    def run_packed(rows: Tensor) -> Any:
+        return packed(rows, *zeros)
+
+    def run_own(rows: Tensor) -> Any:
+        return own(rows, *zeros)
+
+    if alike(run_packed, run_own, x, 0.05):
         router.forward = packed
         setattr(router, PACKED, True)
 
@@ -82,8 +104,9 @@ def pack_router(router: Any, linear: nn.Module) -> None:
 def alike(code: Any, own: Any, x: Tensor, error: float) -> bool:
     """Whether code computes what a model's own computes from x; False where either raises."""
     try:
-        found, expected = (tree_leaves(each(x))[0] for each in (code, own))
-        return torch.allclose(found, expected, error, error)
+        output = tree_leaves(code(x))[0]
+        expected = tree_leaves(own(x))[0]
+        return torch.allclose(output, expected, error, error)
     except Exception:  # a model's own code may raise anything
         return False
 
@@ -94,7 +117,8 @@ def in_blocks(activation: Any, x: Tensor) -> Tensor:
     size = blocked(numbers, torch.get_num_threads())
     if size == numbers and not x.shape[-1] % BLOCK:
         return activation(x)
-    return activation(F.pad(x.flatten(), (0, size - numbers)))[:numbers].view(x.shape)
+    padded = F.pad(x.flatten(), (0, size - numbers))
+    return activation(padded)[:numbers].view(x.shape)
 
 
 def blocked(numbers: int, threads: int) -> int:

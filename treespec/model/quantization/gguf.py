@@ -12,20 +12,21 @@ from transformers.utils import logging as bars
 from treespec.files.quiet import quiet
 from treespec.model.folder import located
 from treespec.model.placement import Placement
+from treespec.model.support import list_rotary_settings
 
 log = logging.getLogger(__name__)
 
 
 def own_or_gguf(loader: Any, path: str, file: Path | None, how: Placement) -> Any:
-    """What `loader.from_pretrained` makes of a model's own files, else of its GGUF file."""
-    where = located(path, how)
+    """Load a config or tokenizer from a model's own files, else from its GGUF file."""
+    options = located(path, how)
     with quiet():
         try:
-            return loader.from_pretrained(path, **where)
+            return loader.from_pretrained(path, **options)
         except Exception:  # the loaders raise whatever the file or hub gave them
             if file is None:
                 raise
-            return loader.from_pretrained(file.parent, gguf_file=file.name, **where)
+            return loader.from_pretrained(file.parent, gguf_file=file.name, **options)
 
 
 @contextmanager
@@ -57,10 +58,10 @@ def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
         return
     metadata, tensors = read_gguf_metadata(str(file))
     kind = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    scaled = any(part.get("rope_type", "default") != "default" for part in parts)
-    if not scaled and (kind != "none" or "rope_freqs.weight" in tensors):
+    settings = list_rotary_settings(config.get_text_config())
+    is_scaled = any(part.get("rope_type", "default") != "default" for part in settings)
+    scales = kind != "none" or "rope_freqs.weight" in tensors
+    if scales and not is_scaled:
         log.warning(
             "%s scales its rotary positions, and the config read for it does not, so the text is not "
             "its model's: give a --target that has the model's config.json",

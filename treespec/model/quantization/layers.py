@@ -19,9 +19,9 @@ def is_plain(module: nn.Module) -> bool:
 
 def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
     """Whether a weight holds floats. Tensor classes of quantizers and 8-bit floats do not count."""
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return False
-    return weight.is_floating_point() and weight.element_size() > 1
+    return weight.element_size() > 1
 
 
 def sizes_of(linear: Any) -> tuple[int, int]:
@@ -41,10 +41,12 @@ def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device)
     quantised by another library than torchao, packed or no linear layer.
     """
     whole: Any = model.get_output_embeddings()
-    weights = dict(whole.named_parameters()) if isinstance(whole, nn.Linear) else {}
-    if not all(weight.element_size() > 1 and not weight.is_meta for weight in weights.values()):
-        weights = {}
-    if "weight" not in weights:
+    weights: dict[str, nn.Parameter] = {}
+    if isinstance(whole, nn.Linear):
+        weights = dict(whole.named_parameters())
+    is_readable = all(weight.element_size() > 1 for weight in weights.values())
+    is_offloaded = any(weight.is_meta for weight in weights.values())
+    if "weight" not in weights or is_offloaded or not is_readable:
         raise InputError(
             f"{type(model).__name__} takes no draft vocabulary: its output embedding is offloaded, "
             "quantised or no linear layer; load the plain model by its path, with room on a device"
@@ -60,7 +62,10 @@ def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device)
 
 def embedding_width(embedding: Any) -> int:
     """The width of an embedding's rows; an adapter around one does not say it."""
-    return getattr(embedding, "embedding_dim", None) or int(embedding.weight.shape[1])
+    width: int | None = getattr(embedding, "embedding_dim", None)
+    if width:
+        return width
+    return int(embedding.weight.shape[1])
 
 
 def table_of(embedding: Any) -> nn.Parameter:

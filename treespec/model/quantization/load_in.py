@@ -25,9 +25,13 @@ def foreign(form: str) -> InputError:
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What a checkpoint's config says of its quantisation; {} for plain weights."""
-    parts = (config, config.get_text_config())
-    own: Any = next(filter(None, (getattr(p, "quantization_config", None) for p in parts)), {})
-    return own if isinstance(own, dict) else vars(own)
+    for part in (config, config.get_text_config()):
+        fields: Any = getattr(part, "quantization_config", None)
+        if isinstance(fields, dict) and fields:
+            return fields
+        if fields:
+            return vars(fields)
+    return {}
 
 
 def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any]:
@@ -38,36 +42,54 @@ def quantizer_options(how: Placement, config: PreTrainedConfig) -> dict[str, Any
     """
     # 1. What the checkpoint brings.
     fields = own_fields(config)
-    if fields:
-        method = fields.get("quant_method") or ("MLX" if "group_size" in fields else "bitsandbytes")
-        if method == "MLX":
-            raise foreign(method)
-        if how.load_in:
-            method = getattr(method, "value", method)
-            raise InputError(
-                f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
-            )
+    method = get_quantization_method(fields)
+    if method == "MLX":
+        raise foreign(method)
+    if method and how.load_in:
+        raise InputError(
+            f"its weights are quantised by {method} already: leave out --load-in {how.load_in}"
+        )
 
     # 2. What the option asks for: weights alone are quantised, but for 8bit.
     how.check_package()
-    form = how.quantizer
-    dtype = how.dtype
-    if form == "8bit" or fields.get("load_in_8bit"):
+    if how.quantizer == "8bit" or fields.get("load_in_8bit"):
         tell_of_8bit()
-    if form is None:
+    if how.quantizer is None:
         return {}
-    quantizer: Any = BitsAndBytesConfig(load_in_8bit=True)
-    if form == "4bit":
-        named = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-        quantizer = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=named
-        )
-    elif form != "8bit":
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    return {"quantization_config": build_quantizer(how.quantizer, how.dtype, config)}
 
-        kind = Int8WeightOnlyConfig if form == "int8" else Float8WeightOnlyConfig
-        quantizer = TorchAoConfig(kind(set_inductor_config=False))
-    return {"quantization_config": quantizer}
+
+def get_quantization_method(fields: dict[str, Any]) -> str:
+    """The method that a checkpoint is quantised by, from its `own_fields`; "" for plain weights."""
+    if not fields:
+        return ""
+    method = fields.get("quant_method")
+    if method:
+        return getattr(method, "value", method)
+    if "group_size" in fields:
+        return "MLX"
+    return "bitsandbytes"
+
+
+def build_quantizer(form: str, dtype: Any, config: PreTrainedConfig) -> Any:
+    """transformers' config of a quantizer.
+
+    form: a name of `LOAD_IN`. dtype: as `Placement.dtype`, which 4bit computes in.
+    """
+    if form == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if form == "4bit":
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.float32
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    kind = Float8WeightOnlyConfig
+    if form == "int8":
+        kind = Int8WeightOnlyConfig
+    return TorchAoConfig(kind(set_inductor_config=False))
 
 
 def tell_of_8bit() -> None:
@@ -101,6 +123,7 @@ def unpack_compressed(model: PreTrainedModel) -> None:
     # 2. The layers that only multiply.
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
-        rounds = scheme and (scheme.input_activations or scheme.output_activations)
-        if scheme and not rounds and not hasattr(module, "_hf_hook"):
+        if scheme is None or scheme.input_activations or scheme.output_activations:
+            continue
+        if not hasattr(module, "_hf_hook"):
             vars(module).pop("forward", None)

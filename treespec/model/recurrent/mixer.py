@@ -44,25 +44,37 @@ class StateLayer(TreeLayer, LinearAttentionLayer):
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """transformers gives keys and values by place, states by name."""
-        base = TreeLayer if args else LinearAttentionLayer
-        base.lazy_initialization(self, *args, **kwargs)
+        if args:
+            TreeLayer.lazy_initialization(self, *args, **kwargs)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
     def lend(self, numbers: Iterable[int], states: State) -> None:
         """Hold these states, and no others, of these numbers."""
         for number in numbers:
-            conv, recurrent = (states.get((kind, number)) for kind in KINDS)
-            self.conv_states[number], self.recurrent_states[number] = conv, recurrent
-            self.is_conv_states_initialized[number] = conv is not None
-            self.is_recurrent_states_initialized[number] = recurrent is not None
-            self.has_previous_state[number] = conv is not None or recurrent is not None
-            self.conv_kernel_size[number] = None if conv is None else conv.shape[-1]
+            conv = states.get(("conv", number))
+            recurrent = states.get(("recurrent", number))
+            has_conv = conv is not None
+            has_recurrent = recurrent is not None
+            self.conv_states[number] = conv
+            self.recurrent_states[number] = recurrent
+            self.is_conv_states_initialized[number] = has_conv
+            self.is_recurrent_states_initialized[number] = has_recurrent
+            self.has_previous_state[number] = has_conv or has_recurrent
+            self.conv_kernel_size[number] = None
+            if conv is not None:
+                self.conv_kernel_size[number] = conv.shape[-1]
 
     def take_back(self, numbers: Iterable[int]) -> State:
         """The states that the model left, which go."""
-        held = {"conv": self.conv_states, "recurrent": self.recurrent_states}
-        states = {(kind, number): held[kind][number] for kind in held for number in numbers}
+        states: State = {}
+        for kind, held in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
+            for number in numbers:
+                state = held[number]
+                if state is not None:
+                    states[kind, number] = state
         self.lend(numbers, {})
-        return {key: state for key, state in states.items() if state is not None}
+        return states
 
 
 @final
@@ -113,10 +125,12 @@ class Mixer:
                 if length > DEEPEST:
                     trail.pop(i - 1, None)
 
-        def joined(*parts: Any) -> Any:
-            return torch.cat(parts, 1) if is_by_token(parts[0], rows, 1) else parts[-1]
+        def join(*parts: Any) -> Any:
+            if is_by_token(parts[0], rows, 1):
+                return torch.cat(parts, 1)
+            return parts[-1]
 
-        return tree_map(joined, *tokens), trail
+        return tree_map(join, *tokens), trail
 
     def _call(
         self, cache: TreeCache, arguments: Arguments, state: State, inputs: Tensor
@@ -127,16 +141,19 @@ class Mixer:
         length = inputs.shape[1]
         assert isinstance(layer, StateLayer)
         # A power of two, at least 16 where a GPU wants it.
-        chunk = max(2 if inputs.is_cpu else 16, 1 << (length - 1).bit_length())
+        smallest = 2 if inputs.is_cpu else 16
+        chunk = max(smallest, 1 << (length - 1).bit_length())
         if self.chunks and 1 < length < CHUNK:
             arguments = arguments | {"chunk_size": chunk}
         before = own.get("chunk_size")  # Mamba-2 holds its own
-        own |= {"chunk_size": min(before, chunk)} if before else {}
+        if before:
+            own["chunk_size"] = min(before, chunk)
         layer.lend(self.numbers, state)
         try:
             returned = self.code(**arguments)
         finally:
-            own |= {"chunk_size": before} if before else {}
+            if before:
+                own["chunk_size"] = before
             after = layer.take_back(self.numbers)
         return returned, after
 
@@ -149,7 +166,9 @@ def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) ->
 
 def is_by_token(value: object, sequences: int, tokens: int) -> bool:
     """Whether a value is a tensor [sequences, tokens, ...]."""
-    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (sequences, tokens)
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return False
+    return value.shape[:2] == (sequences, tokens)
 
 
 def split(arguments: Arguments, sequences: int, tokens: int) -> tuple[Arguments, dict[str, Tensor]]:
@@ -184,33 +203,42 @@ def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
         if part.is_floating_point():
             noise = 0.5 + torch.rand(part.shape, generator=generator)
             state[key] = 10 * part.abs().mean() * noise.to(part)
-    cases = [state, *(state | {key: torch.zeros_like(part)} for key, part in state.items())]
+    cases = [state]
+    for key, part in state.items():
+        cases.append(state | {key: torch.zeros_like(part)})
 
-    def outputs(way: Mixer) -> Tensor:
+    def run_cases(way: Mixer) -> Tensor:
         """[cases, X] all outputs of each case."""
         rows = []
         for case in cases:
-            own = {key: part.clone() for key, part in case.items()}
-            found = tree_leaves(way.run(cache, constant, steps, own)[0])
-            by_token = [part for part in found if is_by_token(part, 1, LENGTH)]
-            rows.append(torch.cat([part.float().flatten() for part in by_token]))
+            copies = {key: part.clone() for key, part in case.items()}
+            returned, _ = way.run(cache, constant, steps, copies)
+            outputs = []
+            for part in tree_leaves(returned):
+                if is_by_token(part, 1, LENGTH):
+                    outputs.append(part.float().flatten())
+            rows.append(torch.cat(outputs))
         return torch.stack(rows)
 
     # 2. The outputs are the same at once and one by one, and so is the effect of each part.
-    expected = outputs(replace(mixer, continues=False))
+    expected = run_cases(replace(mixer, continues=False))
     effects = expected[1:] - expected[:1]
 
-    def equal(way: Mixer) -> bool:
+    def is_equal(way: Mixer) -> bool:
         try:
-            found = outputs(way)
+            outputs = run_cases(way)
         except Exception:  # a model's own code may raise anything
             return False
-        off = (found[0] - expected[0]).abs().mean() <= ALLOWED * expected[0].std()
-        missed = (found[1:] - found[:1] - effects).abs().mean(1) > EFFECT * effects.abs().mean(1)
-        return bool(off) and not bool(missed.any())
+        error = (outputs[0] - expected[0]).abs().mean()
+        missed = (outputs[1:] - outputs[:1] - effects).abs().mean(1)
+        if missed.gt(EFFECT * effects.abs().mean(1)).any():
+            return False
+        return bool(error <= ALLOWED * expected[0].std())
 
     at_once = replace(mixer, continues=True)
-    if not equal(at_once):
+    if not is_equal(at_once):
         return replace(mixer, continues=False)
     in_chunks = replace(at_once, chunks=True)
-    return in_chunks if equal(in_chunks) else at_once
+    if is_equal(in_chunks):
+        return in_chunks
+    return at_once

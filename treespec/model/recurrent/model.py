@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from treespec.model.recurrent.rows import (
     read_back,
     replaced,
 )
+from treespec.model.support import INDEXED, get_layer_types
 
 HYBRID = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
@@ -69,6 +70,38 @@ class Forwarded:
     trail: Trail
 
 
+class PathStep(NamedTuple):
+    """A step of a forward over paths: the row of `PathRows`, and the step in it; -1 before the first."""
+
+    row: int
+    step: int
+
+
+def find_last_steps(rows: PathRows, nodes: Sequence[Sequence[int]]) -> dict[int, PathStep]:
+    """{sequence: the step of its last accepted node}, of sequences with accepted nodes.
+
+    The node may be of an earlier forward. Such a step is before the first. Of the drawing of
+    `recurrent_rows`, node 4 is step 2 of row 1:
+
+        row 0    0 1 3      nodes [[0, 2, 4]]: {0: (row 1, step 2)}
+        row 1    0 2 4
+    """
+    earlier = rows.width - rows.outputs.shape[1]
+    depth = rows.columns.shape[1]
+    outputs = rows.outputs.tolist()
+    steps = {}
+    for sequence, kept in enumerate(nodes):
+        if not kept:
+            continue
+        node = kept[-1] - earlier
+        if node >= 0:
+            row, step = divmod(outputs[sequence][node], depth)
+            steps[sequence] = PathStep(row, step)
+        else:
+            steps[sequence] = PathStep(0, -1)
+    return steps
+
+
 @final
 class Recurrent:
     """The mixers of a target.
@@ -85,7 +118,7 @@ class Recurrent:
         # 1. The layers of a cache, as transformers' own has them.
         config = model.config.get_text_config()
         known = DynamicCache(config=config).layers
-        self.indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+        self.indexed = INDEXED in get_layer_types(config)
         self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
         self.state_counts += [0] * (layers - len(self.state_counts))
 
@@ -97,28 +130,40 @@ class Recurrent:
             "place that treespec does not know"
         )
         try:
-            found, calls = find_mixers(decoder, tokens, cache)
+            mixers = find_mixers(decoder, tokens, cache)
         except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
             raise InputError(f"{unknown} ({first_line(error)})") from error
         self.has_attention = any(layer.storage for layer in cache.tree_layers)
-        if not found and not self.has_attention:
+        if not mixers and not self.has_attention:
             raise InputError(unknown)
 
-        # 3. What each kind of module can do.
-        kinds = {type(mixer.module): mixer for mixer in found}
-        kinds = {kind: tried(mixer, cache, calls[mixer.module]) for kind, mixer in kinds.items()}
-        able = ((mixer, kinds[type(mixer.module)]) for mixer in found)
-        self.mixers = [replace(m, continues=a.continues, chunks=a.chunks) for m, a in able]
+        # 3. What each kind of module can do, by a trial of one of them.
+        trials = {type(trial.mixer.module): trial for trial in mixers}
+        kinds = {}
+        for kind, trial in trials.items():
+            kinds[kind] = tried(trial.mixer, cache, trial.arguments)
+        self.mixers = []
+        for trial in mixers:
+            probed = kinds[type(trial.mixer.module)]
+            able = replace(trial.mixer, continues=probed.continues, chunks=probed.chunks)
+            self.mixers.append(able)
         self.continues = all(mixer.continues for mixer in self.mixers)
 
     def layers(self, capacity: int) -> list[TreeLayer]:
         """The layers of a cache."""
-        counts = self.state_counts
-        return [StateLayer(capacity, n) if n else TreeLayer(capacity) for n in counts]
+        layers: list[TreeLayer] = []
+        for count in self.state_counts:
+            if count:
+                layers.append(StateLayer(capacity, count))
+            else:
+                layers.append(TreeLayer(capacity))
+        return layers
 
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
-        by_type: Any = {"indexed_attention": masks} if self.indexed else masks
+        by_type: Any = masks
+        if self.indexed:
+            by_type = {INDEXED: masks}
         if not isinstance(by_type, dict):
             return by_type
         names = {HYBRID[kind]: mask for kind, mask in by_type.items() if kind in HYBRID}
@@ -131,8 +176,10 @@ class Recurrent:
         places: [B, T] int64, positions of all columns. seen: [B, N, U] bool, of the uncommitted ones.
         """
         rows = path_rows(seen, places[:, cache.end :])
-        numbered = enumerate(self.mixers)
-        with replaced({m.module: partial(self._mixed, i, cache, rows) for i, m in numbered}):
+        forwards = {}
+        for number, mixer in enumerate(self.mixers):
+            forwards[mixer.module] = partial(self._mixed, number, cache, rows)
+        with replaced(forwards):
             yield
 
     def _mixed(
@@ -141,12 +188,13 @@ class Recurrent:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
         mixer = self.mixers[number]
-        (b, n) = rows.outputs.shape
+        b, n = rows.outputs.shape
         constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
         earlier = rows.width - n
         if earlier:
             held = cache.forwarded[number].steps
-            steps = {name: torch.cat([held[name][:, :earlier], steps[name]], 1) for name in steps}
+            for name in steps:
+                steps[name] = torch.cat([held[name][:, :earlier], steps[name]], 1)
 
         # 2. Its own code over the paths.
         state = state_in(cache, number, rows.sequences.tolist())
@@ -156,80 +204,115 @@ class Recurrent:
 
         # 3. Keep what `commit` needs; each node's own output.
         cache.forwarded[number] = Forwarded(rows, constant, steps, known, trail)
+        row_count, step_count = rows.columns.shape
 
-        def own(part: Any) -> Any:
-            return rows.gathered(part) if is_by_token(part, *rows.columns.shape) else part
+        def gather(part: Any) -> Any:
+            if is_by_token(part, row_count, step_count):
+                return rows.gathered(part)
+            return part
 
-        return tree_map(own, returned)
+        return tree_map(gather, returned)
 
     @torch.no_grad()
     def committed(self, cache: TreeCache, nodes: Sequence[Sequence[int]]) -> list[States]:
         """The states of each sequence after its accepted nodes of the last forward."""
-        # 1. The row and step of each one's last accepted node; it may be of an earlier forward.
-        rows = cache.forwarded[0].rows
-        earlier = rows.width - rows.outputs.shape[1]
-        outputs = rows.outputs.tolist()
-        ends = {sequence: (0, -1) for sequence, kept in enumerate(nodes) if kept}
-        for sequence in ends:
-            node = nodes[sequence][-1] - earlier
-            if node >= 0:
-                ends[sequence] = divmod(outputs[sequence][node], rows.columns.shape[1])
-
-        # 2. Its states: those that the forward left, else by the mixer over the accepted nodes.
-        new: list[States] = [[] if kept else cache.states[i] for i, kept in enumerate(nodes)]
-        for number, mixer in enumerate(self.mixers):
-            forwarded = cache.forwarded[number]
-            again: defaultdict[int, list[int]] = defaultdict(list)  # sequences by number of nodes
-            for sequence, (row, step) in ends.items():
-                if step in forwarded.trail:
-                    new[sequence].append(row_of(forwarded.trail[step], row))
-                else:
-                    again[len(nodes[sequence])].append(sequence)
-            for length, sequences in again.items():
-                kept = torch.tensor(sequences), torch.tensor([list(nodes[i]) for i in sequences])
-                steps = {name: entries(values, *kept) for name, values in forwarded.steps.items()}
-                state = state_in(cache, number, sequences)
-                with read_back(mixer.module, forwarded.known, *kept):
-                    trail = mixer.run(cache, forwarded.constant, steps, state)[1]
-                for row, sequence in enumerate(sequences):
-                    new[sequence].append(row_of(trail[length - 1], row))
+        last_steps = find_last_steps(cache.forwarded[0].rows, nodes)
+        new = cache.states
+        for sequence in last_steps:
+            new[sequence] = []
+        for number in range(len(self.mixers)):
+            for sequence, state in self._run_accepted(number, cache, nodes, last_steps).items():
+                new[sequence].append(state)
         return new
+
+    def _run_accepted(
+        self,
+        number: int,
+        cache: TreeCache,
+        nodes: Sequence[Sequence[int]],
+        last_steps: dict[int, PathStep],
+    ) -> dict[int, State]:
+        """A mixer's state after each sequence's accepted nodes: what the forward left, or by another run."""
+        # 1. The forward left the state after some steps.
+        mixer = self.mixers[number]
+        forwarded = cache.forwarded[number]
+        states: dict[int, State] = {}
+        by_length: defaultdict[int, list[int]] = defaultdict(list)  # the other sequences
+        for sequence, last in last_steps.items():
+            if last.step in forwarded.trail:
+                states[sequence] = row_of(forwarded.trail[last.step], last.row)
+            else:
+                by_length[len(nodes[sequence])].append(sequence)
+
+        # 2. The mixer runs again over the accepted nodes, of sequences of equal length together.
+        for length, sequences in by_length.items():
+            numbers = torch.tensor(sequences)
+            columns = torch.tensor([list(nodes[sequence]) for sequence in sequences])
+            steps = {}
+            for name, values in forwarded.steps.items():
+                steps[name] = entries(values, numbers, columns)
+            before = state_in(cache, number, sequences)
+            with read_back(mixer.module, forwarded.known, numbers, columns):
+                _, trail = mixer.run(cache, forwarded.constant, steps, before)
+            for row, sequence in enumerate(sequences):
+                states[sequence] = row_of(trail[length - 1], row)
+        return states
 
 
 def state_in(cache: TreeCache, number: int, sequences: Sequence[int]) -> State:
     """Copies of a mixer's states of some sequences, [sequences, ...]; zeros before the first token."""
-    held = [cache.states[i][number] if cache.states[i] else None for i in sequences]
-    zeros = {key: torch.zeros_like(x) for key, x in next(filter(None, held), {}).items()}
-    return {key: torch.cat([(state or zeros)[key] for state in held]) for key in zeros}
+    states = cache.states
+    held: list[State] = []
+    for sequence in sequences:
+        if states[sequence]:
+            held.append(states[sequence][number])
+        else:
+            held.append({})
+    joined = {}
+    for key, like in next(filter(None, held), {}).items():
+        zeros = torch.zeros_like(like)
+        joined[key] = torch.cat([state.get(key, zeros) for state in held])
+    return joined
 
 
 def row_of(state: State, row: int) -> State:
     """The states [1, ...] of a row, which do not keep those of the others."""
-    return {key: x if len(x) == 1 else x[row : row + 1].clone() for key, x in state.items()}
+    own = {}
+    for key, part in state.items():
+        if len(part) > 1:
+            part = part[row : row + 1].clone()
+        own[key] = part
+    return own
 
 
-def find_mixers(
-    decoder: nn.Module, tokens: Tensor, cache: TreeCache
-) -> tuple[list[Mixer], dict[nn.Module, Arguments]]:
-    """The modules of a decoder that carry a state, and all modules' arguments in a trial forward.
+class MixerCall(NamedTuple):
+    """A mixer, and the arguments of its module in a trial forward."""
+
+    mixer: Mixer
+    arguments: Arguments
+
+
+def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> list[MixerCall]:
+    """The modules of a decoder that carry a state, by a trial forward.
 
     tokens: [1, T] int64, of the trial. cache: an empty one, which the trial fills.
     Raises InputError for a module that keeps states in several layers of the cache.
     """
-    stack: list[nn.Module] = []  # the modules at work
+    at_work: list[nn.Module] = []  # the innermost module last
     calls: dict[nn.Module, Arguments] = {}
     touched: defaultdict[nn.Module, set[tuple[int, int]]] = defaultdict(set)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        stack.append(module)
+        at_work.append(module)
         calls[module] = arguments_of(module, args, kwargs)
 
     def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        stack.pop()
+        at_work.pop()
 
-    def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        touched[stack[-1]].add((given["layer_idx"], given.get("state_idx", 0)))
+    def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        place = (arguments["layer_idx"], arguments.get("state_idx", 0))
+        touched[at_work[-1]].add(place)
         return original(*args, **kwargs)
 
     # 1. A forward: who is at work when the cache takes a state?
@@ -237,20 +320,28 @@ def find_mixers(
         for module in decoder.modules():
             listening.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             listening.enter_context(module.register_forward_hook(end, always_call=True))
-        for name in (f"update_{kind}_state" for kind in KINDS):
-            setattr(cache, name, partial(noted, getattr(cache, name)))
+        for kind in KINDS:
+            name = f"update_{kind}_state"
+            setattr(cache, name, partial(note, getattr(cache, name)))
             listening.callback(delattr, cache, name)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        options = {"past_key_values": cache, "cache_params": cache, "position_ids": positions}
-        takes = inspect.signature(type(decoder).forward).parameters
-        taken = {name: value for name, value in options.items() if name in takes}
-        decoder(input_ids=tokens, use_cache=True, **taken)
+        run_trial(decoder, tokens, cache)
 
     # 2. In which layer does each keep its states?
-    mixers: list[Mixer] = []
+    mixers = []
     for module, places in touched.items():
-        layers, numbers = (sorted(set(part)) for part in zip(*places, strict=True))
+        layers = sorted({layer for layer, _ in places})
+        numbers = sorted({number for _, number in places})
         if len(layers) > 1:
             raise InputError(f"{type(module).__name__} carries the states of several layers")
-        mixers.append(Mixer(module, module.forward, layers[0], tuple(numbers)))
-    return mixers, calls
+        mixer = Mixer(module, module.forward, layers[0], tuple(numbers))
+        mixers.append(MixerCall(mixer, calls[module]))
+    return mixers
+
+
+def run_trial(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> None:
+    """Forward tokens [1, T] with those arguments that a decoder takes."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    options = {"past_key_values": cache, "cache_params": cache, "position_ids": positions}
+    takes = inspect.signature(type(decoder).forward).parameters
+    taken = {name: value for name, value in options.items() if name in takes}
+    decoder(input_ids=tokens, use_cache=True, **taken)

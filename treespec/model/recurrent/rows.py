@@ -54,7 +54,9 @@ class PathRows:
 
     def spread(self, nodes: Tensor) -> Tensor:
         """[R, L, ...] from [B, U, ...]: the entry of each step's node."""
-        return nodes if self.whole else entries(nodes, self.sequences, self.columns)
+        if self.whole:
+            return nodes
+        return entries(nodes, self.sequences, self.columns)
 
     def gathered(self, steps: Tensor) -> Tensor:
         """[B, N, ...] from [R, L, ...]: each new node's own step."""
@@ -114,8 +116,12 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[No
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
     """The linear layers of a module, plain, packed or quantised: they say their widths."""
-    sized = (part for part in module.modules() if hasattr(part, "in_features"))
-    return [part for part in sized if hasattr(part, "out_features") and not any(part.children())]
+    layers = []
+    for part in module.modules():
+        has_widths = hasattr(part, "in_features") and hasattr(part, "out_features")
+        if has_widths and not any(part.children()):
+            layers.append(part)
+    return layers
 
 
 def computed(
@@ -167,7 +173,9 @@ def read_back(
     """
 
     def output(call: Call, code: Linear, x: Tensor) -> Tensor:
-        return entries(known[call], sequences, columns) if call in known else code(x)
+        if call not in known:
+            return code(x)
+        return entries(known[call], sequences, columns)
 
     return by_call(module, columns.shape, output)
 

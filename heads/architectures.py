@@ -185,19 +185,25 @@ KNOWN_ARCHITECTURES = (
 def find_names(config: Config) -> Iterator[str]:
     """The names that a config.json has for its architecture."""
     architectures = config.get("architectures")
+    names: list[object] = []
     if isinstance(architectures, list):
-        yield from (name for name in architectures if isinstance(name, str))
+        names += architectures
+    names.append(config.get(SPECULATORS_TYPE))
     nested = config.get("dflash_config")
-    projector = nested.get("projector_type") if isinstance(nested, dict) else None
-    for name in (config.get(SPECULATORS_TYPE), projector, config.get("projector_type")):
-        if isinstance(name, str):
+    if isinstance(nested, dict):
+        names.append(nested.get("projector_type"))
+    names.append(config.get("projector_type"))
+    for name in names:
+        if isinstance(name, str):  # a file may say anything
             yield name
 
 
 def find_architecture(name: str) -> Architecture | None:
     """The row of a name; None for one that is not in the table, such as a target's."""
-    matches = (row for row in KNOWN_ARCHITECTURES if re.fullmatch(row.marks, name, re.IGNORECASE))
-    return next(matches, None)
+    for row in KNOWN_ARCHITECTURES:
+        if re.fullmatch(row.marks, name, re.IGNORECASE):
+            return row
+    return None
 
 
 def check_architecture(config: Config) -> None:

@@ -61,11 +61,10 @@ def load_head(
         config, tensors = resolve_name(kind.read)(config, tensors)
         with torch.device("meta"):
             described = build(config)
+    except KeyError as error:
+        raise build_config_error(folder, build.known_as, f"{error} is missing") from error
     except Exception as error:  # a file may say anything
-        words = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(
-            f"{folder / 'config.json'} does not describe {build.known_as}: {' '.join(words.split())}"
-        ) from error
+        raise build_config_error(folder, build.known_as, str(error)) from error
 
     # 2. Compare the tensors with those that the config describes, and build the head itself: some of
     #    its buffers follow from the config.
@@ -74,12 +73,20 @@ def load_head(
         head: Head = build(config)
         head.fill(tensors)
     except ValueError as error:
-        reading = f"it was read as {build.known_as}" + (f" ({named})" if named else "")
+        reading = f"it was read as {build.known_as}"
+        if named:
+            reading += f" ({named})"
         raise InputError(f"{folder}: {error}; {reading}: {UNREADABLE_ADVICE}") from error
     broken = [name for name, value in tensors.items() if not value.isfinite().all()]
     if broken:
         raise InputError(f"{folder}: {listed(broken)} hold values that are not finite; {AGAIN}")
     return head.to(device=device, dtype=dtype)
+
+
+def build_config_error(folder: Path, known_as: str, reason: str) -> InputError:
+    """The error of a config.json that a head's class or its reader does not take, in one line."""
+    words = " ".join(reason.split())
+    return InputError(f"{folder / 'config.json'} does not describe {known_as}: {words}")
 
 
 def strip_all_wrappers(tensors: Tensors) -> Tensors:
@@ -110,11 +117,14 @@ def save_head(
     leave_out: names of tensors that the target has, from `head.optional`.
     Raises InputError where it cannot be written.
     """
-    tensors = {
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else None)
-        for name, value in head.state_dict().items()
-        if name not in leave_out
-    }
+    tensors: Tensors = {}
+    for name, value in head.state_dict().items():
+        if name in leave_out:
+            continue
+        stored_dtype = value.dtype
+        if dtype is not None and value.is_floating_point():
+            stored_dtype = dtype
+        tensors[name] = value.detach().to("cpu", stored_dtype)
     write_head(Path(path), sealed(head.config), tensors)
 
 
@@ -126,8 +136,11 @@ def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
 
 def listed(names: Iterable[str]) -> str:
     """The first five names in order, and the number of the others."""
-    shown = sorted(names)
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+    ordered = sorted(names)
+    words = ", ".join(ordered[:5])
+    if len(ordered) > 5:
+        words += f" and {len(ordered) - 5} more"
+    return words
 
 
 def check_shapes(
@@ -159,29 +172,41 @@ def tensors_in(folder: Path) -> Tensors:
 
     Raises InputError where there is none, or it holds something else.
     """
-    index = tensor_file(folder)
+    first = tensor_file(folder)
+    if first.name == GGUF:
+        return tensors_of_gguf(first)
+    files = [first]
+    if first.suffix == ".json":
+        files = [folder / name for name in read_index(first)]
     tensors = Tensors()
-    files = [index]
-    if index.name == GGUF:
-        return tensors_of_gguf(index)
-    if index.suffix == ".json":
-        try:
-            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            heads = {places[name] for name in places if name.startswith(WHOLE)}
-            names = sorted(heads or set(places.values()))  # without the model around the heads
-            outside = [name for name in names if not inside(name)]
-        except Exception as error:  # a file may say anything
-            raise InputError(
-                f"{index} is damaged: it names no files of tensors; {AGAIN}"
-            ) from error
-        if outside:
-            raise InputError(
-                f"{index} names {outside[0]!r}, a file outside the head's folder: treespec reads none there"
-            )
-        files = [folder / name for name in names]
     for file in files:
-        tensors |= read_tensors(file, AGAIN)[0] if file.suffix == ".safetensors" else pickled(file)
+        if file.suffix == ".safetensors":
+            stored, _ = read_tensors(file, AGAIN)
+        else:
+            stored = pickled(file)
+        tensors |= stored
     return tensors
+
+
+def read_index(index: Path) -> list[str]:
+    """The names of the files that an index lists. A whole model's other files than those of Medusa's heads are skipped.
+
+    Raises InputError for a damaged index, and for one that leads out of the head's folder.
+    """
+    try:
+        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {file for tensor, file in files.items() if tensor.startswith(WHOLE)}
+        if not names:
+            names = set(files.values())
+        ordered = sorted(names)
+        outside = [name for name in ordered if not inside(name)]
+    except Exception as error:  # a file may say anything
+        raise InputError(f"{index} is damaged: it names no files of tensors; {AGAIN}") from error
+    if outside:
+        raise InputError(
+            f"{index} names {outside[0]!r}, a file outside the head's folder: treespec reads none there"
+        )
+    return ordered
 
 
 def tensors_of_gguf(file: Path) -> Tensors:

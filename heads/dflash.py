@@ -25,7 +25,7 @@ from treespec.heads.eagle3 import check_distinct_layers, default_aux_layers
 from treespec.heads.head import Config, Embed, TargetFacts
 from treespec.heads.layers import Angles, Attention, KeyValues, Layer, RMSNorm, windows_of
 from treespec.heads.llama import BlockHead, Pairs
-from treespec.heads.unrolled import attend
+from treespec.heads.unrolled import AttentionColumns, attend
 
 
 @final
@@ -52,21 +52,22 @@ class DFlashHead(BlockHead):
         width = self.hidden_size
         eps = self.llama.rms_norm_eps
         self.aux_layers = check_distinct_layers(config["aux_hidden_state_layer_ids"])
-        self.block, self.from_anchor = (
-            config.get("block_size") or 0,
-            config.get("sample_from_anchor"),
-        )
-        self.max_depth = self.block if self.from_anchor else self.block - 1
+        self.block = config.get("block_size") or 0
+        self.from_anchor = config.get("sample_from_anchor")
+        self.max_depth = self.block - self.first_slot
         if self.max_depth < 1:
             raise ValueError(f"block_size is {self.block}, must be at least 2")
         self.windows = windows_of(config)
-        self.causal = config.get("causal") or [window is not None for window in self.windows]
+        self.causal: list[bool] = [window is not None for window in self.windows]
+        if config.get("causal"):
+            self.causal = config["causal"]
         self.cached_layers = len(self.windows)
 
         # 2. The modules, by their published names.
         self.feature_size = len(self.aux_layers) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(self.feature_size, width, bias=False)
-        self.hidden_norm, self.norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(Layer(self.llama, qk_norm=True) for _ in self.windows)
         if config.get("own_output"):
             self.draft_first(config.get("draft_vocab_size"))
@@ -83,6 +84,20 @@ class DFlashHead(BlockHead):
         }
         return super().config_for(target, **own | fields)
 
+    @property
+    def first_slot(self) -> int:
+        """The first row of a block that drafts: the last token's own, 0, or the first mask token's."""
+        if self.from_anchor:
+            return 0
+        return 1
+
+    def embed_block(self, tokens: Tensor, embed: Embed) -> Tensor:
+        """[...] tokens of blocks -> [..., H], by the head's own embedding or else the target's."""
+        if self.embed_tokens is None:
+            return embed(tokens)
+        embedded: Tensor = self.embed_tokens(tokens)
+        return embedded
+
     def run(
         self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor, Tensor]:
@@ -92,16 +107,17 @@ class DFlashHead(BlockHead):
         rows = pairs.seen.shape[1]
         if roots is not None:
             block = F.pad(roots[:, None], (0, self.block - 1), value=self.mask_token)
-            x = (self.embed_tokens or embed)(block).to(context.dtype)
+            x = self.embed_block(block, embed).to(context.dtype)
         angles = self.rotary(pairs.places[:, -rows:], context.dtype)
 
-        # 2. The layers. Without a block they take the keys and values of the features alone.
+        # 2. The layers. Without a block they only store the keys and values of the features.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
             layer = cast(Layer, module)
             mask = self._mask(number, pairs, x.shape[1])
-            x = layer(
-                x, partial(layer.self_attn, angles=angles, mask=mask, cache=cache, context=context)
+            attention = partial(
+                layer.self_attn, angles=angles, mask=mask, cache=cache, context=context
             )
+            x = layer(x, attention)
         return context, self.norm(x)
 
     def forward(
@@ -124,7 +140,7 @@ class DFlashHead(BlockHead):
         texts, n = counts.shape
         roots = tokens[:, 1 : n + 1]
         x = torch.cat([roots, torch.full_like(roots, self.mask_token).repeat(size - 1, 1)])
-        x = (self.embed_tokens or embed)(x).to(dtype)
+        x = self.embed_block(x, embed).to(dtype)
         at = torch.arange(n, device=tokens.device)
         slots = torch.arange(1, size + 1, device=tokens.device).repeat_interleave(texts)
         angles = self.rotary(at + slots[:, None], dtype)
@@ -133,16 +149,23 @@ class DFlashHead(BlockHead):
         # 2. The layers.
         for module, causal, window in zip(self.layers, self.causal, self.windows, strict=True):
             layer = cast(Layer, module)
-            keys, values = layer.self_attn.project(context, before)[1:]
-            attends = partial(blocks, layer.self_attn, (keys, values), angles=angles)
-            x = layer(x, partial(attends, causal=causal, window=window))
+            known = layer.self_attn.project(context, before)
+            attention = partial(
+                blocks,
+                layer.self_attn,
+                AttentionColumns(known.keys, known.values),
+                angles=angles,
+                causal=causal,
+                window=window,
+            )
+            x = layer(x, attention)
 
         # 3. The states of each level, where its token counts.
-        levels = self.norm(x).chunk(size)[0 if self.from_anchor else 1 :]
-        return [
-            level[:, : n - step][counts[:, step:]]
-            for step, level in enumerate(levels[: min(steps, n)])
-        ]
+        levels = self.norm(x).chunk(size)[self.first_slot :]
+        states = []
+        for step, level in enumerate(levels[: min(steps, n)]):
+            states.append(level[:, : n - step][counts[:, step:]])
+        return states
 
     def _mask(self, number: int, pairs: Pairs, size: int) -> Tensor:
         """[B, 1, S, T] the columns that the block's rows see in a layer: causality and its window."""
@@ -157,24 +180,46 @@ class DFlashHead(BlockHead):
         return seen[:, None]
 
     def drafted(self, last: Tensor, block: Tensor) -> Tensor:
-        return block if self.from_anchor else block[:, 1:]
+        return block[:, self.first_slot :]
 
 
 def blocks(
     attention: Attention,
-    context: tuple[Tensor, Tensor],
+    context: AttentionColumns,
     x: Tensor,
     angles: Angles,
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """One layer's attention for `DFlashHead.forward`. context: its keys and values. x: [S B, R, H]."""
-    size = len(x) // len(context[0])
-    q, *own = (part.chunk(size) for part in attention.project(x, angles))
-    columns = [*zip(*own, strict=True)]
+    """One layer's attention for `DFlashHead.forward`, slot by slot.
+
+    Args:
+        attention: the layer's own.
+        context: keys and values [B, kv heads, R, D] of the fused features.
+        x: [S B, R, H] the rows of all slots, one slot after the other.
+        angles: cos and sin of the rows.
+        causal: whether a slot sees no later one.
+        window: positions that a row sees, its own included; None: all.
+
+    Returns [S B, R, H].
+    """
+    # 1. Queries, keys and values of each slot.
+    size = len(x) // len(context.keys)
+    parts = attention.project(x, angles)
+    queries = parts.queries.chunk(size)
+    slots = [
+        AttentionColumns(keys, values)
+        for keys, values in zip(parts.keys.chunk(size), parts.values.chunk(size), strict=True)
+    ]
+
+    # 2. A row sees the context, and its own column in each slot.
     out = []
-    for slot, rows in enumerate(q, start=1):
-        seen = columns[:slot] if causal else columns
-        wide = window and window + len(seen) - slot  # later slots take none of an earlier one's
-        out.append(attend(rows, [context, *seen], wide))
+    for number, rows in enumerate(queries, start=1):
+        seen = slots
+        if causal:
+            seen = slots[:number]
+        wide = window
+        if wide is not None:
+            wide += len(seen) - number  # later slots take no place of an earlier one
+        out.append(attend(rows, [context] + seen, wide))
     return attention.extend(torch.cat(out))

@@ -11,7 +11,7 @@ output path turns that into the logits of token t + 2. Five tokens:
     head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
 
 EAGLE-3's heads are of this family: a step takes the feature at position t and the embedding of
-token t + 1, and returns the feature at t + 1. To draft deeper, the head takes what it returned.
+token t + 1, and returns the feature at t + 1. To draft deeper, the head takes the feature that it returned.
 """
 
 from abc import abstractmethod
@@ -86,11 +86,15 @@ class FeatureHead(LlamaHead):
         return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
 
     def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Draft from every position at once, from step 2 on the head's own features.
+        """Draft from every position at once, from step 1 on over the head's own features.
 
-        tokens: [B, T] int64. features: [B, R, H] fused, of the first R = T - 2 positions. steps: at
-        most R are computed. Yields for each step s, from 0, the features [B, R - s, H] that follow:
-        row t stands for position t + s + 1.
+        Args:
+            tokens: [B, T] int64.
+            features: [B, R, H] fused, of the first R = T - 2 positions.
+            steps: draft steps; at most R are computed.
+
+        Yields for each step s, from 0, the features [B, R - s, H] that follow: row t stands for
+        position t + s + 1.
         """
         attentions = [UnrolledAttention(attention) for attention in self.attentions]
         for step in range(min(steps, features.shape[1])):
@@ -98,14 +102,22 @@ class FeatureHead(LlamaHead):
             positions = torch.arange(step, step + rows, device=features.device)
             angles = self.rotary(positions, features.dtype)
             attends = [partial(attention, angles=angles) for attention in attentions]
-            given, features = self.given(
-                tokens[:, step + 1 : step + 1 + rows], features[:, :rows], step
-            )
-            features = self.extrapolate(self.embedded(given, features.dtype), features, attends)
+            next_tokens = tokens[:, step + 1 : step + 1 + rows]
+            next_tokens, features = self.given(next_tokens, features[:, :rows], step)
+            embeddings = self.embedded(next_tokens, features.dtype)
+            features = self.extrapolate(embeddings, features, attends)
             yield features
 
     def given(self, tokens: Tensor, features: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """[B, R] tokens and [B, R, H] features of a draft step, from 0: the text's, and the step's before."""
+        """Choose what the rows of a draft step see: the text's tokens, and the features of the step before.
+
+        Args:
+            tokens: [B, R] int64 of the text, each the one after its feature.
+            features: [B, R, H] the target's at step 0, and then what the head returned.
+            step: the number of the draft step, from 0.
+
+        Returns both as the step takes them; a subclass may replace them.
+        """
         return tokens, features
 
     def step(
@@ -116,26 +128,37 @@ class FeatureHead(LlamaHead):
         mask: Tensor | None = None,
         caches: Sequence[KeyValues] | None = None,
     ) -> Tensor:
-        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
+        """Extrapolate one step: from each feature and the token after it to the next feature.
 
-        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features, or
-        their angles. mask: [T, P + T] or [B, 1, T, P + T] bool, what each position attends to; None is
-        causal. caches: keys and values of each decoder layer.
+        Args:
+            tokens: [B, T] int64, each the one after its feature.
+            features: [B, T, H].
+            positions: [T] or [B, T] of the features, or their rotary angles (cos and sin).
+            mask: [T, P + T] or [B, 1, T, P + T] bool, the columns that each row sees; None is causal.
+            caches: keys and values of P earlier columns, for each decoder layer; None: there are none.
+
+        Returns [B, T, H] the features that follow.
         """
-        given = isinstance(positions, Tensor)
-        angles = self.rotary(positions, features.dtype) if given else positions
-        stores = caches if caches is not None else [None] * len(self.attentions)
+        angles = positions
+        if isinstance(positions, Tensor):
+            angles = self.rotary(positions, features.dtype)
+        attentions = self.attentions
+        stores: Sequence[KeyValues | None] = [None] * len(attentions)
+        if caches is not None:
+            stores = caches
         attends = [
             partial(attention, angles=angles, mask=mask, cache=cache)
-            for attention, cache in zip(self.attentions, stores, strict=True)
+            for attention, cache in zip(attentions, stores, strict=True)
         ]
         return self.extrapolate(self.embedded(tokens, features.dtype), features, attends)
 
     def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""
         assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
-        embedded = self.embed_tokens(tokens)
-        return (embedded if self.embed_scale == 1 else embedded * self.embed_scale).to(dtype)
+        embedded: Tensor = self.embed_tokens(tokens)
+        if self.embed_scale != 1:
+            embedded = embedded * self.embed_scale
+        return embedded.to(dtype)
 
 
 @final

@@ -56,42 +56,61 @@ class Eagle3Head(FeatureHead):
         # 1. What the config says.
         super().__init__(config)
         width = self.hidden_size
-        eps = self.llama.rms_norm_eps
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or ()
-        self.aux_layers = check_distinct_layers(ids)
-        if config.get("norm_before_fc") and config.get("fc_norm"):
-            raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
+        self.aux_layers = check_distinct_layers(
+            config.get("eagle_aux_hidden_state_layer_ids") or ()
+        )
         self.norm_output = bool(config.get("norm_output"))
-        first_window, *windows = windows_of(config)
+        windows = windows_of(config)
+        self.cached_layers = len(windows)
 
         # 2. The modules, by their published names.
         count = len(self.aux_layers) or AUX_LAYERS
         aux_width = config.get("target_hidden_size") or width
         self.feature_size = count * aux_width
         self.fc = nn.Linear(self.feature_size, width, bias=False)
-        self.input_norm: nn.Module = nn.Identity()
-        self.fc_norm = nn.ModuleList(nn.Identity() for _ in range(count))
-        if config.get("norm_before_fc"):
-            self.input_norm = RMSNorm(self.feature_size, eps=eps)
-        if config.get("fc_norm"):
-            self.fc_norm = nn.ModuleList(RMSNorm(aux_width, eps=eps) for _ in range(count))
+        self.add_fusion_norms(count, aux_width)
         qk_norm = bool(config.get("qk_norm"))
         self.midlayer = Eagle3Layer(
             self.llama,
             norm_before_residual=config.get("norm_before_residual", False),
             qkv_bias=config.get("qkv_bias", False),
             qk_norm=qk_norm,
-            window=first_window,
+            window=windows[0],
         )
         self.layers = nn.ModuleDict()
-        for number, window in enumerate(windows, start=1):
+        for number, window in enumerate(windows[1:], start=1):
             self.layers[str(number)] = Layer(self.llama, qk_norm=qk_norm, window=window)
-        self.norm, self.cached_layers = RMSNorm(width, eps=eps), 1 + len(windows)
+        self.norm = RMSNorm(width, eps=self.llama.rms_norm_eps)
         if config.get("own_output", True):
             self.draft_first(drafted)
+
+    def add_fusion_norms(self, count: int, width: int) -> None:
+        """Add the norms before `fc`: over all aux hidden states together, over each of them, or none.
+
+        Args:
+            count: aux hidden states of a position.
+            width: of one of them, Ht.
+
+        Raises:
+            ValueError: for a config that asks for both.
+        """
+        norm_together = bool(self.config.get("norm_before_fc"))
+        norm_each = bool(self.config.get("fc_norm"))
+        if norm_together and norm_each:
+            raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
+        eps = self.llama.rms_norm_eps
+        self.input_norm: nn.Module = nn.Identity()
+        if norm_together:
+            self.input_norm = RMSNorm(count * width, eps=eps)
+        self.fc_norm = nn.ModuleList()
+        for _ in range(count):
+            norm: nn.Module = nn.Identity()
+            if norm_each:
+                norm = RMSNorm(width, eps=eps)
+            self.fc_norm.append(norm)
 
     @classmethod
     def config_for(cls, target: TargetFacts, **fields: Any) -> Config:
@@ -106,7 +125,8 @@ class Eagle3Head(FeatureHead):
 
     @property
     def decoder(self) -> list[Layer]:
-        return [self.midlayer, *(cast(Layer, layer) for layer in self.layers.values())]
+        later = [cast(Layer, layer) for layer in self.layers.values()]
+        return [self.midlayer] + later
 
     def fuse(self, features: Tensor) -> Tensor:
         aux = self.input_norm(features).chunk(len(self.fc_norm), dim=-1)
@@ -120,14 +140,19 @@ class Eagle3Head(FeatureHead):
         hidden = torch.cat([embeddings, features], dim=-1)
         for layer, attend in zip(self.decoder, attends, strict=True):
             hidden = layer(hidden, attend)
-        return self.norm(hidden) if self.norm_output else hidden
+        if self.norm_output:
+            return self.norm(hidden)
+        return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
-        return hidden if self.norm_output else self.norm(hidden)
+        if self.norm_output:
+            return hidden
+        return self.norm(hidden)
 
     def settle_aux_layers(self, layers: int) -> None:
         """If the config names no aux layers, take those published for `layers` layers."""
-        self.aux_layers = self.aux_layers or default_aux_layers(layers)
+        if not self.aux_layers:
+            self.aux_layers = default_aux_layers(layers)
 
 
 def check_distinct_layers(ids: Iterable[Any]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ FILES = (  # of tensors: the first that exists
     "hydra_lm_head.pt",
     GGUF,
 )
+P_EAGLE_LEVELS = 8  # with which both projects train P-EAGLE heads
 WHOLE = "medusa_head."  # before the names in a whole model
 HYDRA = r"hydra_mlp\.(\d+)\."  # the number of a head
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
@@ -54,7 +55,7 @@ def head_folder(path: str | Path) -> Path:
 
 
 def cached_alone(path: str | Path) -> bool:
-    """Whether a hub repository is to be read from the cache alone.
+    """Whether a hub repository is to be read from the cache, without asking the hub.
 
     Raises InputError where there is none.
     """
@@ -80,23 +81,23 @@ def config_of(folder: Path) -> Config:
 
 def tensor_file(folder: Path) -> Path:
     """The first of FILES that exists. Raises InputError where there is none."""
-    file = next((folder / name for name in FILES if (folder / name).exists()), None)
-    if file is None:
-        names = [name for name in FILES[2:] if "index" not in name]
-        raise InputError(f"{folder} has neither {FILES[0]} nor {', '.join(names)}")
-    return file
+    for name in FILES:
+        if (folder / name).exists():
+            return folder / name
+    names = [name for name in FILES[2:] if "index" not in name]
+    raise InputError(f"{folder} has neither {FILES[0]} nor {', '.join(names)}")
 
 
 def inside(name: str) -> bool:
     """Whether a name in an index stays in its folder; links may leave it, as in the hub's cache."""
-    paths = PurePosixPath(name), PureWindowsPath(name)
+    paths = (PurePosixPath(name), PureWindowsPath(name))
     return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def check_files(path: str) -> None:
     """Raises InputError for a head whose config.json or file of tensors is missing or damaged.
 
-    Of a file of tensors it reads the header alone. Of a hub id it checks the name.
+    It reads only the header of a file of tensors, and checks only the name of a hub id.
     """
     if not Path(path).expanduser().is_dir():
         cached_alone(path)
@@ -135,14 +136,18 @@ def check_new(out: Path) -> None:
 
 def medusa_levels(config: Config, names: Iterable[str]) -> int:
     """The number of heads that `read` finds. Raises TypeError where the config says no number."""
-    configured = [config.get(name, 0) for name in ("num_heads", "medusa_num_heads")]
-    return max(medusa_heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names), *configured)
+    stored = medusa_heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
+    return max(stored, config.get("num_heads", 0), config.get("medusa_num_heads", 0))
 
 
 def medusa_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:
     """The number of heads, one more than the largest number that begins a name."""
-    found = (re.match(pattern, name) for name in names)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    count = 0
+    for name in names:
+        numbered = re.match(pattern, name)
+        if numbered:
+            count = max(count, int(numbered[1]) + 1)
+    return count
 
 
 def hydra_levels(config: Config, names: Iterable[str]) -> int:
@@ -151,9 +156,13 @@ def hydra_levels(config: Config, names: Iterable[str]) -> int:
 
 
 def p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
-    """Levels of a P-EAGLE head: what speculators says, else 8, with which both projects train."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(config.get("levels") or methods[0].get("speculative_tokens") or 8)
+    """Levels of a P-EAGLE head: its own field, what speculators says, or else `P_EAGLE_LEVELS`."""
+    levels = config.get("levels")
+    nested = config.get("speculators_config") or {}
+    methods = nested.get("proposal_methods")
+    if not levels and methods:
+        levels = methods[0].get("speculative_tokens")
+    return int(levels or P_EAGLE_LEVELS)
 
 
 def dflash_levels(config: Config, names: Collection[str]) -> int:

@@ -26,7 +26,7 @@ class OutputPath(Protocol):
         ...
 
     def output_rows(self, tokens: Tensor) -> nn.Linear:
-        """A copy of the output embedding for the tokens [N] alone, H -> N."""
+        """Copy the rows of the output embedding for the tokens [N] only: a layer H -> N."""
         ...
 
 
@@ -47,21 +47,27 @@ class TargetFacts(Protocol):
 
 
 class Head(nn.Module, ABC):
-    """Drafts for one target. Its shapes follow from its config.
+    """A draft head for one target, whose shapes follow from its config.
 
-    kind: its name in `heads.registry`, and as `--drafter` and `--head` take it. known_as: in
-    messages, such as "an EAGLE-3 head". optional: tensors a checkpoint may lack, as the target has
-    them. config: the content of its config.json.
-    aux_layers: target layers whose inputs it takes as features; (): the state after the final norm.
-    max_depth: levels that it can draft; None: any number. vocab_size: V of its target. hidden_size:
-    H, the width of the states that it computes. feature_size: F, the width of the target's
-    features, all aux layers together.
-    cached_layers: layers with keys and values.
-    lm_head: an output layer of its own. output: rows of the target's output embedding, for a head
-    without one that drafts few tokens. d2t [Vd] int64 says that draft token i is the target's
-    i + d2t[i], and t2d [V] bool marks these; None: it drafts all tokens. They are saved with
-    `lm_head`, by their published names.
-    embed_tokens: None where the checkpoint has none and no target has given its own yet.
+    Attributes:
+        kind: its name in `heads.registry`, and as `--drafter` and `--head` take it.
+        known_as: its name in messages, such as "an EAGLE-3 head".
+        optional: names of tensors that a checkpoint may lack, because the target has them.
+        config: the content of its config.json.
+        aux_layers: the target layers whose inputs it takes as features; (): the hidden state after
+            the final norm.
+        max_depth: levels that it can draft; None: any number.
+        cached_layers: layers with keys and values.
+        vocab_size: V of its target.
+        hidden_size: H, the width of the states that it computes.
+        feature_size: F, the width of the target's features, all aux layers together.
+        lm_head: an output layer of its own, if it has one.
+        output: a copy of some rows of the target's output embedding, for a head without an output
+            layer that drafts few tokens.
+        d2t, t2d: the draft vocabulary, saved with `lm_head` by their published names. d2t [Vd] int64:
+            draft token i is the target's i + d2t[i]. t2d [V] bool marks these tokens. None: it
+            drafts all tokens.
+        embed_tokens: its embedding; None if the checkpoint has none and no target has given its own yet.
     """
 
     kind: str
@@ -95,9 +101,11 @@ class Head(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the features that it takes; its embedding may have the target's dtype."""
-        parts = (part for name, part in self.named_modules() if f"{name}.weight" != EMBEDDING)
-        weights = (getattr(part, "weight", None) for part in parts)  # of a packed part: as it was
-        return next(weight.dtype for weight in weights if isinstance(weight, Tensor))
+        for name, part in self.named_modules():
+            weight = getattr(part, "weight", None)  # a packed layer's is an attribute: as it was
+            if isinstance(weight, Tensor) and f"{name}.weight" != EMBEDDING:
+                return weight.dtype
+        raise AssertionError("a head has weights")
 
     @property
     def lacks_embedding(self) -> bool:
@@ -107,7 +115,9 @@ class Head(nn.Module, ABC):
     @property
     def output_layers(self) -> list[nn.Linear]:
         """Its own output layers, H -> N."""
-        return [self.lm_head] if self.lm_head is not None else []
+        if self.lm_head is None:
+            return []
+        return [self.lm_head]
 
     @classmethod
     @abstractmethod
@@ -118,15 +128,27 @@ class Head(nn.Module, ABC):
     def forward(
         self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int, embed: Embed
     ) -> list[Tensor]:
-        """Draft from every position of texts at once: what training learns on, and what measures draft by.
+        """Draft from every position of texts at once; training learns on it, and measures draft by it.
 
+        Row t reads the feature of position t beside the token after it. It drafts the token two
+        positions on, because the token after t is known: the target drew it from that same feature.
         Five tokens, of which d and e are wanted:
 
+            position  0  1  2  3  4
+            token     a  b  c  d  e
+            feature   f0 f1 f2              of positions 0 to R - 1; R = T - 2 = 3 rows
             row t     0  1  2
+            reads     b  c  d               beside f0, f1 and f2
             counts    0  1  1
-            step 0    c  d  e       row t of step s is for token t + s + 2,
-            step 1    d  e          and is wanted where counts[t + s]
+            step 0    c  d  e               row t of step s is for token t + s + 2,
+            step 1    d  e                  and is wanted where counts[t + s]
             step 2    e
+
+        While it drafts, a head takes the same pairs as they become known. Here a to e are the prompt: e
+        is the root of the first tree, and r is the token that the target draws after it, from f4.
+
+            first     f0,b  f1,c  f2,d  f3,e    the last one drafts the token after e
+            then      f4,r                      in the next cycle: drafts the token after r
 
         Args:
             tokens: [B, T] int64.
@@ -140,13 +162,33 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def project(self, states: Tensor, step: int, target: OutputPath) -> Tensor:
-        """[..., N] draft logits of the states [..., H] that `forward` gives for a draft step, from 0."""
+        """Turn states of `forward` into draft logits, by the output layer of a draft step.
+
+        The row t of step s is for token t + s + 2, so `project(states, s)[t]` is to be compared with
+        the target's own logits at position t + s + 1:
+
+            states of step 1     row 0   row 1          counts as above: row 0 for d, row 1 for e
+            target's logits at   c       d              that is, those from which d and e were drawn
+
+        Args:
+            states: [..., H] of one draft step.
+            step: its number, from 0; the heads of one depth each have an output layer of their own.
+            target: the output path of a target, for a head without an output layer.
+
+        Returns [..., N] logits over the draft vocabulary.
+        """
 
     def check_target(self, layers: int, vocab_size: int, hidden_size: int, last: int) -> None:
-        """Raises ValueError for the head of another target. It settles the aux layers and the padding.
+        """Refuse the head of another target; settle the aux layers and the padding for this one.
 
-        layers, vocab_size, hidden_size: the target's. last: width of its last hidden state, after
-        the final norm. Aux layer L of L layers is what the last one gives.
+        Args:
+            layers: L, the target's. Aux layer L is the output of the last layer.
+            vocab_size: the target's.
+            hidden_size: the target's.
+            last: width of the target's last hidden state, after the final norm.
+
+        Raises:
+            ValueError: for another number of layers, width or vocabulary.
         """
         self.settle_aux_layers(layers)
         beyond = [k for k in self.aux_layers if not 0 <= k <= layers]
@@ -156,12 +198,17 @@ class Head(nn.Module, ABC):
             )
         if self.vocab_size != vocab_size and is_padding(self.vocab_size, vocab_size):
             self.fit_vocabulary(vocab_size)
-        for what, own, theirs in (
-            ("features of width", self.feature_size, len(self.aux_layers) * hidden_size or last),
-            ("a vocabulary of", self.vocab_size, vocab_size),
-        ):
-            if own != theirs:
-                raise ValueError(f"it is for {what} {own}, the target's are {theirs}")
+        width = last
+        if self.aux_layers:
+            width = len(self.aux_layers) * hidden_size
+        if self.feature_size != width:
+            raise ValueError(
+                f"it is for features of width {self.feature_size}, the target's are {width}"
+            )
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"it is for a vocabulary of {self.vocab_size}, the target's are {vocab_size}"
+            )
 
     def fit_vocabulary(self, size: int) -> None:
         """Count `size` tokens, as the target does, where one of both vocabularies is padded.
@@ -184,8 +231,10 @@ class Head(nn.Module, ABC):
         It cuts the output layers, d2t and t2d.
         """
         drafted = self.vocabulary
-        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
-        kept = rows if drafted is None else drafted[rows]
+        rows = kept = tokens
+        if drafted is not None:
+            rows = torch.isin(drafted, tokens).nonzero().squeeze(1)
+            kept = drafted[rows]
         for layer in self.output_layers:
             layer.out_features = len(rows)
             for name, value in list(layer.named_parameters()):
@@ -200,13 +249,15 @@ class Head(nn.Module, ABC):
 
     def draft(self, tokens: Tensor | None) -> None:
         """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
-        d2t = t2d = None
+        d2t: Tensor | None = None
+        t2d: Tensor | None = None
         if tokens is not None and len(tokens) < self.vocab_size:
             d2t = tokens - torch.arange(len(tokens), device=tokens.device)
             t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device)
             t2d[tokens] = True
-        for name, value in (("d2t", d2t), ("t2d", t2d)):
-            self.register_buffer(name, value, persistent=self.lm_head is not None)
+        saved = self.lm_head is not None
+        self.register_buffer("d2t", d2t, persistent=saved)
+        self.register_buffer("t2d", t2d, persistent=saved)
 
     def fill(self, tensors: Tensors) -> None:
         """Take a checkpoint's tensors, whose names and shapes are right.
@@ -231,13 +282,19 @@ def is_padding(size: int, other: int) -> bool:
 
 def check_mapping(d2t: Tensor, t2d: Tensor) -> None:
     """Raises ValueError unless d2t and t2d name the same tokens of the target, each once."""
-    for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
+    if d2t.dtype != torch.int64:
+        raise ValueError(f"d2t is of {d2t.dtype}, must be {torch.int64}")
+    if t2d.dtype != torch.bool:
+        raise ValueError(f"t2d is of {t2d.dtype}, must be {torch.bool}")
     tokens = d2t + torch.arange(len(d2t))
+    check_marks(tokens.sort().values, t2d)
+
+
+def check_marks(tokens: Tensor, t2d: Tensor) -> None:
+    """Raises ValueError unless t2d [V] marks these tokens [Vd], ascending, and no other."""
     marked = t2d.nonzero().flatten()
-    if not torch.equal(tokens.sort().values, marked):
-        other = sorted({*tokens.tolist()} ^ {*marked.tolist()})
+    if not torch.equal(tokens, marked):
+        other = sorted(set(tokens.tolist()) ^ set(marked.tolist()))
         raise ValueError(
             f"d2t does not lead once to each token that t2d marks: they differ at {other[:5]}"
         )

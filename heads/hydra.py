@@ -13,7 +13,6 @@ norm. It runs over all hidden states up to position t, and its output takes the 
 """
 
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -55,31 +54,46 @@ class HydraHead(DepthHeads):
             llama = LlamaConfig(**config)
             self.rotary = Rotary(llama)
             norm = RMSNorm(width, eps=llama.rms_norm_eps)
-            parts = {"layers": nn.ModuleList([Layer(llama)]), "norm": norm}
-            self.prefix_embeding_layer = nn.ModuleDict(parts)
+            layers = nn.ModuleList([Layer(llama)])
+            self.prefix_embeding_layer = nn.ModuleDict({"layers": layers, "norm": norm})
 
         # 3. Head i takes the state and the i + 1 tokens after it.
-        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
+        self.hydra_mlp = nn.ModuleList()
+        self.hydra_lm_head = nn.ModuleList()
         for i in range(self.max_depth):
-            blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
-            self.hydra_mlp.append(self._in_line(*blocks))
+            blocks: list[nn.Module] = [ResBlock(width, i + 2)]
+            for _ in range(self.blocks - 1):
+                blocks.append(ResBlock(width))
+            self.hydra_mlp.append(self._in_line(blocks))
         for _ in range(self.max_depth):
-            output = nn.Linear(width, self.vocab_size)
-            self.hydra_lm_head.append(self._in_line(output) if self.plus else output)
+            output: nn.Module = nn.Linear(width, self.vocab_size)
+            if self.plus:
+                output = self._in_line([output])
+            self.hydra_lm_head.append(output)
 
-    def _in_line(self, *modules: nn.Module) -> nn.Sequential:
-        parts = ([nn.Identity(), module] if self.plus else [module] for module in modules)
-        return nn.Sequential(*chain.from_iterable(parts))
+    def _in_line(self, modules: list[nn.Module]) -> nn.Sequential:
+        """The modules one after the other; Hydra++ has a gap before each, where training puts a dropout."""
+        line = nn.Sequential()
+        for module in modules:
+            if self.plus:
+                line.append(nn.Identity())
+            line.append(module)
+        return line
 
     def line(self, i: int) -> list[nn.Module]:
+        modules = list(self.hydra_mlp[i].children())
         output = self.hydra_lm_head[i]
-        return [*self.hydra_mlp[i].children(), *(output.children() if self.plus else [output])]
+        if self.plus:
+            return modules + list(output.children())
+        return modules + [output]
 
     @classmethod
     def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
         own = {"hydra_head_arch": cls.architecture, "grounded_heads": True} | fields
         config = super().config_for(target, heads, **own)
-        return LlamaHead.config_for(target, **config) if cls.plus else config
+        if cls.plus:
+            return LlamaHead.config_for(target, **config)
+        return config
 
     def states(
         self,
@@ -88,10 +102,16 @@ class HydraHead(DepthHeads):
         mask: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
+        """Turn hidden states of the target into the states that the heads take; Hydra's are the same.
 
-        positions: [T] or [B, T]. mask: [T, P + T] or [B, 1, T, P + T], what each position of Hydra++
-        attends to, None is causal. cache: of its layer.
+        Args:
+            features: [B, T, H] the target's.
+            positions: [T] or [B, T] of the features.
+            mask: [T, P + T] or [B, 1, T, P + T] bool, the columns that each row of Hydra++'s prefix layer
+                sees; None is causal.
+            cache: keys and values of that layer.
+
+        Returns [B, T, H].
         """
         if not self.plus:
             return features

@@ -6,7 +6,7 @@ Keys and values go to a cache that is an argument: any object with
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,8 @@ class Rotary(nn.Module):
         known = self.known
         if (known.dtype, known.device) != (dtype, device) or known.shape[1] < size:
             positions = torch.arange(1 << size.bit_length(), device=device)
-            self.known = torch.cat([*self(positions, dtype)])
+            cos, sin = self(positions, dtype)
+            self.known = torch.cat([cos, sin])
         return self.known[:, :size]
 
 
@@ -67,6 +68,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if size < x.shape[-1]:
         return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
     return x * cos + x.roll(size // 2, -1) * sin
+
+
+class AttentionParts(NamedTuple):
+    """What an attention computes of its inputs. C: positions of the context before them, if any.
+
+    queries: [B, heads, T, D]. keys, values: [B, kv heads, C + T, D]; the values are not rotated.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class Attention(nn.Module):
@@ -114,8 +126,9 @@ class Attention(nn.Module):
 
         mask: [T, P + C + T] or [B, 1, T, P + C + T] bool, None is causal.
         """
-        q, *known = self.project(x, angles, context)
-        k, v = cache.update(*known) if cache is not None else known
+        q, k, v = self.project(x, angles, context)
+        if cache is not None:
+            k, v = cache.update(k, v)
         if self.window is not None:
             if mask is None:
                 mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
@@ -127,27 +140,41 @@ class Attention(nn.Module):
 
     def windowed(self, mask: Tensor) -> Tensor:
         """What rows attend to of the columns that a mask [..., T, columns] lets them see."""
-        return mask if self.window is None else last_seen(mask, self.window)
+        if self.window is None:
+            return mask
+        return last_seen(mask, self.window)
 
-    def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> list[Tensor]:
-        """Queries [B, heads, T, D], keys and values [B, kv heads, C + T, D]; the values not rotated.
+    def project(self, x: Tensor, angles: Angles, context: Tensor | None = None) -> AttentionParts:
+        """Compute queries, keys and values of T positions, and rotate queries and keys.
 
-        x: [B, T, in]. context: [B, C, in] positions before these, which have keys and values alone.
-        angles: of all C + T positions.
+        Args:
+            x: [B, T, in].
+            angles: cos and sin of all C + T positions, as `Rotary` gives them.
+            context: [B, C, in] positions before these, of which keys and values are computed, and
+                no queries.
         """
-        both = x if context is None else torch.cat([context, x], dim=1)
-        q, k, v = (
-            layer(inputs).unflatten(-1, (-1, self.head_dim))  # [B, T, heads, D]
-            for layer, inputs in ((self.q_proj, x), (self.k_proj, both), (self.v_proj, both))
-        )
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        v = v.transpose(1, 2)
-        if context is None:  # the same positions: turned together
-            turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), *angles)
-            return [*turned.split([q.shape[2], k.shape[2]], dim=1), v]
-        own = [part[:, :, context.shape[1] :] for part in angles]
-        return [rotate(q.transpose(1, 2), *own), rotate(k.transpose(1, 2), *angles), v]
+        # 1. The projections, [B, T, heads, D].
+        both = x
+        if context is not None:
+            both = torch.cat([context, x], dim=1)
+        q = self.q_norm(self.split_heads(self.q_proj(x)))
+        k = self.k_norm(self.split_heads(self.k_proj(both)))
+        v = self.split_heads(self.v_proj(both)).transpose(1, 2)
+
+        # 2. Their rotation. Without a context queries and keys have the same positions: one call for both.
+        cos, sin = angles
+        if context is None:
+            turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), cos, sin)
+            q, k = turned.split([q.shape[2], k.shape[2]], dim=1)
+            return AttentionParts(q, k, v)
+        size = context.shape[1]
+        q = rotate(q.transpose(1, 2), cos[:, :, size:], sin[:, :, size:])
+        k = rotate(k.transpose(1, 2), cos, sin)
+        return AttentionParts(q, k, v)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, T, heads · D] -> [B, T, heads, D]."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def extend(self, out: Tensor) -> Tensor:
         """[B, heads, T, D] -> [B, T, H] the layer's output."""
@@ -177,6 +204,13 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+class LayerInputs(NamedTuple):
+    """attended: [B, T, inputs * H] what the attention takes. residual: [B, T, H] what its output is added to."""
+
+    attended: Tensor
+    residual: Tensor
+
+
 class Layer(nn.Module):
     """Llama's layer, or Qwen3's: a norm before the attention and one before the MLP.
 
@@ -197,13 +231,13 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """[B, T, inputs * H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
-        inputs, residual = self.inputs(x)
-        x = residual + attend(inputs)
+        inputs = self.inputs(x)
+        x = inputs.residual + attend(inputs.attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention takes, and [B, T, H] what its output is added to."""
-        return self.input_layernorm(x), x
+    def inputs(self, x: Tensor) -> LayerInputs:
+        """Norm the attention's input; the residual is not normed."""
+        return LayerInputs(self.input_layernorm(x), residual=x)
 
 
 @final
@@ -220,12 +254,17 @@ class Eagle3Layer(Layer):
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [B, T, 2 H] embeddings and features side by side."""
+    def inputs(self, x: Tensor) -> LayerInputs:
+        """Norm embedding and feature, each by a norm of its own; the residual is the feature.
+
+        x: [B, T, 2 H] embeddings and features side by side.
+        """
         embeddings, features = x.chunk(2, dim=-1)
         normed = self.hidden_norm(features)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        return both, normed if self.norm_before_residual else features
+        if self.norm_before_residual:
+            return LayerInputs(both, residual=normed)
+        return LayerInputs(both, residual=features)
 
 
 def windows_of(config: Config) -> list[int | None]:
@@ -238,9 +277,10 @@ def windows_of(config: Config) -> list[int | None]:
     if not isinstance(layers, int) or layers < 1:
         raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
     types: Sequence[str] = config.get("layer_types") or [FULL] * layers
-    sized = isinstance(window, int) and window > 0
-    windows = {FULL: None} | ({SLIDING: window} if sized else {})
-    if len(types) != layers or not windows.keys() >= {*types}:
+    windows: dict[str, int | None] = {FULL: None}
+    if isinstance(window, int) and window > 0:
+        windows[SLIDING] = window
+    if len(types) != layers or not windows.keys() >= set(types):
         raise ValueError(
             f"layer_types is {types}, must be {FULL} or {SLIDING} for each of {layers} layers, and "
             f"sliding_window is {window!r}"

@@ -22,7 +22,9 @@ class LlamaHead(Head):
     optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
 
     def __init__(self, config: Config) -> None:
-        llama = LlamaConfig(**{name: config[name] for name in config if name != "model_type"})
+        fields = dict(config)
+        fields.pop("model_type", None)
+        llama = LlamaConfig(**fields)
         super().__init__(config, llama.vocab_size)
         self.llama = llama
         self.hidden_size = llama.hidden_size
@@ -31,11 +33,14 @@ class LlamaHead(Head):
         self.embed_tokens = embedding.requires_grad_(False)
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
+        if isinstance(weight, nn.Module):
+            if self.lacks_embedding:
+                self.embed_tokens = weight
+            return
         if self.lacks_embedding:
-            module = weight if isinstance(weight, nn.Module) else None
-            self.embed_tokens = module or nn.Embedding.from_pretrained(weight)
+            self.embed_tokens = nn.Embedding.from_pretrained(weight)
         own = self.embed_tokens
-        if not isinstance(own, nn.Embedding) or isinstance(weight, nn.Module):
+        if not isinstance(own, nn.Embedding):
             return
         if own.weight.device == weight.device and torch.equal(own.weight, weight):
             own.weight = weight
@@ -47,34 +52,42 @@ class LlamaHead(Head):
         For targets without rotary positions or gated layers it takes Llama's defaults.
         """
         # 1. Sizes. As attributes, those that differ by layer raise an error.
-        known = target.config.to_dict()
+        stored = target.config.to_dict()
+        aliases = target.config.attribute_map
+        stored |= {name: stored.get(own_name) for name, own_name in aliases.items()}
         width = target.feature_width
-        known |= {name: known.get(stored) for name, stored in target.config.attribute_map.items()}
-        inner = known.get("intermediate_size") or 4 * width
-        heads = known.get("num_attention_heads") or max(1, width // 64)  # Mamba: none
-        heads = 1 if width % heads else heads
-        groups = known.get("num_key_value_heads") or heads
+        inner = read_size(stored, "intermediate_size", 4 * width)
+        if isinstance(inner, list):
+            inner = max(inner)
+        heads = read_size(stored, "num_attention_heads", max(1, width // 64))  # Mamba: none
+        if width % heads:
+            heads = 1
+        groups = read_size(stored, "num_key_value_heads", heads)
+        if heads % groups:
+            groups = heads
         config: Config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_size": width,
-            "intermediate_size": max(inner) if isinstance(inner, list) else inner,
+            "intermediate_size": inner,
             "num_hidden_layers": 1,
             "num_attention_heads": heads,
-            "num_key_value_heads": heads if heads % groups else groups,
-            "head_dim": known.get("head_dim") or width // heads,
+            "num_key_value_heads": groups,
+            "head_dim": read_size(stored, "head_dim", width // heads),
             "vocab_size": target.vocab_size,
             "hidden_act": "silu",
-            "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
-            "max_position_embeddings": known.get("max_position_embeddings") or 2048,
+            "rms_norm_eps": read_size(stored, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": read_size(stored, "max_position_embeddings", 2048),
         }
 
         # 2. Rotary positions.
-        rope = known.get("rope_parameters") or {}
+        rope = stored.get("rope_parameters") or {}
         rope = rope.get("full_attention", rope)  # parameters by layer type
         if rope:
-            rope = {name: rope[name] for name in rope if name != "partial_rotary_factor"}
-            config |= {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", 10000.0)}
+            rope = dict(rope)
+            rope.pop("partial_rotary_factor", None)
+            config["rope_parameters"] = rope
+            config["rope_theta"] = rope.get("rope_theta", 10000.0)
         return config | fields
 
     def fit_vocabulary(self, size: int) -> None:
@@ -96,7 +109,8 @@ class LlamaHead(Head):
 
     def draft_first(self, drafted: int | None) -> None:
         """Give it an output layer of its own, for the first `drafted` tokens; None: for all."""
-        drafted = drafted or self.vocab_size
+        if not drafted:
+            drafted = self.vocab_size
         self.lm_head = nn.Linear(self.hidden_size, drafted, bias=False)
         self.draft(torch.arange(drafted))
 
@@ -116,8 +130,13 @@ class LlamaHead(Head):
         return target.output_logits(states, self.output)
 
 
+def read_size(config: Config, name: str, default: Any) -> Any:
+    """The value of a field of a target's config; the default where it is missing, null or 0."""
+    return config.get(name) or default
+
+
 class Pairs(NamedTuple):
-    """n new pairs (a feature, and the token after it) of each sequence, and what a forward sees.
+    """n new pairs (a feature, and the token after it) of each sequence, and the columns that a forward sees.
 
     The forward is over them and a block of S further rows:
 
@@ -136,7 +155,7 @@ class Pairs(NamedTuple):
 
 
 class BlockHead(LlamaHead):
-    """Drafts `max_depth` levels in one forward, from the sequence alone: none sees what is drafted.
+    """A head that drafts `max_depth` levels in one forward: no level sees the tokens drafted before it.
 
     block: S, the rows that it adds after the pairs.
     """

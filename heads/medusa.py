@@ -62,16 +62,19 @@ class DepthHeads(Head):
         heads = f"{self.name}_num_heads"
         blocks = f"{self.name}_num_layers"
         super().__init__(config, int(config["vocab_size"]))
-        self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
+        self.max_depth = int(config[heads])
+        self.blocks = int(config.get(blocks, 1))
         self.hidden_size = self.feature_size = int(config["hidden_size"])
         if min(self.max_depth, self.blocks) < 1:
             raise ValueError(f"{heads} and {blocks} must be at least 1")
 
     @classmethod
     def config_for(cls, target: TargetFacts, heads: int | None = None, **fields: Any) -> Config:
+        if not heads:
+            heads = cls.new_heads
         own = {
             "model_type": cls.name,
-            f"{cls.name}_num_heads": heads or cls.new_heads,
+            f"{cls.name}_num_heads": heads,
             f"{cls.name}_num_layers": cls.new_blocks,
             "hidden_size": target.feature_width,
             "vocab_size": target.vocab_size,
@@ -116,9 +119,11 @@ class MedusaHead(DepthHeads):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         for i in range(self.max_depth):
-            blocks = [ResBlock(self.hidden_size) for _ in range(self.blocks)]
-            output = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
-            self.add_module(str(i), nn.Sequential(*blocks, output))
+            line = nn.Sequential()
+            for _ in range(self.blocks):
+                line.append(ResBlock(self.hidden_size))
+            line.append(nn.Linear(self.hidden_size, self.vocab_size, bias=False))
+            self.add_module(str(i), line)
 
     def line(self, i: int) -> list[nn.Module]:
         return list(self.get_submodule(str(i)).children())
@@ -131,8 +136,10 @@ class MedusaHead(DepthHeads):
         steps: int,
         embed: Embed | None = None,
     ) -> list[Tensor]:
-        """As `Head.forward`; a step is a head, which sees the features alone."""
-        heads = min(steps, self.max_depth)
+        """As `Head.forward`; a step is a head. It sees the features, and no token."""
         rows = features.shape[1]
-        seen = [features[:, : max(0, rows - i)][counts[:, i:]] for i in range(heads)]
-        return [self.hidden(i, inputs) for i, inputs in enumerate(seen)]
+        states = []
+        for i in range(min(steps, self.max_depth)):
+            inputs = features[:, : max(0, rows - i)][counts[:, i:]]
+            states.append(self.hidden(i, inputs))
+        return states

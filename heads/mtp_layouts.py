@@ -20,7 +20,7 @@ class Layout:
     """The names of one family of checkpoints.
 
     models: for messages. start: before the names of the first MTP layer, behind the target's L
-    layers. parts: the names after it, in the order of PARTS. block: what all other names have after
+    layers. parts: the names after it, in the order of PARTS. block: the names of the decoder layer follow
     it. embedding_first: whether `project` takes the embedding before the hidden state.
     """
 
@@ -32,11 +32,10 @@ class Layout:
 
     def starts(self, layers: int) -> dict[str, str]:
         """Our start of a name -> the file's. layers: L."""
-        names = [*(f"{part}." for part in self.parts.split()), self.block]
-        return {
-            ours: self.start.format(L=layers) + name
-            for ours, name in zip(PARTS, names, strict=True)
-        }
+        names = [f"{part}." for part in self.parts.split()]
+        names.append(self.block)
+        start = self.start.format(L=layers)
+        return {ours: start + name for ours, name in zip(PARTS, names, strict=True)}
 
 
 LAYOUTS = (

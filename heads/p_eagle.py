@@ -55,7 +55,9 @@ class PEagleHead(Eagle3Head, BlockHead):
     ) -> tuple[Tensor, Tensor]:
         # 1. The rows of the block: the mask token and the learnt feature.
         n = pairs.tokens.shape[1]
-        size = 0 if roots is None else self.block
+        size = self.block
+        if roots is None:
+            size = 0
         tokens = pad(pairs.tokens, (0, size), value=self.mask_token)
         learnt = self.mask_hidden.to(pairs.features.dtype).expand(len(tokens), size, -1)
         features = self.fuse(torch.cat([pairs.features, learnt], dim=1))

@@ -17,7 +17,7 @@ from treespec.draft.heads.loading import new_head, rollout
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.engines import parts_of
+from treespec.heads.formats.eagle3_fields import parts_of
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target

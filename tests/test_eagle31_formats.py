@@ -12,7 +12,7 @@ from test_export import SERVED, saved
 from test_formats import IDS, LLAMA, SPECULATORS, THREE, layered, write
 
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.engines import PARTS, parts_of
+from treespec.heads.formats.eagle3_fields import PARTS, parts_of
 from treespec.heads.formats.export import export, outputs
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 8}

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from treespec.draft.heads.registry import PROPOSER_BY_KIND
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.engines import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
+from treespec.heads.formats.sglang import from_sglang, to_sglang_ids
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 from treespec.train.recipes import TRAINING_BY_KIND

@@ -290,9 +290,9 @@ def test_a_target_that_repeats_itself_is_asked_a_question_once(model, tmp_path):
 def test_a_users_turn_is_cut_out_of_the_template(model, template, before, end):
     spec = load(model, dtype="float32")
     spec.target.tokenizer.chat_template = template
-    ids, stop = user_turn(spec)
-    assert ids == words_tokenizer()(before, add_special_tokens=False)["input_ids"]
-    assert stop == (end,)
+    turn = user_turn(spec)
+    assert turn.opening == words_tokenizer()(before, add_special_tokens=False)["input_ids"]
+    assert turn.end == end
 
 
 def test_a_template_that_does_not_mark_the_users_turn_is_refused(model):

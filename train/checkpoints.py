@@ -1,4 +1,4 @@
-"""The checkpoints of a run in OUT/training: the last two, of which the later one is used.
+"""The checkpoints of a run in OUT/training: the last two are kept, and the later one is used.
 
 A checkpoint is a head's directory with AdamW's moments beside the weights, and how far the run is:
 
@@ -43,13 +43,20 @@ class Place:
 
 def all_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of all checkpoints in OUT/training, the latest first."""
-    paths = folder.glob("checkpoint-*")
-    return sorted(((int(path.name.partition("-")[2]), path) for path in paths), reverse=True)
+    checkpoints = []
+    for path in folder.glob("checkpoint-*"):
+        step = int(path.name.removeprefix("checkpoint-"))
+        checkpoints.append((step, path))
+    return sorted(checkpoints, reverse=True)
 
 
 def latest_step(folder: Path) -> int | None:
     """Steps of the latest checkpoint; None where there is none."""
-    return next((step for step, _ in all_in(folder)), None)
+    checkpoints = all_in(folder)
+    if not checkpoints:
+        return None
+    step, _ = checkpoints[0]
+    return step
 
 
 def trained(head: Head) -> dict[str, nn.Parameter]:
@@ -76,11 +83,10 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
 
     Raises InputError where there is no room.
     """
-    moments = {
-        f"{number}.{moment}": value
-        for number, state in optimizer.state_dict()["state"].items()
-        for moment, value in state.items()
-    }
+    moments: dict[str, Tensor] = {}
+    for number, state in optimizer.state_dict()["state"].items():
+        for moment, value in state.items():
+            moments[f"{number}.{moment}"] = value
     path = folder / f"checkpoint-{place.step:06d}"
     with replacing(path, head, folder.parent) as temporary:
         write_tensors(temporary / OPTIMIZER, moments, {"place": json.dumps(asdict(place))})
@@ -93,10 +99,10 @@ def load(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
 
     Without any checkpoint the run is at its beginning. Raises InputError for a damaged one.
     """
-    found = all_in(folder)
-    if not found:
+    checkpoints = all_in(folder)
+    if not checkpoints:
         return Place()
-    path = found[0][1]
+    _, path = checkpoints[0]
     remedy = f"delete {path}, and the same command goes on from the checkpoint before"
     moments, about = read_tensors(path / OPTIMIZER, remedy)
     weights, _ = read_tensors(path / "model.safetensors", remedy)

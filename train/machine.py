@@ -1,6 +1,6 @@
 """What a run computes with: accelerate, its tracker, and the target.
 
-The target is loaded whole, or its embedding and output alone where features are stored:
+The target is loaded whole, or only its embedding and output if features are stored:
 
     prepare     whole, if features are missing; then it goes
     steps       embedding and output
@@ -27,7 +27,11 @@ from treespec.train.config import TrainConfig
 
 def precision_of(config: TrainConfig) -> str:
     """The mixed precision as chosen, or the one that the hardware is made for."""
-    return config.mixed_precision or ("bf16" if computes_bfloat16() else "no")
+    if config.mixed_precision is not None:
+        return config.mixed_precision
+    if computes_bfloat16():
+        return "bf16"
+    return "no"
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -39,10 +43,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         torch.set_float32_matmul_precision("high")
     if config.device_map:  # the head lies where the target ends, on whichever GPU that is
         os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    on_cpu = False
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun does not say that there is no GPU
+        on_cpu = not torch.accelerator.is_available()
     try:
         return Accelerator(
-            cpu=several and not torch.accelerator.is_available(),  # torchrun does not say so
+            cpu=on_cpu,
             mixed_precision=config.mixed_precision,
             log_with=config.tracker,
             project_dir=config.out,
@@ -65,13 +71,16 @@ def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = False) -> Target:
-    """The target of a run. ends: embedding and output alone, where it can be loaded like that."""
-    on_device = {"": accelerator.device} if accelerator.device.type != "cpu" else None
-    placement: Any = config.device_map or on_device
-    how = replace(config.placement, device_map=placement)
+    """Load the target of a run. ends: only its embedding and output, if it can be loaded like that."""
+    device_map: Any = config.device_map
+    if not device_map and accelerator.device.type != "cpu":
+        device_map = {"": accelerator.device}
+    how = replace(config.placement, device_map=device_map)
     path = os.path.expanduser(config.target)
-    if ends and (model := load_ends(path, how)) is not None:
-        return Target(model, load_tokenizer(path, how), ends=True)
+    if ends:
+        model = load_ends(path, how)
+        if model is not None:
+            return Target(model, load_tokenizer(path, how), ends=True)
     return Target.load(path, how)
 
 
@@ -79,7 +88,14 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
 def whole(
     target: Target, config: TrainConfig, accelerator: Accelerator, purpose: str
 ) -> Iterator[Target]:
-    """The whole target, loaded inside the block if only its ends were. purpose: said then."""
+    """Lend the whole target to the block; it is loaded for it if only its ends were.
+
+    Args:
+        target: the run's target.
+        config: the run's options.
+        accelerator: the processes.
+        purpose: said where it is loaded, such as "validate the head".
+    """
     if not target.ends:
         yield target
         return

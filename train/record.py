@@ -27,20 +27,29 @@ FORMAT = 3
 Record = dict[str, Any]  # the options of a run; of target and data digests of their content
 ENDS = {"epochs", "max_steps", "minutes"}  # when a run ends
 MAY_CHANGE = ENDS | {
-    *("validate_every", "validate_on", "decode_on", "checkpoint_every"),
-    *("tracker", "calibrate", "out", "license"),
+    "validate_every",
+    "validate_on",
+    "decode_on",
+    "checkpoint_every",
+    "tracker",
+    "calibrate",
+    "out",
+    "license",
 }
 
 
 @dataclass(frozen=True)
 class Validation:
-    """agreement: for draft step 1, 2, … the share of positions with the target's most likely token.
+    """How well a head agrees with its target.
 
-    acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these
-    steps would commit where the target follows the text.
-    positions: the number of positions behind both figures.
-    decoded_length: tokens a cycle while the target answers held-out prompts with such chains; None
-    where none was asked. trained: agreement on as many conversations of the training.
+    Attributes:
+        agreement: for draft step 1, 2, … the share of positions with the target's most likely token.
+        acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle. A chain of these steps
+            would commit so many, if the target followed the text.
+        positions: the number of positions behind both figures.
+        decoded_length: tokens a cycle while the target answers held-out prompts with such chains;
+            None if it answered none.
+        trained: the same agreement on as many conversations of the training data.
     """
 
     agreement: list[float]
@@ -111,22 +120,31 @@ def refuse_changed(folder: Path, before: Record, record: Record, free: Collectio
 
     Raises InputError for one that is not `free` to change.
     """
-    changed = [name for name, now in record.items() if before.get(name) != now]
-    for name in (name for name in changed if name not in free):
-        different = f"{name} = {before.get(name)!r}, not {record[name]!r}"
-        if name in ("target", "data"):
-            different = f"another content of {name}"
-        raise InputError(f"{folder} holds a run with {different}; name another --out, or delete it")
-    return set(changed)
+    changed = set()
+    for name, now in record.items():
+        if before.get(name) == now:
+            continue
+        if name not in free:
+            different = f"{name} = {before.get(name)!r}, not {now!r}"
+            if name in ("target", "data"):
+                different = f"another content of {name}"
+            raise InputError(
+                f"{folder} holds a run with {different}; name another --out, or delete it"
+            )
+        changed.add(name)
+    return changed
 
 
 def keep_sample(out: str, data: Data) -> None:
     """Write OUT/training/sample.jsonl, some of the training's conversations: `treespec doctor` reads it."""
-    rows = [
-        {"input_ids": one.input_ids.tolist(), "loss_mask": one.loss_mask.int().tolist()}
-        for one in data.train[:SAMPLED]
-    ]
-    write_text(Path(out) / SAMPLE, "\n".join(map(json.dumps, rows)) + "\n")
+    lines = []
+    for example in data.train[:SAMPLED]:
+        row = {
+            "input_ids": example.input_ids.tolist(),
+            "loss_mask": example.loss_mask.int().tolist(),
+        }
+        lines.append(json.dumps(row))
+    write_text(Path(out) / SAMPLE, "\n".join(lines) + "\n")
 
 
 def write_card(config: TrainConfig, data: Data, place: Place, result: Validation) -> None:
@@ -137,9 +155,8 @@ def write_card(config: TrainConfig, data: Data, place: Place, result: Validation
     options = asdict(config.recipe).items()
     recipe = [f"{name.replace('_', ' ')} {value}" for name, value in options if value is not None]
     tokens = sum(len(example.input_ids) for example in data.train)
-    trained, held_out = (
-        len({example.key for example in part}) for part in (data.train, data.held_out)
-    )
+    trained = len({example.key for example in data.train})
+    held_out = len({example.key for example in data.held_out})
     figures = "\n".join(f"- {line}" for line in str(result).split("; "))
     card = f"""\
 {front(config.head, config.target, config.license)}

@@ -1,7 +1,7 @@
 """Training a head from the checks to the saved head and its calibration."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -47,7 +47,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     examples = read(config, accelerator)
 
     # 2. The main process holds the folder until the head is there.
-    with locked(folder) if accelerator.is_main_process else nullcontext():
+    held: AbstractContextManager[object] = nullcontext()
+    if accelerator.is_main_process:
+        held = locked(folder)
+    with held:
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)

@@ -1,4 +1,4 @@
-"""The head as its training begins: new, with first weights that spare it the beginning, or warm.
+"""Initial weights of a head: random, fitted by least squares, or those of an earlier head.
 
 Consecutive features are alike, and the next one depends on the next token. A random EAGLE-1 head
 must first learn both. `--first-weights fitted` begins there: `fc` is the least-squares map from
@@ -38,9 +38,9 @@ RIDGE = 1e-4  # added to the diagonal, relative to its mean: features may depend
 
 
 def untrained(config: TrainConfig, target: Target) -> Head:
-    """A head of the chosen kind with random weights, on the device of the target's features.
+    """Build a head of the chosen kind with random weights, on the device of the target's features.
 
-    What it shares with a target elsewhere is copied and not moved.
+    Weights that it shares with a target on another device are copied, and not moved.
     """
     fields = config.parts()
     device = target.output_device
@@ -62,53 +62,88 @@ def untrained(config: TrainConfig, target: Target) -> Head:
 def begin(
     config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
 ) -> Tensor | None:
-    """Set in place what the head begins with, and choose the tokens that it is to draft.
+    """Give a head its initial weights in place, and choose the tokens that it is to draft.
 
     A head with an output layer of its own is restricted to them here. Another one is trained on all
-    tokens: they are saved next to it and returned, to restrict it in the end.
+    tokens; its draft vocabulary is saved next to it, and restricts it at the end.
+
+    Args:
+        config: the run's options.
+        target: the target.
+        head: as `untrained` builds it.
+        data: the conversations, whose answers count the tokens.
+        accelerator: the processes.
+
+    Returns [N] int64 the tokens that restrict the head at the end; None: all, or they did already.
     """
-    # 1. The tokens: those of the trained head, or the most frequent ones.
-    own_output = config.training.restricted_first
-    tokens = None
-    before = None if config.from_head is None else comparable(config.from_head, head)
-    if before is not None and config.draft_vocab is None:
-        folder = head_folder(str(config.from_head))
-        tokens = before.vocabulary if own_output else load_vocabulary(folder, target.vocab_size)
-    elif number := vocabulary_size(config, target):
-        tokens, _ = most_frequent([data.answers], number, target)
+    # 1. The tokens.
+    before: Head | None = None
+    if config.from_head is not None:
+        before = comparable(config.from_head, head)
+    tokens = choose_tokens(config, target, data, before)
     if tokens is not None:
-        coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
         target.output_rows(tokens[:1])  # raises what `restrict` would in the end
+        coverage = float(torch.isin(data.answers, tokens.cpu()).float().mean())
         accelerator.print(
             f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
         )
-        if own_output:
+        if config.training.restricted_first:
             restrict(head, target, tokens)
             tokens = None
         elif accelerator.is_main_process:
             save_vocabulary(tokens, coverage, config.out)
 
-    # 2. First weights.
+    # 2. First weights, and dropout.
     if before is not None:
         take_trained(before, head, f"--from-head {config.from_head}")
     elif config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
         fit_feature(cast(EagleHead, head), data, config.seed)
-
-    # 3. Dropout, in the gaps that Hydra++ has before its layers.
-    for module in list(head.modules()):
-        if config.recipe.dropout and isinstance(module, nn.Sequential):
-            for position, part in enumerate(module):
-                if isinstance(part, nn.Identity):
-                    module[position] = nn.Dropout(config.recipe.dropout)
+    if config.recipe.dropout:
+        add_dropout(head, config.recipe.dropout)
     return tokens
+
+
+def choose_tokens(
+    config: TrainConfig, target: Target, data: Data, before: Head | None
+) -> Tensor | None:
+    """The tokens that a head is to draft, [N] int64 ascending: a trained head's, or the most frequent ones.
+
+    Args:
+        config: the run's options.
+        target: the target.
+        data: its answers count the tokens.
+        before: the head of `--from-head`, if any; `--draft-vocab` chooses other tokens.
+
+    Returns None for all tokens.
+    """
+    if before is None or config.draft_vocab is not None:
+        number = vocabulary_size(config, target)
+        if not number:
+            return None
+        tokens, _ = most_frequent([data.answers], number, target)
+        return tokens
+    if config.training.restricted_first:
+        return before.vocabulary
+    return load_vocabulary(head_folder(str(config.from_head)), target.vocab_size)
+
+
+def add_dropout(head: Head, share: float) -> None:
+    """Put a dropout into each gap that Hydra++ has before its layers; other heads have none. In place."""
+    for line in list(head.modules()):
+        if not isinstance(line, nn.Sequential):
+            continue
+        for number, module in enumerate(line):
+            if isinstance(module, nn.Identity):
+                line[number] = nn.Dropout(share)
 
 
 def vocabulary_size(config: TrainConfig, target: Target) -> int:
     """The number of tokens that a head begins to draft; 0: all."""
     if config.draft_vocab is not None:
         return config.draft_vocab
-    large = config.training.restricted_first and target.vocab_size > DRAFT_VOCAB
-    return DRAFT_VOCAB if large else 0
+    if config.training.restricted_first and target.vocab_size > DRAFT_VOCAB:
+        return DRAFT_VOCAB
+    return 0
 
 
 @torch.no_grad()
@@ -122,7 +157,7 @@ def fit_feature(head: EagleHead, data: Data, seed: int) -> None:
     squares = torch.zeros(2 * width + biased, 2 * width + biased, device=device).double()
     products = torch.zeros(2 * width + biased, width, device=device).double()
     for number in random.Random(seed).sample(range(len(data.train)), len(data.train)):
-        x, y = sides(head, data, number)
+        x, y = sides(head, data, number)  # [T - 2, 2 H + 1] and [T - 2, H]
         squares += x.T @ x
         products += x.T @ y
         positions += len(x)
@@ -147,7 +182,8 @@ def sides(head: EagleHead, data: Data, number: int) -> tuple[Tensor, Tensor]:
     features = data.features([number])[0].float()
     tokens = data.train[number].input_ids[1:-1].to(features.device)
     seen = [head.embedded(tokens, torch.float32), features[:-2]]
-    seen += [features.new_ones(len(tokens), 1)] * (head.fc.bias is not None)
+    if head.fc.bias is not None:
+        seen.append(features.new_ones(len(tokens), 1))
     return torch.cat(seen, dim=1), features[1:-1]
 
 
@@ -173,6 +209,8 @@ def take_trained(before: Head, head: Head, named: str) -> None:
     weights = dict(before.named_parameters())
     for name, parameter in trained(head).items():
         if name not in weights or weights[name].shape != parameter.shape:
-            hint = ": try --no-bias" if name == "fc.bias" else ""
+            hint = ""
+            if name == "fc.bias":
+                hint = ": try --no-bias"
             raise InputError(f"{named} has another {name} than a head for this target{hint}")
         parameter.copy_(weights[name])

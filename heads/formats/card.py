@@ -9,12 +9,14 @@ UNFILLED = "FILL IN"  # stands in a card until someone completes it
 
 
 def front(kind: str, target: str, license: str | None) -> str:
-    """The fields that the hub reads, and a title."""
+    """The beginning of a card: the fields that the hub reads, and a title."""
+    if not license:
+        license = f"{UNFILLED} (the data and the target bind it)"
     return f"""\
 ---
 base_model: {target}
 tags: [treespec, speculative-decoding, {kind}]
-license: {license or f"{UNFILLED} (the data and the target bind it)"}
+license: {license}
 ---
 
 # A draft head of kind {kind} for {target}
@@ -24,7 +26,9 @@ license: {license or f"{UNFILLED} (the data and the target bind it)"}
 def own_card(head: Path) -> str:
     """The card beside a head; "" where there is none."""
     card = head / "README.md"
-    return card.read_text(encoding="utf-8", errors="replace") if card.exists() else ""
+    if not card.exists():
+        return ""
+    return card.read_text(encoding="utf-8", errors="replace")
 
 
 def check_complete(head: Path, license: str | None) -> None:
@@ -40,7 +44,9 @@ def served_card(head: Path, kind: str, target: str, license: str | None, served:
 
     target: as the hub knows it.
     """
-    text = own_card(head) or front(kind, target, license)
+    text = own_card(head)
+    if not text:
+        text = front(kind, target, license)
     for field, value in (("base_model", target), ("license", license)):
         if value:
             line = f"{field}: {value}".replace("\\", "\\\\")

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from treespec.heads.folder import BLOCK, WHOLE, hydra_levels, medusa_levels
 from treespec.heads.formats import fields
-from treespec.heads.formats.engines import dtype_of, renamed
+from treespec.heads.formats.llama_fields import dtype_of, renamed
 from treespec.heads.formats.rotary import read_rotary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
@@ -22,10 +22,8 @@ FROM_VLLM = (
     (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
     (r"^lm_heads\.(\d+)\.", r"\1.{layers}."),
 )
-OUTPUT, PLUS = (
-    "hydra_lm_head.0.weight",
-    "hydra_lm_head.0.1.weight",
-)  # first head: Hydra's, Hydra++'s
+OUTPUT = "hydra_lm_head.0.weight"  # of Hydra's first head
+PLUS = "hydra_lm_head.0.1.weight"  # of Hydra++'s
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
 ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
@@ -40,7 +38,7 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
     Of vLLM's it renames the tensors; blocks without biases get zeros.
     """
     # 1. The heads alone, by their published names.
-    layers = config.get("medusa_num_layers", 1)
+    layers: int = config.get("medusa_num_layers", 1)
     config, tensors = take_out_heads(config, tensors)
     fields.MEDUSA_TABLE.check(config)
     drafted = config.get("truncated_vocab_size")
@@ -50,30 +48,51 @@ def read_medusa(config: Config, tensors: Tensors) -> Stored:
             "all tokens"
         )
     if any(map(BLOCK.match, tensors)):
-        layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
-        patterns = [(pattern, new.format(layers=layers)) for pattern, new in FROM_VLLM]
-        tensors = renamed(tensors, *patterns)
-        for name in [*tensors] if not config.get("medusa_fc_bias") else ():
-            if name.endswith(".linear.weight"):
-                bias = torch.zeros_like(tensors[name][:, 0])
-                tensors[name.removesuffix("weight") + "bias"] = bias
+        if "medusa_num_layers" not in config:
+            layers = config.get("num_hidden_layers", 1)
+        tensors = rename_from_vllm(tensors, layers)
+        if not config.get("medusa_fc_bias"):
+            tensors |= make_zero_biases(tensors)
 
-    # 2. Their sizes.
+    # 2. Sizes that the config does not say.
     vocab_size, hidden_size = tensors[f"0.{layers}.weight"].shape
-    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "medusa_num_layers": layers}
-    return config | sizes | config | {"medusa_num_heads": medusa_levels(config, tensors)}, tensors
+    config = dict(config)
+    config.setdefault("hidden_size", hidden_size)
+    config.setdefault("vocab_size", vocab_size)
+    config.setdefault("medusa_num_layers", layers)
+    config["medusa_num_heads"] = medusa_levels(config, tensors)
+    return config, tensors
 
 
 def take_out_heads(config: Config, tensors: Tensors) -> Stored:
-    """The heads of a whole model, whose config is the model's; other files as they are."""
-    heads = {name.removeprefix(WHOLE): tensors[name] for name in tensors if name.startswith(WHOLE)}
+    """Take Medusa's heads out of a whole model, whose config is the model's; other files stay as they are."""
+    heads: Tensors = {}
+    for name, value in tensors.items():
+        if name.startswith(WHOLE):
+            heads[name.removeprefix(WHOLE)] = value
     if not heads:
         return config, tensors
-    return {name: config[name] for name in config if name.startswith("medusa")}, heads
+    own = {name: value for name, value in config.items() if name.startswith("medusa")}
+    return own, heads
+
+
+def rename_from_vllm(tensors: Tensors, layers: int) -> Tensors:
+    """vLLM's tensors of Medusa's heads by their published names. layers: residual blocks of each head."""
+    patterns = [(pattern, new.format(layers=layers)) for pattern, new in FROM_VLLM]
+    return renamed(tensors, *patterns)
+
+
+def make_zero_biases(tensors: Tensors) -> Tensors:
+    """A bias of zeros for each residual block, which vLLM's blocks do not have."""
+    biases: Tensors = {}
+    for name, weight in tensors.items():
+        if name.endswith(".linear.weight"):
+            biases[name.removesuffix("weight") + "bias"] = torch.zeros_like(weight[:, 0])
+    return biases
 
 
 def write_medusa(head: MedusaHead, served: PretrainedConfig, to: str) -> Stored:
-    """For vLLM."""
+    """config.json and the tensors of Medusa's heads, for vLLM."""
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -95,26 +114,40 @@ def read_hydra(config: Config, tensors: Tensors) -> Stored:
     tensors tell the number of attention heads of the prefix layer.
     """
     # 1. What the config and the first head tell.
-    prefixed = LAYER + "mlp.gate_proj.weight" in tensors
-    (fields.HYDRA_PLUS_TABLE if prefixed else fields.HYDRA_TABLE).check(config)
-    config = read_rotary(config)
-    vocab_size, width = tensors[PLUS if PLUS in tensors else OUTPUT].shape
-    heads = hydra_levels(config, tensors)
-    sizes = {"hydra_num_heads": heads, "hidden_size": width, "vocab_size": vocab_size}
-    known: Config = config | sizes | config
-
-    # 2. Of a prefix layer: the number of rotary angles, D / 2, tells the head count.
+    prefixed = f"{LAYER}mlp.gate_proj.weight" in tensors
+    table = fields.HYDRA_TABLE
     if prefixed:
-        if "num_attention_heads" not in known:
-            if ANGLES not in tensors:
-                base = config.get("base_model_name_or_path", "the target")
-                raise ValueError(
-                    f"num_attention_heads is missing, and the file does not tell: add what {base} has"
-                )
-            known["num_attention_heads"] = width // (2 * len(tensors[ANGLES]))
-        keys, inner = (
-            len(tensors[f"{LAYER}{name}.weight"]) for name in ("self_attn.k_proj", "mlp.gate_proj")
-        )
-        known.setdefault("num_key_value_heads", keys * known["num_attention_heads"] // width)
-        known.setdefault("intermediate_size", inner)
-    return known, {name: value for name, value in tensors.items() if name not in UNUSED}
+        table = fields.HYDRA_PLUS_TABLE
+    table.check(config)
+    config = dict(read_rotary(config))
+    output = OUTPUT
+    if PLUS in tensors:
+        output = PLUS
+    vocab_size, width = tensors[output].shape
+    config.setdefault("hydra_num_heads", hydra_levels(config, tensors))
+    config.setdefault("hidden_size", width)
+    config.setdefault("vocab_size", vocab_size)
+
+    # 2. A prefix layer's sizes.
+    if prefixed:
+        derive_prefix_sizes(config, tensors, width)
+    return config, fields.drop_names(tensors, UNUSED)
+
+
+def derive_prefix_sizes(config: Config, tensors: Tensors, width: int) -> None:
+    """Add the sizes of Hydra++'s prefix layer that a config does not say. width: H.
+
+    The number of rotary angles, D / 2, tells the number of attention heads. Raises ValueError for a
+    file that has none of them, with a config that does not say it.
+    """
+    if "num_attention_heads" not in config:
+        if ANGLES not in tensors:
+            base = config.get("base_model_name_or_path", "the target")
+            raise ValueError(
+                f"num_attention_heads is missing, and the file does not tell: add what {base} has"
+            )
+        config["num_attention_heads"] = width // (2 * len(tensors[ANGLES]))
+    key_rows = len(tensors[f"{LAYER}self_attn.k_proj.weight"])
+    inner = len(tensors[f"{LAYER}mlp.gate_proj.weight"])
+    config.setdefault("num_key_value_heads", key_rows * config["num_attention_heads"] // width)
+    config.setdefault("intermediate_size", inner)

@@ -1,16 +1,16 @@
 """DFlash's heads: z-lab's, SpecForge's, NeMo AutoModel's, ModelOpt's, speculators', and JetSpec's causal ones."""
 
 from treespec.heads.formats import fields
-from treespec.heads.formats.engines import from_sglang
 from treespec.heads.formats.layers import (
     VERIFIER_TENSORS,
     as_qwen3,
     check_window,
     count_layers,
     derive_sizes,
-    flatten_speculators,
 )
 from treespec.heads.formats.rotary import read_rotary
+from treespec.heads.formats.sglang import from_sglang
+from treespec.heads.formats.speculators import flatten_speculators
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.layers import SLIDING
@@ -27,11 +27,16 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     name the target's layers: which ones a head was trained on cannot be computed.
     """
     # 1. One object of fields.
-    (fields.SPECULATORS_DFLASH_TABLE if KIND in config else fields.DFLASH_TABLE).check(config)
-    nested = config.get("dflash_config") or {}
+    table = fields.DFLASH_TABLE
+    layers_field = "dflash_config.target_layer_ids"
+    if KIND in config:
+        table = fields.SPECULATORS_DFLASH_TABLE
+        layers_field = LAYER_IDS
+    table.check(config)
+    nested: Config = config.get("dflash_config") or {}
     settled = read_rotary(as_qwen3(flatten_speculators(config)))
     settled.pop("dflash_config", None)
-    settled |= {name: nested[name] for name in NESTED_FIELDS if name in nested}
+    settled |= fields.select_names(nested, NESTED_FIELDS)
     if settled.get("attention_bias"):
         raise ValueError("attention_bias is true: a part that treespec's head does not have")
 
@@ -40,14 +45,13 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     if ids:
         settled[LAYER_IDS] = from_sglang(ids)
     if not settled.get(LAYER_IDS):
-        name = LAYER_IDS if KIND in config else "dflash_config.target_layer_ids"
         raise ValueError(
-            f"{name} is missing: it names the target's layers that the head was trained on, and nothing else "
+            f"{layers_field} is missing: it names the target's layers that the head was trained on, and nothing else "
             "tells them; take it from the head's repository"
         )
 
     # 3. What the tensors tell.
-    tensors = {name: value for name, value in tensors.items() if name not in VERIFIER_TENSORS}
+    tensors = fields.drop_names(tensors, VERIFIER_TENSORS)
     settled = count_layers(derive_sizes(settled, tensors, "layers.0"), tensors)
     settled, tensors = derive_vocabulary(settled, tensors)
     settled = derive_windows(settled, config, nested)
@@ -79,11 +83,15 @@ def read_causality(config: Config, nested: Config) -> bool | None:
 
     Raises ValueError for fields that contradict each other.
     """
-    values = {"is_causal": config.get("is_causal")}
-    for name in ("causal", "causal_head"):
-        values[f"dflash_config.{name}"] = nested.get(name)
+    values = {
+        "is_causal": config.get("is_causal"),
+        "dflash_config.causal": nested.get("causal"),
+        "dflash_config.causal_head": nested.get("causal_head"),
+    }
     flags = {name: bool(value) for name, value in values.items() if value is not None}
+    if not flags:
+        return None
     if len(set(flags.values())) > 1:
         words = " and ".join(f"{name} is {value}" for name, value in flags.items())
         raise ValueError(f"{words}: one head cannot be both")
-    return next(iter(flags.values()), None)
+    return True in flags.values()

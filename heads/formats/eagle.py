@@ -5,16 +5,14 @@ transformers' hidden_states[k]. vLLM, speculators and treespec name the layer th
 z-lab and SpecForge's DFlash name the layer that it leaves. In a target of five layers:
 
     hidden_states                       0   1   2   3   4   5
-    eagle_aux_hidden_state_layer_ids    0   1   2   3   4   5   entered: vLLM, … (L: what the last layer gives)
+    eagle_aux_hidden_state_layer_ids    0   1   2   3   4   5   entered: vLLM, … (L: the last layer's output)
     eagle_config. …_layer_ids               0   1   2   3   4   left: SGLang
 """
-
-import torch
 
 from treespec.heads.eagle3 import AUX_LAYERS
 from treespec.heads.folder import p_eagle_levels
 from treespec.heads.formats import fields
-from treespec.heads.formats.engines import IDS, QWEN3, from_sglang, renamed
+from treespec.heads.formats.eagle3_fields import IDS, QWEN3
 from treespec.heads.formats.layers import (
     VERIFIER_TENSORS,
     as_qwen3,
@@ -22,9 +20,12 @@ from treespec.heads.formats.layers import (
     count_layers,
     derive_biases,
     derive_sizes,
-    flatten_speculators,
 )
+from treespec.heads.formats.llama_fields import renamed
 from treespec.heads.formats.rotary import read_rotary
+from treespec.heads.formats.sglang import from_sglang
+from treespec.heads.formats.speculators import flatten_speculators
+from treespec.heads.formats.vllm import read_token_map
 from treespec.heads.formats.vocabulary import OUTPUT_TENSOR, derive_vocabulary
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.registry import KIND, P_EAGLE
@@ -64,59 +65,50 @@ def read_eagle(config: Config, tensors: Tensors) -> Stored:
         tensors = renamed(tensors, *SPECULATORS_NAMES)
     elif isinstance(config.get("model"), dict):
         fields.EAGLE_NESTED_TABLE.check(config)
-        outside = {
-            name: value for name, value in config.items() if name not in ("model", "model_type")
-        }
-        config = config["model"] | outside
+        config = config["model"] | fields.drop_names(config, ("model", "model_type"))
     else:
         fields.EAGLE_TABLE.check(config)
     config = read_rotary(config)
     check_fusion(tensors)
 
     # 2. What the tensors tell.
-    biased = config.get("bias") or config.get("eagle_fc_bias")
-    if "fc.bias" in tensors:
-        config = config if config.get("bias", True) else config | {"bias": True}
-    elif biased:
-        raise ValueError("bias is true, and the file has no fc.bias: fetch the whole repository")
-    else:
-        config = config | {"bias": False}
+    config = derive_fusion_bias(config, tensors)
     config = derive_biases(config, tensors, "layers.0")
     config = derive_sizes(config, tensors, "layers.0")
-    config, tensors = derive_vocabulary(*read_token_map(config, tensors))
+    config, tensors = read_token_map(config, tensors)
+    config, tensors = derive_vocabulary(config, tensors)
     if OUTPUT_TENSOR not in tensors:
         return config, tensors
     return config | {"own_output": True, "model_type": EAGLE}, tensors
 
 
+def derive_fusion_bias(config: Config, tensors: Tensors) -> Config:
+    """The config with `bias` as `fc` has one in the file.
+
+    Raises ValueError for a config that says that there is one, where the file has none.
+    """
+    if "fc.bias" in tensors:
+        if config.get("bias", True):
+            return config
+        return config | {"bias": True}
+    if config.get("bias") or config.get("eagle_fc_bias"):
+        raise ValueError("bias is true, and the file has no fc.bias: fetch the whole repository")
+    return config | {"bias": False}
+
+
 def check_fusion(tensors: Tensors) -> None:
     """Raises ValueError unless `fc` takes an embedding and a feature, as only EAGLE-1's does."""
-    shape = [*tensors["fc.weight"].shape]
+    shape = list(tensors["fc.weight"].shape)
     if len(shape) != 2 or shape[1] != 2 * shape[0]:
         raise ValueError(
             f"fc.weight is {shape}, and EAGLE-1's is [H, 2 H]: it is of an architecture that treespec does not know"
         )
 
 
-def read_token_map(config: Config, tensors: Tensors) -> Stored:
-    """vLLM's `token_map` of the tokens that a head drafts, as d2t. Without `truncated_vocab_size` it means nothing."""
-    kept = {name: value for name, value in tensors.items() if name != "token_map"}
-    drafted = config.get("truncated_vocab_size") or 0
-    if not 0 < drafted < config.get("vocab_size", 0):
-        return config, kept
-    config = config | {"draft_vocab_size": drafted}
-    if "token_map" in tensors:
-        named = tensors["token_map"].long()
-        kept["d2t"] = named - torch.arange(len(named))
-        if OUTPUT_TENSOR in kept and len(kept[OUTPUT_TENSOR]) > len(named):
-            kept[OUTPUT_TENSOR] = kept[OUTPUT_TENSOR][named]
-    return config, kept
-
-
 def read_eagle3(config: Config, tensors: Tensors) -> Stored:
-    """EAGLE-3 and 3.1: layers.0 is midlayer, SGLang's layer ids are translated, and what follows is derived.
+    """EAGLE-3 and 3.1: SGLang's layer ids become aux layers, and layers.0 becomes midlayer.
 
-    A layer is Qwen3's by its architecture or its tensors.
+    The tensors settle the sizes. A layer is Qwen3's by its architecture or its tensors.
     """
     return read_features(config, tensors, fields.EAGLE3_TABLE, fields.SPECULATORS_EAGLE3_TABLE)
 
@@ -124,9 +116,9 @@ def read_eagle3(config: Config, tensors: Tensors) -> Stored:
 def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
     """As EAGLE-3's, with the mask token and its learnt feature."""
     changes: Config = {"model_type": P_EAGLE, "levels": p_eagle_levels(config)}
-    masks = [config[name] for name in fields.MASK_TOKEN_FIELDS if config.get(name) is not None]
-    if masks:
-        changes["mask_token_id"] = masks[0]
+    for name in reversed(fields.MASK_TOKEN_FIELDS):  # the first of them counts
+        if config.get(name) is not None:
+            changes["mask_token_id"] = config[name]
     config, tensors = read_features(
         config, tensors, fields.P_EAGLE_TABLE, fields.SPECULATORS_P_EAGLE_TABLE
     )
@@ -138,13 +130,23 @@ def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
 def read_features(
     config: Config, tensors: Tensors, table: fields.FieldTable, nested: fields.FieldTable
 ) -> Stored:
-    """A head over aux hidden states. table: its fields. nested: those of speculators' wrapper."""
-    (nested if KIND in config else table).check(config)
+    """Read a head over aux hidden states.
+
+    Args:
+        config: the content of config.json, in the format of any project.
+        tensors: what the file of tensors holds.
+        table: the fields that may stand in the config.
+        nested: those of a config of speculators, whose layers are nested.
+    """
+    if KIND in config:
+        table = nested
+    table.check(config)
     config = flatten_eagle_config(flatten_speculators(config, norm_before_residual=True))
     config = read_rotary(config)
-    tensors = {name: value for name, value in tensors.items() if name not in VERIFIER_TENSORS}
+    tensors = fields.drop_names(tensors, VERIFIER_TENSORS)
     tensors = renamed(tensors, *TENSOR_NAMES)
-    if QWEN3 in (config.get("architectures") or ()):
+    architectures = config.get("architectures")
+    if architectures and QWEN3 in architectures:
         config = as_qwen3(config)
     config = derive_norms(config, tensors)
     config = derive_biases(config, tensors, FIRST_LAYER)
@@ -153,7 +155,9 @@ def read_features(
     check_window(config)
     tied = bool(config.get("tie_word_embeddings"))
     config, tensors = derive_vocabulary(config, tensors, tied)
-    return (config if OUTPUT_TENSOR in tensors else config | {"own_output": False}), tensors
+    if OUTPUT_TENSOR not in tensors:
+        config = config | {"own_output": False}
+    return config, tensors
 
 
 def flatten_eagle_config(config: Config) -> Config:
@@ -161,7 +165,7 @@ def flatten_eagle_config(config: Config) -> Config:
 
     Raises ValueError for another number of aux layers than `num_aux_hidden_states`.
     """
-    flat = {name: value for name, value in config.items() if name != "eagle_config"}
+    flat = fields.drop_names(config, ("eagle_config",))
     inner = config.get("eagle_config") or {}
     for name, flag in NORM_FLAGS.items():
         if inner.get(name) or flat.get(name):
@@ -170,7 +174,8 @@ def flatten_eagle_config(config: Config) -> Config:
         flat[IDS] = from_sglang(inner[IDS])
     count = flat.get("num_aux_hidden_states")
     ids = flat.get(IDS)
-    if count is not None and count != len(ids or range(AUX_LAYERS)):
+    expected = len(ids) if ids else AUX_LAYERS
+    if count is not None and count != expected:
         raise ValueError(
             f"num_aux_hidden_states is {count}, and {IDS} is {ids}: it must name as many layers"
         )

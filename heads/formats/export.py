@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, write_head
 from treespec.heads.folder import GGUF, check_new
-from treespec.heads.formats.engines import DRAFTED
 from treespec.heads.formats.gguf import write_gguf
 from treespec.heads.formats.rules import RULES
+from treespec.heads.formats.speculators import DRAFTED
 from treespec.heads.formats.upstream import Ends, read_as
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS, check_export
@@ -83,7 +83,8 @@ def export(
         head.check_target(text.num_hidden_layers, text.vocab_size, width, width)
         if len(head.aux_layers) not in (0, 3):
             raise ValueError(f"it reads {len(head.aux_layers)} layers, where the engines take 3")
-        if head.lacks_embedding and (kind.embedded or to == "mlx") and embedding is not None:
+        must_store = kind.embedded or to == "mlx"
+        if must_store and embedding is not None and head.lacks_embedding:
             weight = embedding().detach().to(head.dtype)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
         left_out = leave_out_mask_token(head, to)
@@ -112,8 +113,9 @@ def leave_out_mask_token(head: Head, to: str) -> int | None:
 
     Returns the mask token, or None for a head that stays as it is.
     """
-    whole = head.lm_head is not None and head.vocabulary is None
-    if not whole or RULES[to, head.kind].output != "own if smaller":
+    if RULES[to, head.kind].output != "own if smaller":
+        return None
+    if head.lm_head is None or head.vocabulary is not None:
         return None
     token = int(head.config["mask_token_id"])
     drafted = torch.arange(head.vocab_size)
@@ -123,7 +125,9 @@ def leave_out_mask_token(head: Head, to: str) -> int | None:
 
 def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
     """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
-    number = head.max_depth or DRAFTED
+    number = DRAFTED
+    if head.max_depth:
+        number = head.max_depth
     drafts = {"method": head.kind, "model": str(out), "num_speculative_tokens": number}
     captured = {
         "decoding_type": "Eagle3",
@@ -131,7 +135,12 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
         "speculative_model": str(out),
         "eagle3_layers_to_capture": [k - 1 for k in head.aux_layers],
     }
-    qwen = "Qwen3ForCausalLM" in (served.architectures or ())
+    prompts = "llama3chat"  # the project has a script for Vicuna too
+    if served.architectures and "Qwen3ForCausalLM" in served.architectures:
+        prompts = "qwen3"
+    three = ""
+    if head.aux_layers:
+        three = " --use_eagle3"
     return SERVING[to].format(
         target=shlex.quote(str(served.name_or_path)),
         folder=shlex.quote(str(out)),
@@ -140,28 +149,29 @@ def command(to: str, head: Head, served: PretrainedConfig, out: Path) -> str:
         kind=head.kind,
         number=number,
         algorithm=head.kind.upper(),
-        three=" --use_eagle3" if head.aux_layers else "",
-        prompts="qwen3" if qwen else "llama3chat",  # the project has a script for Vicuna too
+        three=three,
+        prompts=prompts,
     )
 
 
 def ends_of(head: Head) -> Ends:
     """A target's ends beside a head: random ones, but for the embedding of a head that has one already."""
     generator = torch.Generator().manual_seed(1)
-    shape = head.vocab_size, head.hidden_size
-    ends = Ends(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    embedding = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
+    output = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
     if isinstance(head.embed_tokens, nn.Embedding):
-        return replace(ends, embedding=head.embed_tokens.weight.detach().float())
-    return ends
+        embedding = head.embed_tokens.weight.detach().float()
+    return Ends(embedding, output)
 
 
 def compare(one: Head, other: Head, ends: Ends | None = None, reading: str = "") -> int:
     """The number of logits of two heads on the same random sequence, all of them equal.
 
-    ends: the target's, of which either may take its embedding and output; default: any beside the first head.
+    ends: the target's embedding and output, which either head may take; default: `ends_of(one)`.
     reading: " as … reads it", for the message. Raises ValueError where one differs.
     """
-    ends = ends or ends_of(one)
+    if ends is None:
+        ends = ends_of(one)
     if one.aux_layers != other.aux_layers:
         raise ValueError(
             f"read back{reading} it reads layers {other.aux_layers}, the head {one.aux_layers}"
@@ -182,12 +192,16 @@ def outputs(head: Head, ends: Ends | None = None) -> Tensor:
 
     ends: the target's; default: any.
     """
-    ends = ends or ends_of(head)
+    if ends is None:
+        ends = ends_of(head)
     generator = torch.Generator().manual_seed(0)
     if head.lacks_embedding:
         head.share_embedding(nn.Parameter(ends.embedding, requires_grad=False))
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
     tokens = torch.randint(head.vocab_size, (1, TOKENS + 2), generator=generator)
     counts = torch.ones(1, TOKENS, dtype=torch.bool)
-    states = head(tokens, features, counts, head.max_depth or 2, ends.embed)
-    return torch.cat([head.project(one, step, ends) for step, one in enumerate(states)])
+    steps = head.max_depth
+    if steps is None:
+        steps = 2
+    states = head(tokens, features, counts, steps, ends.embed)
+    return torch.cat([head.project(rows, step, ends) for step, rows in enumerate(states)])

@@ -5,12 +5,14 @@ compute, and the head would load and draft nonsense. transformers writes many fi
 those at their neutral value, and those that change nothing in a draft head, pass.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from treespec.heads.head import Config
+
+Item = TypeVar("Item")  # a field's value, or a tensor
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 UNKNOWN_FIELD = (
@@ -66,10 +68,19 @@ class FieldTable:
             if name in self.only:
                 check_value(where, name, value, self.only[name])
             elif name in self.nested:
-                for part in value if isinstance(value, list) else [value or {}]:
-                    self.nested[name].check(as_object(part, where), f"{where}.")
+                self.check_nested(name, value, where)
             elif name not in self.used | self.unused and is_set(value):
                 raise ValueError(f"{where} is {value!r}: {FIELD_REASONS.get(name, UNKNOWN_FIELD)}")
+
+    def check_nested(self, name: str, value: object, path: str) -> None:
+        """Check an object within this one, or each of a list of them. An object may be null."""
+        parts = [value]
+        if isinstance(value, list):
+            parts = value
+        elif not value:
+            parts = [{}]
+        for part in parts:
+            self.nested[name].check(as_object(part, path), f"{path}.")
 
 
 def check_value(path: str, name: str, value: object, allowed: tuple[Any, ...]) -> None:
@@ -95,6 +106,16 @@ def is_set(value: object) -> bool:
 def split_names(text: str) -> frozenset[str]:
     """The names in a text."""
     return frozenset(text.split())
+
+
+def drop_names(items: Mapping[str, Item], names: Collection[str]) -> dict[str, Item]:
+    """A copy of fields or tensors without those of these names."""
+    return {name: value for name, value in items.items() if name not in names}
+
+
+def select_names(items: Mapping[str, Item], names: Iterable[str]) -> dict[str, Item]:
+    """The fields or tensors of these names, in the order of the names, as far as there are any."""
+    return {name: items[name] for name in names if name in items}
 
 
 # Fields of transformers' configs that change nothing in a draft head.
@@ -141,14 +162,14 @@ PLAIN_TABLE = FieldTable(
 )
 
 LLAMA_TABLE = PLAIN_TABLE.extend(
-    used=(
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
-        *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
-        *("partial_rotary_factor", "attention_bias", "qkv_bias", "embed_scale"),
-    ),
+    used=split_names("""
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    vocab_size hidden_act rms_norm_eps max_position_embeddings rope_theta rope_scaling
+    rope_parameters partial_rotary_factor attention_bias qkv_bias embed_scale
+    """),
     unused=(
-        *("max_sequence_length", "max_window_layers"),
+        "max_sequence_length",
+        "max_window_layers",
         # EAGLE-1 and DFlash have the target's output in any case; EAGLE-3's reader uses it.
         "tie_word_embeddings",
         "sliding_window",  # without layer_types it means nothing, in vLLM and here
@@ -179,19 +200,20 @@ EAGLE_CONFIG_TABLE = (
         used=frozenset((LAYER_IDS, "norm_before_fc", "return_hidden_post_norm", "use_aux_norm")),
         unused=frozenset(("parallel_draft_heads_num_layers",)),
         only={
-            **dict.fromkeys(("use_aux_hidden_state", "use_last_layernorm"), (True,)),
-            **dict.fromkeys(("use_input_layernorm_in_first_layer", "next_layer_regular"), (True,)),
+            "use_aux_hidden_state": (True,),
+            "use_last_layernorm": (True,),
+            "use_input_layernorm_in_first_layer": (True,),
+            "next_layer_regular": (True,),
             "use_mtp_layernorm": (False,),
             "parallel_draft_step": (0, 1),
         },
     )
 )
 EAGLE3_BASE_TABLE = LLAMA_TABLE.extend(
-    used=(
-        *("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", LAYER_IDS),
-        *(*NORM_FIELDS, *WINDOW_FIELDS, "qk_norm", "own_output", "tie_word_embeddings"),
-        *("return_hidden_post_norm", "use_aux_norm"),
-    ),
+    used=split_names("""
+    draft_vocab_size target_hidden_size num_aux_hidden_states qk_norm own_output
+    tie_word_embeddings return_hidden_post_norm use_aux_norm
+    """).union(NORM_FIELDS, WINDOW_FIELDS, [LAYER_IDS]),
     only={"is_causal": (True,), "bias": (False,)},
     nested={"eagle_config": EAGLE_CONFIG_TABLE},
 )
@@ -215,7 +237,7 @@ SPECULATORS_CONFIG_TABLE = FieldTable(
     nested={"proposal_methods": PROPOSAL_TABLE, "verifier": VERIFIER_TABLE},
 )
 P_EAGLE_TABLE = EAGLE3_BASE_TABLE.extend(
-    used=("levels", "parallel_drafting", *MASK_TOKEN_FIELDS),
+    used=frozenset(("levels", "parallel_drafting")).union(MASK_TOKEN_FIELDS),
     nested={"speculators_config": SPECULATORS_CONFIG_TABLE},
 )
 SPECULATORS_TABLE = PLAIN_TABLE.extend(  # the top level; the layer is nested
@@ -234,7 +256,7 @@ SPECULATORS_EAGLE_TABLE = SPECULATORS_TABLE.extend(
     nested={"transformer_layer_config": ONE_LAYER_TABLE},
 )
 SPECULATORS_EAGLE3_TABLE = SPECULATORS_TABLE.extend(
-    used=(*NORM_FIELDS, LAYER_IDS),
+    used=frozenset(NORM_FIELDS).union([LAYER_IDS]),
     only={"speculators_model_type": ("eagle3",)},
     nested={"transformer_layer_config": SPECULATORS_LAYER_TABLE},
 )
@@ -244,7 +266,9 @@ SPECULATORS_P_EAGLE_TABLE = SPECULATORS_EAGLE3_TABLE.extend(
 DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
 CAUSAL_FIELDS = ("is_causal", "sliding_window_non_causal")
 SPECULATORS_DFLASH_TABLE = SPECULATORS_TABLE.extend(
-    used=("mask_token_id", "sample_from_anchor", "block_size", DFLASH_LAYER_IDS, *CAUSAL_FIELDS),
+    used=split_names("mask_token_id sample_from_anchor block_size").union(
+        CAUSAL_FIELDS, [DFLASH_LAYER_IDS]
+    ),
     only={"projector_type": ("dflash",), "speculators_model_type": ("dflash",)},
     nested={"transformer_layer_config": SPECULATORS_LAYER_TABLE},
 )
@@ -260,16 +284,10 @@ DFLASH_CONFIG_TABLE = FieldTable(  # z-lab's, SpecForge's, ModelOpt's and JetSpe
     },
 )
 DFLASH_TABLE = LLAMA_TABLE.extend(
-    used=(
-        *(
-            "block_size",
-            "mask_token_id",
-            "sample_from_anchor",
-            "target_hidden_size",
-            DFLASH_LAYER_IDS,
-        ),
-        *("draft_vocab_size", "own_output", "causal", "qk_norm", *WINDOW_FIELDS, *CAUSAL_FIELDS),
-    ),
+    used=split_names("""
+    block_size mask_token_id sample_from_anchor target_hidden_size draft_vocab_size own_output
+    causal qk_norm
+    """).union(WINDOW_FIELDS, CAUSAL_FIELDS, [DFLASH_LAYER_IDS]),
     unused=("num_target_layers",),
     only={"projector_type": ("dflash",), "is_neox_style": (True,)},
     nested={"dflash_config": DFLASH_CONFIG_TABLE},
@@ -278,16 +296,14 @@ MEDUSA_TABLE = PLAIN_TABLE.extend(
     # Heads that were saved out of a whole model have its fields; they are no part of the heads.
     unused=LLAMA_TABLE.used | LLAMA_TABLE.unused,
 ).extend(
-    used=(
-        *("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"),
-        *("num_heads", "num_hidden_layers", "medusa_fc_bias", "truncated_vocab_size"),
-    ),
+    used=split_names("""
+    medusa_num_heads medusa_num_layers hidden_size vocab_size num_heads num_hidden_layers
+    medusa_fc_bias truncated_vocab_size
+    """),
     unused=("max_paths", "topk", "medusa_choices"),
 )
 HYDRA_TABLE = PLAIN_TABLE.extend(
-    used=(
-        *("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "hidden_size", "vocab_size"),
-    ),
+    used=split_names("hydra_num_heads hydra_num_layers hydra_head_arch hidden_size vocab_size"),
     only={"grounded_heads": (True,), "hidden_state_offset": (0,)},
 )
 HYDRA_PLUS_TABLE = ONE_LAYER_TABLE.extend(HYDRA_TABLE.used, HYDRA_TABLE.unused, HYDRA_TABLE.only)

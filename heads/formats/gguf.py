@@ -12,7 +12,6 @@ in a vocabulary of the file, so that has one, whose tokens are numbers.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,26 +48,43 @@ LAYER = {  # of modules of a layer: llama.cpp's below `blk.N`
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-TURNED = {  # in EAGLE-3: ends of the keys of their heads' number
-    "blk.0.attn_q.weight": "",
-    "blk.0.attn_k.weight": "_kv",
+NAME_BY_GGUF = {known: name for name, known in NAMES.items()}
+LAYER_BY_GGUF = {known: name for name, known in LAYER.items()}
+TURNED = {  # in EAGLE-3: the key of the number of their heads
+    "blk.0.attn_q.weight": "attention.head_count",
+    "blk.0.attn_k.weight": "attention.head_count_kv",
 }
-FILE_KEYS = (  # of the file's fields that treespec writes, below the head's kind
-    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
-    *("attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count"),
-    *("rope.freq_base", "target_hidden_size", "target_layers"),
+SIZE_KEYS = {  # config.json's name of each size, by the file's
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "target_hidden_size": "target_hidden_size",
+}
+FILE_KEYS = (  # of the file's fields that treespec writes beside the sizes, below the head's kind
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "target_layers",
 )
 KIND_KEYS = {
     "eagle3": ("norm_before_residual", "norm_before_fc"),
     "dflash": (
-        *("block_size", "attention.causal", "attention.sliding_window"),
+        "block_size",
+        "attention.causal",
+        "attention.sliding_window",
         "attention.sliding_window_pattern",
     ),
 }
 FACTORS = "rope_freqs.weight"
 ROTARY = ("default", "linear", "llama3")  # that factors of the frequencies describe
 TYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
+DTYPES_BY_GGUF = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 
 def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
@@ -76,65 +92,84 @@ def write_gguf(folder: Path, config: Config, tensors: Tensors) -> None:
 
     Raises ValueError for rotary positions that llama.cpp computes otherwise.
     """
-    # 1. The numbers.
-    kind = "dflash" if "block_size" in config else "eagle3"
-    own = LlamaConfig(**{name: config[name] for name in config if name != "model_type"})
-    writer = GGUFWriter(str(folder / GGUF), kind)
-    sizes: dict[str, Any] = {
-        "vocab_size": config["vocab_size"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "rope.dimension_count": config["head_dim"],
-        "target_hidden_size": config["target_hidden_size"],
-    }
-    reads = "eagle_aux_hidden_state_layer_ids"
-    if kind == "dflash":
-        reads = "aux_hidden_state_layer_ids"
-        sizes["block_size"] = config["block_size"]
-        if config.get("layer_types"):
-            sizes["attention.sliding_window"] = config["sliding_window"]
-            windows = [layer == SLIDING for layer in config["layer_types"]]
-            writer.add_array(f"{kind}.attention.sliding_window_pattern", windows)
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([str(token) for token in range(config["vocab_size"])])
-        writer.add_mask_token_id(config["mask_token_id"])
-        flags = {"attention.causal": all(config["causal"])}
+    # 1. The fields.
+    writer = GGUFWriter(str(folder / GGUF), choose_gguf_kind(config))
+    if choose_gguf_kind(config) == "dflash":
+        add_dflash_fields(writer, config)
     else:
-        writer.add_tokenizer_model("none")
-        flags = {name: config[name] for name in ("norm_before_residual", "norm_before_fc")}
-    for name, number in sizes.items():
-        writer.add_uint32(f"{kind}.{name}", number)
-    for name, flag in flags.items():
-        writer.add_bool(f"{kind}.{name}", flag)
-    writer.add_array(f"{kind}.target_layers", config[reads])
-    writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    writer.add_float32(f"{kind}.rope.freq_base", config["rope_theta"])
+        add_eagle3_fields(writer, config)
+    writer.add_float32(f"{writer.arch}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32(f"{writer.arch}.rope.freq_base", config["rope_theta"])
 
-    # 2. The tensors. llama.cpp takes vectors in float32.
-    factors = factors_of(own)
+    # 2. The tensors.
+    own = {name: value for name, value in config.items() if name != "model_type"}
+    factors = factors_of(LlamaConfig(**own))
     if not factors.allclose(torch.ones(1)):
         writer.add_tensor(FACTORS, factors.numpy())
     for name in sorted(tensors.keys() - {"t2d"}):
-        value = tensors[name].detach().cpu().contiguous()
-        known = theirs(name, kind)
-        if known == "d2t":  # absolute ids
-            writer.add_tensor(known, (value + torch.arange(len(value))).numpy())
-            continue
-        if kind == "eagle3" and known in TURNED:
-            value = turned(value, sizes[f"attention.head_count{TURNED[known]}"])
-        stored = TYPES.get(value.dtype, Type.F32) if value.dim() > 1 else Type.F32
-        writer.add_tensor(known, quants.quantize(value.float().numpy(), stored), raw_dtype=stored)
+        add_head_tensor(writer, config, name, tensors[name].detach().cpu().contiguous())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     write_json(folder / "config.json", config)
+
+
+def choose_gguf_kind(config: Config) -> str:
+    """The kind of head that a config.json for llama.cpp describes."""
+    if "block_size" in config:
+        return "dflash"
+    return "eagle3"
+
+
+def add_eagle3_fields(writer: GGUFWriter, config: Config) -> None:
+    """Add the fields that only EAGLE-3 heads have, around the sizes of all heads."""
+    writer.add_tokenizer_model("none")
+    add_sizes(writer, config)
+    for name in ("norm_before_residual", "norm_before_fc"):
+        writer.add_bool(f"eagle3.{name}", config[name])
+    writer.add_array("eagle3.target_layers", config["eagle_aux_hidden_state_layer_ids"])
+
+
+def add_dflash_fields(writer: GGUFWriter, config: Config) -> None:
+    """Add the fields that only DFlash heads have, with a vocabulary of numbers, around the sizes of all heads."""
+    # 1. Windows and the mask token.
+    sliding = bool(config.get("layer_types"))
+    if sliding:
+        windows = [kind == SLIDING for kind in config["layer_types"]]
+        writer.add_array("dflash.attention.sliding_window_pattern", windows)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([str(token) for token in range(config["vocab_size"])])
+    writer.add_mask_token_id(config["mask_token_id"])
+
+    # 2. Numbers, the flag and the layers.
+    add_sizes(writer, config)
+    writer.add_uint32("dflash.block_size", config["block_size"])
+    if sliding:
+        writer.add_uint32("dflash.attention.sliding_window", config["sliding_window"])
+    writer.add_bool("dflash.attention.causal", all(config["causal"]))
+    writer.add_array("dflash.target_layers", config["aux_hidden_state_layer_ids"])
+
+
+def add_sizes(writer: GGUFWriter, config: Config) -> None:
+    """Add the sizes of `SIZE_KEYS`."""
+    for key, name in SIZE_KEYS.items():
+        writer.add_uint32(f"{writer.arch}.{key}", config[name])
+
+
+def add_head_tensor(writer: GGUFWriter, config: Config, name: str, value: Tensor) -> None:
+    """Add a tensor under llama.cpp's name. llama.cpp takes vectors in float32, and d2t as absolute ids."""
+    known = theirs(name, writer.arch)
+    if known == "d2t":
+        writer.add_tensor(known, (value + torch.arange(len(value))).numpy())
+        return
+    if writer.arch == "eagle3" and known in TURNED:
+        heads = config[SIZE_KEYS[TURNED[known]]]
+        value = turned(value, heads)
+    stored = Type.F32
+    if value.dim() > 1:
+        stored = TYPES.get(value.dtype, Type.F32)
+    writer.add_tensor(known, quants.quantize(value.float().numpy(), stored), raw_dtype=stored)
 
 
 def theirs(name: str, kind: str) -> str:
@@ -143,28 +178,32 @@ def theirs(name: str, kind: str) -> str:
         return name
     module = name.removesuffix(".weight")
     layer = re.fullmatch(rf"{LAYERS[kind]}\.(.+)", module)
-    if layer:
-        known = LAYER.get(layer[2])
+    if layer is not None:
         number = layer[1] or "0"
-        known = known and f"blk.{number}.{known}"
-    else:
-        known = NAMES.get(module) or {FUSED_NORM[kind]: "enc.output_norm"}.get(module)
-    if not known:
-        raise ValueError(f"its tensor {name} has no place in llama.cpp's file")
-    return f"{known}.weight"
+        inside = LAYER.get(layer[2])
+        if inside is not None:
+            return f"blk.{number}.{inside}.weight"
+    elif module in NAMES:
+        return f"{NAMES[module]}.weight"
+    elif module == FUSED_NORM[kind]:
+        return "enc.output_norm.weight"
+    raise ValueError(f"its tensor {name} has no place in llama.cpp's file")
 
 
 def ours(known: str, kind: str) -> str:
     """treespec's name of a tensor of the file; the same where it is none of the head."""
     module = known.removesuffix(".weight")
-    named = {own: name for name, own in NAMES.items()}
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", module)
-    if layer:
-        inside = {own: name for name, own in LAYER.items()}.get(layer[2], layer[2])
-        above = "midlayer" if kind == "eagle3" else f"layers.{layer[1]}"
-        return f"{above}.{inside}.weight"
-    named["enc.output_norm"] = FUSED_NORM[kind]
-    return f"{named[module]}.weight" if module in named else known
+    if layer is not None:
+        inside = LAYER_BY_GGUF.get(layer[2], layer[2])
+        if kind == "eagle3":
+            return f"midlayer.{inside}.weight"
+        return f"layers.{layer[1]}.{inside}.weight"
+    if module == "enc.output_norm":
+        return f"{FUSED_NORM[kind]}.weight"
+    if module in NAME_BY_GGUF:
+        return f"{NAME_BY_GGUF[module]}.weight"
+    return known
 
 
 def read_gguf(file: Path) -> Tensors:
@@ -172,45 +211,62 @@ def read_gguf(file: Path) -> Tensors:
 
     Raises ValueError for a file of another architecture, InputError for a field that is not known.
     """
+    # 1. The kind of head, and the precision of its `fc`.
     reader = GGUFReader(file)
-    kind = next((kind for kind in LAYERS if f"{kind}.target_layers" in reader.fields), "")
-    if not kind:
+    kind = find_gguf_kind(reader)
+    if kind is None:
         raise ValueError(f"{file} holds no EAGLE-3 or DFlash head")
     check_keys(reader, kind, file)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    dtype = DTYPES_BY_GGUF.get(stored["fc.weight"].tensor_type, torch.float32)
 
-    def number(key: str) -> Any:
-        field = reader.fields[f"{kind}.{key}"]
-        return field.parts[field.data[0]][0]
-
-    stored = {one.name: one for one in reader.tensors}
-    own = stored["fc.weight"].tensor_type
-    dtype = next((dtype for dtype, known in TYPES.items() if known == own), torch.float32)
+    # 2. The tensors.
     tensors: Tensors = {}
-    for known, one in stored.items():
+    for known, tensor in stored.items():
+        if known == FACTORS:  # they follow from config.json
+            continue
         if known == "d2t":
-            ids = torch.from_numpy(one.data.astype(np.int64))
-            tensors[known] = ids - torch.arange(len(ids))
-        elif known != FACTORS:
-            value = torch.from_numpy(quants.dequantize(one.data, one.tensor_type).copy())
-            if kind == "eagle3" and known in TURNED:
-                heads = int(number(f"attention.head_count{TURNED[known]}"))
-                value = turned(value, heads, back=True)
-            tensors[ours(known, kind)] = value.to(dtype)
+            tokens = torch.from_numpy(tensor.data.astype(np.int64))
+            tensors[known] = tokens - torch.arange(len(tokens))
+            continue
+        value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        if kind == "eagle3" and known in TURNED:
+            heads = read_number(reader, f"{kind}.{TURNED[known]}")
+            value = turned(value, heads, back=True)
+        tensors[ours(known, kind)] = value.to(dtype)
     return tensors
+
+
+def find_gguf_kind(reader: GGUFReader) -> str | None:
+    """The kind of head that a file holds; None for a file of something else."""
+    for kind in LAYERS:
+        if f"{kind}.target_layers" in reader.fields:
+            return kind
+    return None
+
+
+def read_number(reader: GGUFReader, key: str) -> int:
+    """The whole number that a field of the file holds."""
+    field = reader.fields[key]
+    return int(field.parts[field.data[0]][0])
 
 
 def check_keys(reader: GGUFReader, kind: str, file: Path) -> None:
     """Raises InputError for a field of the head's kind that treespec does not know, by its name."""
-    keys = {f"{kind}.{key}" for key in (*FILE_KEYS, *KIND_KEYS[kind])}
+    known = set(SIZE_KEYS).union(FILE_KEYS, KIND_KEYS[kind])
+    prefix = f"{kind}."
     for key in reader.fields:
-        if key.startswith(f"{kind}.") and key not in keys:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in known:
             raise InputError(f"{file} has a field {key}, which treespec does not know")
 
 
 def turned(weight: Tensor, heads: int, back: bool = False) -> Tensor:
-    """The rows of a projection [heads · D, H] for llama.cpp's rotation. back: for the others'."""
-    parts = (heads, -1, 2) if back else (heads, 2, -1)
-    return weight.view(*parts, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    """Order the rows of a projection [heads · D, H] for llama.cpp's rotation. back: for the others'."""
+    inner = weight.shape[1]
+    pairs = weight.view(heads, 2, -1, inner)
+    if back:
+        pairs = weight.view(heads, -1, 2, inner)
+    return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def factors_of(config: LlamaConfig) -> Tensor:
@@ -219,7 +275,11 @@ def factors_of(config: LlamaConfig) -> Tensor:
     kind = rope["rope_type"]
     frequencies = Rotary(config).inv_freq
     width = config.head_dim or 0
-    if kind not in ROTARY or 2 * len(frequencies) != width:
-        part = "part of a head is rotated" if kind in ROTARY else kind
-        raise ValueError(f"its rotary positions ({part}) have no place in llama.cpp's file")
+    problem = None
+    if kind not in ROTARY:
+        problem = kind
+    elif 2 * len(frequencies) != width:
+        problem = "part of a head is rotated"
+    if problem is not None:
+        raise ValueError(f"its rotary positions ({problem}) have no place in llama.cpp's file")
     return rope["rope_theta"] ** -(torch.arange(0, width, 2) / width) / frequencies

@@ -1,45 +1,23 @@
-"""What the readers of heads with layers of Llama and Qwen3 share: speculators' wrapper, and what tensors tell.
+"""What the readers of heads with layers of Llama and Qwen3 share: sizes and biases that the tensors tell.
 
 Where config.json and the tensors disagree about a size, the tensors decide: published configs say 40
 layers for a head of one.
 """
 
 import re
-from typing import Any
 
 from transformers import Qwen3Config
 
-from treespec.heads.formats.engines import QWEN3, SIZES
+from treespec.heads.formats.fields import drop_names, select_names
+from treespec.heads.formats.llama_fields import SIZES
 from treespec.heads.head import Config, Tensors
-from treespec.heads.registry import KIND
 
 VERIFIER_TENSORS = (
     "verifier_lm_head.weight",
     "verifier_norm.weight",
 )  # copies of the target's, not used
 QKV_NAMES = ("q_proj", "k_proj", "v_proj")
-
-
-def flatten_speculators(config: Config, **defaults: Any) -> Config:
-    """A config of speculators, flat; any other as a copy. defaults: of fields that it leaves out.
-
-    Raises ValueError for a layer of another family.
-    """
-    if KIND not in config:
-        return dict(config)
-    layer = config["transformer_layer_config"]
-    family = layer.get("model_type", "qwen3")
-    if family not in ("llama", "qwen3"):
-        raise ValueError(
-            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
-            "'qwen3' are known"
-        )
-    wrapper = ("transformer_layer_config", "speculators_config", "speculators_version", KIND)
-    outside = {
-        name: value for name, value in config.items() if name not in wrapper and value is not None
-    }
-    architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
-    return defaults | layer | outside | {"architectures": [architecture], "model_type": family}
+QWEN3_SIZES = SIZES + ("max_position_embeddings",)
 
 
 def as_qwen3(config: Config) -> Config:
@@ -47,9 +25,8 @@ def as_qwen3(config: Config) -> Config:
 
     transformers of earlier versions leave out what equals a default, and Llama's differ.
     """
-    defaults = Qwen3Config().to_dict()
-    known = {name: defaults[name] for name in (*SIZES, "max_position_embeddings")}
-    return known | config | {"model_type": "llama", "qk_norm": True}
+    defaults = select_names(Qwen3Config().to_dict(), QWEN3_SIZES)
+    return defaults | config | {"model_type": "llama", "qk_norm": True}
 
 
 def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
@@ -59,8 +36,7 @@ def derive_biases(config: Config, tensors: Tensors, layer: str) -> Config:
     """
     stored = all(f"{layer}.self_attn.{name}.bias" in tensors for name in QKV_NAMES)
     if stored:
-        config = {name: value for name, value in config.items() if name != "attention_bias"}
-        return config | {"qkv_bias": True}
+        return drop_names(config, ("attention_bias",)) | {"qkv_bias": True}
     for name in ("attention_bias", "qkv_bias"):
         if config.get(name):
             raise ValueError(
@@ -74,7 +50,8 @@ def derive_sizes(config: Config, tensors: Tensors, layer: str) -> Config:
     gate = tensors.get(f"{layer}.mlp.gate_proj.weight")
     if gate is not None and config.get("intermediate_size") not in (None, len(gate)):
         config = config | {"intermediate_size": len(gate)}
-    queries, keys = (tensors.get(f"{layer}.self_attn.{name}.weight") for name in QKV_NAMES[:2])
+    queries = tensors.get(f"{layer}.self_attn.q_proj.weight")
+    keys = tensors.get(f"{layer}.self_attn.k_proj.weight")
     if queries is None or keys is None:
         return config
     return derive_heads(config, len(queries), len(keys))
@@ -99,15 +76,18 @@ def derive_heads(config: Config, query_rows: int, key_rows: int) -> Config:
 
 def count_layers(config: Config, tensors: Tensors, before: int = 0) -> Config:
     """The config with the number of layers that the tensors have. before: those with other names."""
-    numbers = {int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))}
-    count = max(numbers, default=before - 1) + 1
+    count = before
+    for name in tensors:
+        numbered = re.match(r"layers\.(\d+)\.", name)
+        if numbered:
+            count = max(count, int(numbered[1]) + 1)
     if count and config.get("num_hidden_layers", 1) != count:
         return config | {"num_hidden_layers": count}
     return config
 
 
 def check_window(config: Config) -> None:
-    """Raises ValueError for a window of which nothing says which layers have it."""
+    """Raises ValueError for a window without `layer_types`, which says which layers have it."""
     if (
         config.get("use_sliding_window")
         and config.get("sliding_window")

@@ -3,9 +3,10 @@
 Projects write them as `rope_scaling`, as `rope_parameters`, and with `rope_theta` beside or within.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from treespec.heads.formats.fields import FieldTable, as_object
+from treespec.heads.formats.fields import FieldTable, as_object, drop_names
 from treespec.heads.head import Config
 
 COMMON_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -16,19 +17,15 @@ ROPE_TYPE_FIELDS = {  # the fields that each type uses, as in transformers
     "default": (),
     "linear": SCALED_FIELDS,
     "dynamic": SCALED_FIELDS,
-    "yarn": (
-        *(*SCALED_FIELDS, "attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (*SCALED_FIELDS, "attention_factor", "short_factor", "long_factor"),
+    "yarn": SCALED_FIELDS
+    + ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": SCALED_FIELDS + ("attention_factor", "short_factor", "long_factor"),
     "proportional": ("factor",),
-    "llama3": (*SCALED_FIELDS, "low_freq_factor", "high_freq_factor"),
+    "llama3": SCALED_FIELDS + ("low_freq_factor", "high_freq_factor"),
 }
-NEUTRAL_VALUES: dict[
-    str, dict[str, tuple[Any, ...]]
-] = {  # by type: fields that may only say nothing
-    "default": {"factor": (1,)},
-}
+# By type: fields that may only say nothing.
+NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {"default": {"factor": (1,)}}
+UNUSED_ROPE_FIELDS = frozenset(MULTIMODAL_FIELDS + PHIMOE_FIELDS)
 OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor")  # that stand beside the forms too
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
 # A head that treespec trained copies its target's parameters, all of them, and was trained with what
@@ -43,16 +40,18 @@ def read_rotary(config: Config) -> Config:
     not known, and where two forms contradict each other.
     """
     forms = read_forms(config)
-    top = {name: config[name] for name in OUTSIDE_FIELDS if config.get(name) is not None}
-    check_agreement([*forms.items(), ("", top)])
+    top: Config = {}
+    for name in OUTSIDE_FIELDS:
+        if config.get(name) is not None:
+            top[name] = config[name]
+    check_agreement(forms | {"": top})
     multimodal = any(is_multimodal(config[name]) for name in forms)
     if len(forms) < len(ROPE_FORMS) and not multimodal:
         return config
-    config = {name: value for name, value in config.items() if name not in ROPE_FORMS}
     merged: Config = {}
     for form in forms.values():
         merged |= form
-    return config | {"rope_parameters": merged}
+    return drop_names(config, ROPE_FORMS) | {"rope_parameters": merged}
 
 
 def read_forms(config: Config) -> dict[str, Config]:
@@ -65,12 +64,15 @@ def read_forms(config: Config) -> dict[str, Config]:
     return forms
 
 
-def check_agreement(forms: list[tuple[str, Config]]) -> None:
-    """Raises ValueError for a field that two forms have with different values. forms: (path, fields)."""
+def check_agreement(forms: Mapping[str, Config]) -> None:
+    """Raises ValueError for a field that two forms have with different values.
+
+    forms: the fields of each form by its name; "" are those at the top of config.json.
+    """
     first: dict[str, tuple[Any, str]] = {}  # of each field: a value and its path
-    for form, values in forms:
+    for form, values in forms.items():
         for name, value in values.items():
-            path = f"{form}.{name}" if form else name
+            path = f"{form}.{name}".removeprefix(".")
             expected, where = first.setdefault(name, (value, path))
             if expected != value:
                 raise ValueError(
@@ -80,8 +82,9 @@ def check_agreement(forms: list[tuple[str, Config]]) -> None:
 
 def is_multimodal(value: Config) -> bool:
     """Whether rotary parameters are those of a model with images, whose positions are three."""
-    types = (value.get("rope_type"), value.get("type"))
-    return "mrope" in types or any(value.get(name) for name in MULTIMODAL_FIELDS)
+    if "mrope" in (value.get("rope_type"), value.get("type")):
+        return True
+    return any(value.get(name) for name in MULTIMODAL_FIELDS)
 
 
 def read_form(value: Config, path: str, copied: bool) -> Config:
@@ -89,17 +92,18 @@ def read_form(value: Config, path: str, copied: bool) -> Config:
 
     copied: whether it may have more fields, which are not used.
     """
-    kind = value.get("rope_type") or value.get("type") or "default"
-    if kind == "mrope":
+    kind = value.get("rope_type") or value.get("type")
+    if not kind or kind == "mrope":
         kind = "default"
     if kind not in ROPE_TYPE_FIELDS:
         types = ", ".join(ROPE_TYPE_FIELDS)
         raise ValueError(f"{path}.rope_type is {kind!r}: treespec knows {types}, and mrope in text")
-    neutral = NEUTRAL_VALUES.get(kind, {})
-    used = frozenset((*COMMON_FIELDS, *ROPE_TYPE_FIELDS[kind]))
     if not copied:
-        FieldTable(used, frozenset((*MULTIMODAL_FIELDS, *PHIMOE_FIELDS)), neutral).check(
-            value, f"{path}."
+        table = FieldTable(
+            used=frozenset(COMMON_FIELDS + ROPE_TYPE_FIELDS[kind]),
+            unused=UNUSED_ROPE_FIELDS,
+            only=NEUTRAL_VALUES.get(kind, {}),
         )
-    kept = {name: value[name] for name in value if name not in ("type", *MULTIMODAL_FIELDS)}
+        table.check(value, f"{path}.")
+    kept = drop_names(value, MULTIMODAL_FIELDS + ("type",))
     return kept | {"rope_type": kind}

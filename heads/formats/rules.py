@@ -39,7 +39,7 @@ class Rule:
     aux: the field of the aux layers; "" is a project that takes the published ones in any case.
     entered: whether it names the layers that the features enter, not those that they leave.
     fields: of treespec's config, each with its place in the project's and the value where that is absent. "a|b" are
-    flags of which one is enough; "" is no place, and the value always holds.
+    two flags, either of them is enough; "" is no place, and the value always holds.
     names: (pattern, replacement) from the file's names of tensors to the head's. unused: tensors that it skips.
     biases: a flag without which it skips biases; "" is none.
     embedding: "target", always the target's; "file", the target's where the file has none; "demanded", the file's.

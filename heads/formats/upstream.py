@@ -24,20 +24,39 @@ from treespec.heads.checkpoint import check_shapes
 from treespec.heads.folder import GGUF
 from treespec.heads.formats.rules import NO_DEFAULT, RULES, TOP_IDS, Rule
 from treespec.heads.head import EMBEDDING, Config, Head, Tensors
-from treespec.heads.layers import SLIDING
+from treespec.heads.layers import FULL, SLIDING
 from treespec.heads.registry import HEADS
 
 OUTPUT = "lm_head.weight"
 SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("vocab_size", "hidden_act", "rms_norm_eps", "num_hidden_layers"),
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "num_hidden_layers",
 )
-WINDOWS = ("layer_types", "sliding_window")
+HEADER_FIELDS = {  # Llama's name of a field: llama.cpp's
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "mask_token_id": "tokenizer.ggml.mask_token_id",
+}
+LAYER_TYPES = {True: SLIDING, False: FULL}  # by whether a layer slides
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The target's embedding and output embedding, [V, H] each: what a head may take of its target."""
+    """The target's embedding and output embedding, [V, H] each: a head may take either."""
 
     embedding: Tensor
     output: Tensor
@@ -46,7 +65,9 @@ class Ends:
         return self.embedding[tokens]
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        logits: Tensor = output(hidden) if output else hidden @ self.output.T
+        if output is None:
+            return hidden @ self.output.T
+        logits: Tensor = output(hidden)
         return logits
 
     def output_rows(self, tokens: Tensor) -> nn.Linear:
@@ -70,10 +91,9 @@ def read_as(to: str, kind: str, folder: Path, ends: Ends, depth: int) -> Head:
         tensors = load_file(folder / "model.safetensors")
     config = config_by(rule, kind, stored, depth)
     head: Head = HEADS[kind].build()(config)
-    patterns = [(old, new.format(**config) if "{" in new else new) for old, new in rule.names]
     if rule.biases and not stored.get(rule.biases):
         tensors |= {name: 0 * tensors[name] for name in tensors if name.endswith(".bias")}
-    fill(head, rule, {rename(name, patterns): value for name, value in tensors.items()}, ends)
+    fill(head, rule, rename_by(rule, config, tensors), ends)
     factors = stored.get("rope_factors")
     if factors:
         rotary: Any = head.rotary
@@ -86,10 +106,15 @@ def config_by(rule: Rule, kind: str, stored: Config, depth: int) -> Config:
     config = own_fields(rule, stored)
     if kind == "medusa":
         return config
-    raw = dict(value_at(stored, rule.layer) if rule.layer else stored)
-    qwen = raw.get("model_type", rule.family.model_type) == "qwen3"
-    plain = {name: raw[name] for name in raw if name not in ("model_type", *config)}
-    config |= layer_fields(rule, Qwen3Config if qwen else LlamaConfig, plain)
+    raw = dict(stored)
+    if rule.layer:
+        raw = dict(value_at(stored, rule.layer))
+    qwen = raw.pop("model_type", rule.family.model_type) == "qwen3"
+    family: type[PretrainedConfig] = LlamaConfig
+    if qwen:
+        family = Qwen3Config
+    plain = {name: value for name, value in raw.items() if name not in config}
+    config |= layer_fields(rule, family, plain)
     if kind == "dflash":
         ids = aux_layers(rule, stored, depth)
         causal = causal_layers(rule, stored, config)
@@ -103,11 +128,14 @@ def own_fields(rule: Rule, stored: Config) -> Config:
     """The fields of `Rule.fields`. Raises ValueError for one that the project demands and does not find."""
     config: Config = {}
     for name, (places, absent) in rule.fields.items():
-        values = [value_at(stored, place) for place in places.split("|")]
-        found = [value for value in values if value is not None]
-        if not found and absent is NO_DEFAULT:
+        values = []
+        for place in places.split("|"):
+            value = value_at(stored, place)
+            if value is not None:
+                values.append(value)
+        if not values and absent is NO_DEFAULT:
             raise ValueError(f"{places} is missing, which {rule.source} demands")
-        config[name] = max(found, default=absent, key=bool)
+        config[name] = max(values, default=absent, key=bool)
     return config
 
 
@@ -121,8 +149,12 @@ def layer_fields(rule: Rule, family: type[PretrainedConfig], plain: Config) -> C
     part = plain.get("partial_rotary_factor", 1.0)
     if part != 1:
         rope["partial_rotary_factor"] = part
-    windows = {name: plain.get(name) for name in WINDOWS} if plain.get("layer_types") else {}
-    return {name: getattr(layer, name) for name in SIZES} | {"rope_parameters": rope} | windows
+    fields: Config = {name: getattr(layer, name) for name in SIZES}
+    fields["rope_parameters"] = rope
+    if plain.get("layer_types"):
+        fields["layer_types"] = plain["layer_types"]
+        fields["sliding_window"] = plain.get("sliding_window")
+    return fields
 
 
 def aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
@@ -132,7 +164,10 @@ def aux_layers(rule: Rule, stored: Config, depth: int) -> list[int]:
     ids = value_at(stored, rule.aux)
     if ids is None:
         raise ValueError(f"{rule.aux} is missing, which {rule.source} demands")
-    return [int(k) + (not rule.entered) for k in ids]
+    shift = 0
+    if not rule.entered:
+        shift = 1
+    return [int(k) + shift for k in ids]
 
 
 def causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
@@ -140,10 +175,15 @@ def causal_layers(rule: Rule, stored: Config, config: Config) -> list[bool]:
 
     In speculators those with a window do not, unless a flag says otherwise; in llama.cpp a flag is for all layers.
     """
-    types = config.get("layer_types") or [""] * config["num_hidden_layers"]
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types")
+    if types:
+        layers = len(types)
     if not rule.layer:
-        return [bool(stored["attention.causal"])] * len(types)
-    return [kind == SLIDING and not stored.get("sliding_window_non_causal") for kind in types]
+        return [bool(stored["attention.causal"])] * layers
+    if not types or stored.get("sliding_window_non_causal"):
+        return [False] * layers
+    return [kind == SLIDING for kind in types]
 
 
 def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
@@ -153,12 +193,7 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
         name: value for name, value in tensors.items() if not re.fullmatch(rule.unused, name)
     }
     d2t = tensors.pop("d2t", None)
-    if rule.embedding == "target":
-        tensors.pop(EMBEDDING, None)
-    elif rule.embedding == "demanded" and EMBEDDING not in tensors:
-        raise ValueError(f"{EMBEDDING} is missing, which {rule.source} demands")
-    if rule.output == "own if smaller" and len(tensors[OUTPUT]) == head.vocab_size:
-        tensors[OUTPUT] = ends.output
+    take_ends(head, rule, tensors, ends)
 
     # 2. The head.
     if EMBEDDING not in tensors:
@@ -169,10 +204,28 @@ def fill(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
     if (d2t is None) != (head.d2t is None):
         raise ValueError(f"d2t does not fit draft_vocab_size, as {rule.source} reads them")
     if d2t is not None:
-        tokens = d2t + torch.arange(len(d2t))
-        if tokens.min() < 0 or tokens.max() >= head.vocab_size:
-            raise ValueError("d2t leads to tokens that the target does not have")
-        head.draft(tokens)
+        draft_by_offsets(head, d2t)
+
+
+def take_ends(head: Head, rule: Rule, tensors: Tensors, ends: Ends) -> None:
+    """Change the tensors in place where a project takes the target's embedding or output layer instead.
+
+    Raises ValueError where the file lacks an embedding that the project demands.
+    """
+    if rule.embedding == "target":
+        tensors.pop(EMBEDDING, None)
+    elif rule.embedding == "demanded" and EMBEDDING not in tensors:
+        raise ValueError(f"{EMBEDDING} is missing, which {rule.source} demands")
+    if rule.output == "own if smaller" and len(tensors[OUTPUT]) == head.vocab_size:
+        tensors[OUTPUT] = ends.output
+
+
+def draft_by_offsets(head: Head, d2t: Tensor) -> None:
+    """Let a head draft the tokens that d2t [Vd] names. Raises ValueError for tokens that cannot be."""
+    tokens = d2t + torch.arange(len(d2t))
+    if tokens.min() < 0 or tokens.max() >= head.vocab_size:
+        raise ValueError("d2t leads to tokens that the target does not have")
+    head.draft(tokens)
 
 
 def value_at(config: Config, place: str) -> Any:
@@ -181,16 +234,23 @@ def value_at(config: Config, place: str) -> Any:
     for part in place.split("."):
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
+        elif isinstance(value, dict):
+            value = value.get(part)
         else:
-            value = value.get(part) if isinstance(value, dict) else None
+            return None
     return value
 
 
-def rename(name: str, patterns: list[tuple[str, str]]) -> str:
-    """The name after each (pattern, replacement) in turn."""
-    for pattern, replacement in patterns:
-        name = re.sub(pattern, replacement, name)
-    return name
+def rename_by(rule: Rule, config: Config, tensors: Tensors) -> Tensors:
+    """The tensors by the head's names. A replacement of `Rule.names` may hold a field of the config."""
+    named: Tensors = {}
+    for name, value in tensors.items():
+        for pattern, replacement in rule.names:
+            if "{" in replacement:
+                replacement = replacement.format(**config)
+            name = re.sub(pattern, replacement, name)
+        named[name] = value
+    return named
 
 
 def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
@@ -201,22 +261,13 @@ def read_header(file: Path, kind: str) -> tuple[Config, Tensors]:
     # 1. The fields.
     reader = GGUFReader(file)
     keys = {key.removeprefix(f"{kind}."): value.contents() for key, value in reader.fields.items()}
-    fields = {
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_hidden_layers": "block_count",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "head_dim": "attention.key_length",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        "rope_theta": "rope.freq_base",
-        "sliding_window": "attention.sliding_window",
-        "mask_token_id": "tokenizer.ggml.mask_token_id",
-    }
-    config = keys | {name: keys[key] for name, key in fields.items() if key in keys}
+    config = dict(keys)
+    for name, key in HEADER_FIELDS.items():
+        if key in keys:
+            config[name] = keys[key]
     pattern = keys.get("attention.sliding_window_pattern")
     if pattern:
-        config["layer_types"] = [SLIDING if slides else "full_attention" for slides in pattern]
+        config["layer_types"] = [LAYER_TYPES[bool(slides)] for slides in pattern]
 
     # 2. The tensors.
     tensors: Tensors = {}

@@ -5,11 +5,13 @@ output layer. Where config.json and the file disagree about a size, the file dec
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.heads.head import EMBEDDING, Config, Stored, Tensors, is_padding
+from treespec.heads.formats.fields import drop_names
+from treespec.heads.head import EMBEDDING, Config, Stored, Tensors, check_marks, is_padding
 
 OUTPUT_TENSOR = "lm_head.weight"
 FETCH_ALL = "fetch the whole repository of the head"
@@ -34,12 +36,14 @@ def derive_vocabulary(config: Config, tensors: Tensors, tied: bool = False) -> S
     tensors contradict each other, or do not tell which tokens the head drafts.
     """
     # 1. Sizes and the mapping.
-    stored = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    stored = drop_names(tensors, ("d2t", "t2d"))
     if tied:
         stored = tie_output(stored)
     size = find_vocabulary_size(config, tensors)
     mapping = read_mapping(tensors, size)
-    drafted = size if mapping.tokens is None else len(mapping.tokens)
+    drafted = size
+    if mapping.tokens is not None:
+        drafted = len(mapping.tokens)
 
     # 2. The output layer: its rows in the order of the tokens, without the padding.
     if OUTPUT_TENSOR in stored:
@@ -97,14 +101,15 @@ def find_vocabulary_size(config: Config, tensors: Tensors) -> int:
     The embedding tells it, else the output layer of all tokens, else t2d, else the config.
     """
     rows = {name: len(value) for name, value in tensors.items() if value.dim()}
-    size = rows.get(EMBEDDING)
-    if "d2t" in rows or "t2d" in rows:
-        size = size or rows.get("t2d") or config.get("vocab_size")
-    else:
-        size = size or config.get("vocab_size")
-        output = rows.get(OUTPUT_TENSOR)
-        if output is not None and not (size and is_reduced(config, size)):
-            size = join_sizes(size, output, by_embedding=EMBEDDING in rows)
+    restricted = "d2t" in rows or "t2d" in rows
+    size: Any = rows.get(EMBEDDING)
+    if not size and restricted:
+        size = rows.get("t2d")
+    if not size:
+        size = config.get("vocab_size")
+    output = rows.get(OUTPUT_TENSOR)
+    if output is not None and not restricted and not (size and is_reduced(config, size)):
+        size = join_sizes(size, output, by_embedding=EMBEDDING in rows)
     if not isinstance(size, int):
         raise ValueError("vocab_size is missing, and no tensor tells it: add the target's")
     return size
@@ -120,7 +125,9 @@ def join_sizes(size: int | None, output: int, by_embedding: bool) -> int:
         return output
     if not by_embedding:
         return max(size, output)
-    return min(size, output) if is_padding(size, output) else size
+    if is_padding(size, output):
+        return min(size, output)
+    return size
 
 
 def read_mapping(tensors: Tensors, size: int) -> Mapping:
@@ -139,16 +146,15 @@ def read_mapping(tensors: Tensors, size: int) -> Mapping:
         return Mapping()  # all tokens, whatever t2d says
     tokens, order = (d2t.long() + torch.arange(len(d2t))).sort()
     check_tokens(tokens, t2d, size)
-    return Mapping(None if len(tokens) == size else tokens, order)
+    if len(tokens) == size:
+        return Mapping(order=order)  # all tokens, in an order of its own
+    return Mapping(tokens, order)
 
 
 def check_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
     """Raises ValueError unless the tokens of d2t [Vd], ascending, are the target's, each once, as t2d marks them."""
-    if t2d is not None and not torch.equal(tokens, t2d.nonzero().flatten()):
-        other = sorted({*tokens.tolist()} ^ {*t2d.nonzero().flatten().tolist()})
-        raise ValueError(
-            f"d2t does not lead once to each token that t2d marks: they differ at {other[:5]}"
-        )
+    if t2d is not None:
+        check_marks(tokens, t2d)
     inside = (tokens >= 0) & (tokens < size)
     if len(tokens.unique()) < len(tokens) or not inside.all():
         raise ValueError(
@@ -159,7 +165,7 @@ def check_tokens(tokens: Tensor, t2d: Tensor | None, size: int) -> None:
 
 def order_rows(weight: Tensor, mapping: Mapping, size: int) -> Tensor:
     """[N, H] the rows of an output layer in the order of their tokens. Raises ValueError for too few rows."""
-    shape = [*weight.shape]
+    shape = list(weight.shape)
     if mapping.order is None:
         if len(weight) < size:
             raise ValueError(

@@ -7,8 +7,8 @@ Each batch is divided among the processes. Two batches a step, two processes:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count, pairwise
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ def epoch_batches(
         pool = sorted(order[start : start + POOL * batch_size], key=lambda i: (lengths[i], i))
         full = range(0, len(pool) - batch_size + 1, batch_size)
         batches += [pool[i : i + batch_size] for i in full]
-    batches = batches or [order]
+    if not batches:
+        batches = [order]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
 
 
@@ -55,8 +56,12 @@ def forwards(
     per_epoch = len(batches_of(0))
     for epoch in count(first // per_epoch):
         for number, batch in enumerate(batches_of(epoch), epoch * per_epoch):
-            if number >= first:
-                yield Forward(number, batch[process::processes] or batch)
+            if number < first:
+                continue
+            own = batch[process::processes]
+            if not own:  # fewer conversations than processes: each takes them all
+                own = batch
+            yield Forward(number, own)
 
 
 def read_ahead(
@@ -64,16 +69,20 @@ def read_ahead(
 ) -> Iterator[tuple[Forward, Tensor]]:
     """Endless forwards with their features; a thread reads those of the next one meanwhile."""
 
-    def alone(conversations: list[int]) -> Tensor:
+    def read_in_thread(conversations: list[int]) -> Tensor:
         try:
             return read(conversations)
         finally:
             end_workers()
 
     with ThreadPoolExecutor(1, "features") as reader:
-        asked = ((forward, reader.submit(alone, forward.conversations)) for forward in coming)
-        for (forward, features), _ in pairwise(asked):
-            yield forward, features.result()
+        previous: tuple[Forward, Future[Tensor]] | None = None
+        for forward in coming:
+            pending = reader.submit(read_in_thread, forward.conversations)
+            if previous is not None:
+                earlier, features = previous
+                yield earlier, features.result()
+            previous = (forward, pending)
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:

@@ -1,13 +1,13 @@
 """The target's features, stored once in safetensors shards.
 
-F values a position: what the head reads, then the last hidden state, or that alone. A thread reads
-the rows of the next batch while a step computes.
+F values a position: the features that the head reads, if there are aux layers, and then the last hidden
+state. A thread reads the rows of the next batch while a step computes.
 """
 
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import final
 
@@ -73,19 +73,22 @@ def store(
     aux_layers: tuple[int, ...],
     accelerator: Accelerator,
 ) -> StoredFeatures:
-    """The features of all rows; each process writes its share of what is missing.
+    """Store the features of all rows; each process writes its share of what is missing.
 
-    They lie in --features, in a folder named by all that they depend on. rows: the tokens [T] of each
-    conversation. Raises InputError where the disk has no room.
+    Args:
+        config: the run's options. The features lie in --features, in a folder named by all that they
+            depend on.
+        target: the target, or its ends: then the whole one is loaded if a shard is missing.
+        rows: the tokens [T] of each conversation.
+        aux_layers: the layers whose inputs the head reads.
+        accelerator: the processes.
+
+    Raises:
+        InputError: where the disk has no room.
     """
     # 1. Everything that the features depend on, and how much they take.
-    identity = target_identity(config.target, config.placement)
-    digest = hashlib.blake2b(
-        f"{FORMAT} {identity} {target.dtype} {aux_layers}".encode(), digest_size=8
-    )
-    for row in rows:
-        digest.update(row.numpy().tobytes())
-    folder = Path(config.features or "") / digest.hexdigest()
+    assert config.features is not None
+    folder = Path(config.features) / compute_inputs_digest(config, target, rows, aux_layers)
     stored = StoredFeatures(folder)
     width = target.feature_width + len(aux_layers) * target.config.hidden_size
     per_token = width * target.dtype.itemsize
@@ -95,7 +98,10 @@ def store(
     # 2. The main process holds the folder until all processes have written their shards.
     shards = range(-(-len(rows) // SHARD))
     missing = [shard for shard in shards if not stored.file(shard).exists()]
-    with locked(folder) if missing and accelerator.is_main_process else nullcontext():
+    held: AbstractContextManager[object] = nullcontext()
+    if missing and accelerator.is_main_process:
+        held = locked(folder)
+    with held:
         if len(missing) == len(shards) and accelerator.is_main_process:
             free = shutil.disk_usage(folder).free / 2**30
             if needed > free:
@@ -116,6 +122,18 @@ def store(
     return stored
 
 
+def compute_inputs_digest(
+    config: TrainConfig, target: Target, rows: list[Tensor], aux_layers: tuple[int, ...]
+) -> str:
+    """A digest of everything that the features of conversations depend on."""
+    identity = target_identity(config.target, config.placement)
+    words = f"{FORMAT} {identity} {target.dtype} {aux_layers}"
+    digest = hashlib.blake2b(words.encode(), digest_size=8)
+    for row in rows:
+        digest.update(row.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def features_of(
     target: Target,
     rows: Sequence[Tensor],
@@ -123,9 +141,21 @@ def features_of(
     numbers: Sequence[int],
     size: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(number, [T, F] features) of conversations, `size` of similar lengths per forward."""
+    """Compute features of conversations, `size` of similar lengths per forward.
+
+    Args:
+        target: the whole target.
+        rows: the tokens [T] of each conversation.
+        aux_layers: the layers whose inputs the head reads.
+        numbers: of the conversations in `rows`.
+        size: conversations per forward.
+
+    Yields (number as a string, [T, F] features).
+    """
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
-    for some in (ordered[at : at + size] for at in range(0, len(ordered), size)):
-        features = target.features(padded([rows[i] for i in some]), aux_layers, last=True).cpu()
-        for i, own in zip(some, features, strict=True):
+    for start in range(0, len(ordered), size):
+        together = ordered[start : start + size]
+        tokens = padded([rows[i] for i in together])
+        features = target.features(tokens, aux_layers, last=True).cpu()
+        for i, own in zip(together, features, strict=True):
             yield str(i), own[: len(rows[i])].clone()

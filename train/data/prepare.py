@@ -53,7 +53,7 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Example]:
     accelerator.print(f"{config.data}: {found}")
     if encoded.left_out or encoded.cut or encoded.thoughtless:
         accelerator.print(f"encoded: {encoded}")
-    for problem in (*found.problems, *encoded.problems):
+    for problem in list(found.problems) + list(encoded.problems):
         accelerator.print(f"  {one_line(problem)}")
 
     # 3. Each conversation once.
@@ -76,7 +76,18 @@ def prepare(
     examples: list[Example],
     accelerator: Accelerator,
 ) -> Data:
-    """Split the conversations; with --features store them. aux_layers: the head's."""
+    """Split the conversations, and store the target's features with --features.
+
+    Args:
+        config: the run's options.
+        target: the target.
+        aux_layers: the head's.
+        examples: the encoded conversations.
+        accelerator: the processes.
+
+    Raises:
+        InputError: for tokens that the target does not have, and where nothing is left to train on.
+    """
     # 1. The split.
     largest = max(int(example.input_ids.max()) for example in examples)
     if largest >= target.vocab_size:
@@ -99,9 +110,12 @@ def prepare(
     # 2. The features.
     rows = [example.input_ids for example in train]
     if config.features is not None:
-        row = store(config, target, rows, aux_layers, accelerator).row
-        device = accelerator.device
-        return Data(train, held_out, lambda numbers: padded([*map(row, numbers)]).to(device))
+        stored = store(config, target, rows, aux_layers, accelerator)
+
+        def read_stored(numbers: list[int]) -> Tensor:
+            return padded([stored.row(i) for i in numbers]).to(accelerator.device)
+
+        return Data(train, held_out, read_stored)
 
     def computed(numbers: list[int]) -> Tensor:
         return target.features(padded([rows[i] for i in numbers]), aux_layers, last=True)

@@ -8,7 +8,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import final
@@ -28,7 +27,7 @@ SECONDS = 30.0  # where steps are slow; also between lines on the terminal
 
 @final
 class Meter:
-    """Of the processes the main one alone writes.
+    """Means of a run's steps, a line at a time. Only the main process writes.
 
     path: of metrics.jsonl. place: where the run goes on. Lines of later steps are cut: those steps
     run again.
@@ -51,22 +50,26 @@ class Meter:
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether it is time for a line."""
-        return step % EVERY == 0 or seconds > self.since + SECONDS
+        slow = seconds > self.since + SECONDS
+        return slow or step % EVERY == 0
 
     def line(self, step: int, seconds: float, behind: float, rate: float) -> None:
-        """A line after step `step`, if there were good ones. All processes call it.
+        """Write a line over the steps since the last one, if there were good ones. All processes call it.
 
-        behind: the share of the run that is behind. rate: the learning rate.
+        Args:
+            step: finished steps.
+            seconds: of training so far.
+            behind: the share of the run that is behind.
+            rate: the learning rate.
         """
         # 1. The means.
         if not self.values:
             return
         accelerator = self.accelerator
-        names = list(self.values)
         forwards = len(self.values["total"]) * accelerator.num_processes
         own = torch.stack([torch.stack(values).mean() for values in self.values.values()])
         means = accelerator.reduce(own.to(accelerator.device), reduction="mean").tolist()
-        line = {name: round(mean, 5) for name, mean in zip(names, means, strict=True)}
+        line = {name: round(mean, 5) for name, mean in zip(self.values, means, strict=True)}
         speed = line.pop("tokens") * forwards / max(seconds - self.since, 1e-9)
         line |= {
             "learning_rate": rate,
@@ -77,7 +80,7 @@ class Meter:
         self.since = seconds
 
         # 2. Who gets them.
-        self.write({"step": step, **line})
+        self.write({"step": step} | line)
         accelerator.log(line, step=step)
         if time.monotonic() >= self.printed + SECONDS:
             self.printed = time.monotonic()
@@ -97,9 +100,14 @@ class Meter:
 
 
 def lines_until(path: Path, last: int) -> Iterator[str]:
-    """The lines of metrics.jsonl up to step `last`, without what a kill left half-written."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    """The lines of metrics.jsonl up to step `last`, without one that a kill left half-written."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= last:
-                yield line
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # half-written
+            continue
+        if isinstance(step, int) and step <= last:
+            yield line

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +31,14 @@ from treespec.train.record import Record, Validation
 
 DRAFT_STEPS = 5  # of a validation
 DECODE_TOKENS = 64  # most tokens of an answer that is decoded
+
+
+class ValidationRow(NamedTuple):
+    """A conversation to validate on. tokens: [T] int64. loss_mask: [T] bool. features: [T, F] the target's."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    features: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,12 @@ class Run:
                 parameter.data = parameter.data.to(self.target.dtype)
         return head.eval()
 
-    def rows(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def rows(self, examples: Sequence[Example]) -> Iterator[ValidationRow]:
         """Tokens [T], loss mask [T] and features [T, F] of the conversations to validate on."""
         for example in examples[: self.config.validate_on]:
             tokens = example.input_ids.to(self.target.output_device)
             features = self.target.features(tokens[None], self.head.aux_layers, last=True)[0]
-            yield tokens, example.loss_mask.to(tokens.device), features
+            yield ValidationRow(tokens, example.loss_mask.to(tokens.device), features)
 
 
 def check_weights(head: Head, what: str, folder: Path) -> None:
@@ -90,33 +99,38 @@ def check_weights(head: Head, what: str, folder: Path) -> None:
 def diverged(what: str, folder: Path) -> InputError:
     """The error of a run that cannot go on. It says which checkpoint is left in OUT/training."""
     step = latest_step(folder)
-    kept = f"the checkpoint of step {step} is kept in {folder}"
+    kept = "no checkpoint was written"
+    if step is not None:
+        kept = f"the checkpoint of step {step} is kept in {folder}"
     return InputError(
-        f"{what}; {'no checkpoint was written' if step is None else kept}. Lower --learning-rate, or "
-        "look at the loss's options and the target's --dtype"
+        f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's "
+        "--dtype"
     )
 
 
 @torch.no_grad()
-def validate(
-    head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int
-) -> Validation:
-    """rows: for each held-out conversation tokens [T] int64, loss mask [T] bool, features [T, F].
+def validate(head: Head, target: Target, rows: Iterable[ValidationRow], steps: int) -> Validation:
+    """Measure how often a head finds the target's most likely token, at each draft step.
 
-    steps: draft steps to validate; a head may have fewer. Step d from position r agrees where it
-    finds the target's most likely token. `Kind.rollout` says what a draft step is along a sequence.
+    Step d from position r agrees where it finds that token. `draft.trained.kinds.rollout` says what a
+    draft step is along a sequence.
+
+    Args:
+        head: as it will be served.
+        target: the target.
+        rows: the held-out conversations.
+        steps: draft steps to validate; a head may have fewer.
     """
     steps = draft_steps(head, steps)
     agreed = [torch.zeros(0, steps)]
     for tokens, mask, features in rows:
         inputs, last = target.parted(features, head.aux_layers)
         wanted = target.output_logits(last).argmax(-1)  # [T]
-        found = [
-            logits.argmax(-1) == wanted[step : step + len(logits)]
-            for step, logits in enumerate(rollout(head, target, tokens, inputs, steps), start=1)
-        ]
-        if found:
-            agree = torch.stack(found, dim=1).float()  # [R, steps]
+        by_step = []
+        for step, logits in enumerate(rollout(head, target, tokens, inputs, steps), start=1):
+            by_step.append(logits.argmax(-1) == wanted[step : step + len(logits)])
+        if by_step:
+            agree = torch.stack(by_step, dim=1).float()  # [R, steps]
             agreed.append(agree[mask[2 : 2 + len(agree)]].cpu())
     agree = torch.cat(agreed)
     positions = len(agree)
@@ -129,9 +143,16 @@ def validate(
 def decoded_length(
     head: Head, target: Target, prompts: Sequence[list[int]], steps: int, tokens: int
 ) -> float:
-    """Tokens a cycle over answers to prompts at temperature 0, drafted as chains of `steps` tokens.
+    """Measure tokens a cycle over answers to prompts at temperature 0, drafted as chains.
 
-    A chain is what `validate` predicts for. tokens: the most of an answer.
+    A chain is what `validate` predicts for.
+
+    Args:
+        head: as it will be served.
+        target: the target.
+        prompts: token ids of each.
+        steps: tokens of a chain; a head may draft fewer.
+        tokens: most tokens of an answer.
     """
     spec = Spec(target, head, f"chain:{draft_steps(head, steps)}", "topk")
     total = Stats()
@@ -141,13 +162,12 @@ def decoded_length(
 
 
 def validation(run: Run) -> Validation:
-    """On held-out conversations, with the head as it will be served."""
+    """Validate the head as it will be served, on held-out conversations."""
     config = run.config
     head = run.served()
     with whole(run.target, config, run.accelerator, "validate the head") as target:
-        result = validate(
-            head, target, replace(run, target=target).rows(run.data.held_out), DRAFT_STEPS
-        )
+        rows = replace(run, target=target).rows(run.data.held_out)
+        result = validate(head, target, rows, DRAFT_STEPS)
         prompts = []
         for example in run.data.held_out[: config.decode_on]:
             answer = int(example.loss_mask.int().argmax())
@@ -168,7 +188,9 @@ def look(run: Run, place: Place, meter: Meter) -> None:
     meter.write({"step": place.step, **asdict(result)})
     run.accelerator.print(f"step {place.step}: {result}")
     run.accelerator.log(result.figures(), step=place.step)
-    length = result.decoded_length or result.acceptance_length
+    length = result.acceptance_length
+    if result.decoded_length:
+        length = result.decoded_length
     if run.accelerator.is_main_process and result.positions and length > place.best:
         place.best = length
         with replacing(run.folder / "best", run.head, Path(run.config.out)):

@@ -14,12 +14,15 @@ stay as they were. Many skipped steps in a row end the run.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor
 
@@ -72,8 +75,91 @@ def draft_steps_at(recipe: Recipe, behind: float) -> int:
     return 1 if behind < recipe.grow_at else recipe.unrolled_steps
 
 
+class SharedTimer:
+    """Seconds of training by the main process's clock: by their own, processes would decide otherwise.
+
+    before: the seconds that the run took until now.
+    """
+
+    def __init__(self, accelerator: Accelerator, before: float) -> None:
+        self.device = accelerator.device
+        self.started = time.perf_counter() - before
+
+    def elapsed(self) -> float:
+        """The seconds so far; all processes call it."""
+        own = torch.tensor(time.perf_counter() - self.started, device=self.device)
+        return float(broadcast(own))
+
+
+@dataclass
+class SkippedSteps:
+    """The steps in a row whose gradient was not finite. first: finished steps as the process began."""
+
+    first: int
+    in_a_row: int = 0
+
+    def count(self, good: bool) -> None:
+        """A step. good: whether it was taken."""
+        self.in_a_row += 1
+        if good:
+            self.in_a_row = 0
+
+    def check(self, step: int, ends: bool, folder: Path) -> None:
+        """Raises InputError after `IN_A_ROW` of them, and at the end of a run where no step was good.
+
+        Args:
+            step: finished steps.
+            ends: whether the run ends here.
+            folder: OUT/training, for the message.
+        """
+        none_good = ends and 0 < self.in_a_row == step - self.first
+        if self.in_a_row == IN_A_ROW or none_good:
+            since = f"since step {step - self.in_a_row + 1}"
+            raise diverged(f"the loss or its gradient is not finite {since}", folder)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The forwards of a run. per_step: those of a process in an optimizer step.
+
+    batches_of: the batches of an epoch, each for all processes together. clock: when the run ends.
+    """
+
+    per_step: int
+    batches_of: Callable[[int], list[list[int]]]
+    clock: Clock
+
+
+def plan_run(run: Run) -> RunPlan:
+    """How many forwards a step has, which conversations they take, and how long the run goes."""
+    config = run.config
+    processes = run.accelerator.num_processes
+    per_step = config.forwards(processes)
+    lengths = [len(example.input_ids) for example in run.data.train]
+    batches_of = partial(epoch_batches, lengths, config.batch_size * processes, config.seed)
+    steps = config.max_steps
+    if not steps:
+        steps = max(1, config.recipe.epochs * len(batches_of(0)) // per_step)
+    return RunPlan(per_step, batches_of, Clock(steps, config.minutes))
+
+
+def compute_ready_forwards(run: Run, plan: RunPlan, step: int) -> Iterator[tuple[Forward, Tensor]]:
+    """The forwards of this process after `step` steps, with the target's features [B, T, F].
+
+    Stored features of the next forward are read while this one is computed.
+    """
+    accelerator = run.accelerator
+    first = step * plan.per_step
+    coming = forwards(first, plan.batches_of, accelerator.process_index, accelerator.num_processes)
+    if run.config.features is not None:
+        yield from read_ahead(coming, run.data.features)
+    else:
+        for forward in coming:
+            yield forward, run.data.features(forward.conversations)
+
+
 def fit(run: Run, after_step: Callable[[int], None]) -> Place:
-    """All optimizer steps that are left, with progress, checkpoints and validations.
+    """Take all optimizer steps that are left, with progress, checkpoints and validations.
 
     Returns where the run ended. Raises InputError for a run that diverges.
     """
@@ -81,76 +167,75 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Place:
     config = run.config
     accelerator = run.accelerator
     recipe = run.config.recipe
-    data = run.data
     place = checkpoints.load(run.folder, run.head, run.optimizer.optimizer)
-    processes = accelerator.num_processes
-    first = place.step
-    in_a_row = 0
-    each = accelerator.gradient_accumulation_steps = config.forwards(processes)
-    lengths = [len(example.input_ids) for example in data.train]
-    batches_of = partial(epoch_batches, lengths, config.batch_size * processes, config.seed)
-    steps = config.max_steps or max(1, recipe.epochs * len(batches_of(0)) // each)
-    clock = Clock(steps, config.minutes)
-    started = time.perf_counter() - place.seconds
-
-    # 2. The forwards of this process, with the target's features.
-    mine = forwards(place.step * each, batches_of, accelerator.process_index, processes)
-    live = ((forward, data.features(forward.conversations)) for forward in mine)
-    ready = live if config.features is None else read_ahead(mine, data.features)
-
-    def elapsed() -> float:
-        """Seconds by the main process's clock: by their own, processes would decide otherwise."""
-        own = torch.tensor(time.perf_counter() - started, device=accelerator.device)
-        return float(broadcast(own))
-
+    plan = plan_run(run)
+    clock = plan.clock
+    accelerator.gradient_accumulation_steps = plan.per_step
+    timer = SharedTimer(accelerator, place.seconds)
+    ready = compute_ready_forwards(run, plan, place.step)
     meter = Meter(accelerator, run.folder / "metrics.jsonl", place)
-    place.seconds = elapsed()
-    while (behind := clock.behind(place.step, place.seconds)) < 1:
-        # 3. A step; one whose gradient is not finite is skipped.
+    skipped = SkippedSteps(place.step)
+    place.seconds = timer.elapsed()
+    behind = clock.behind(place.step, place.seconds)
+    while behind < 1:
+        # 2. A step; one whose gradient is not finite is skipped.
         rate = learning_rate(recipe, clock, place.step, place.seconds)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
-        losses, good = optimizer_step(run, islice(ready, each), draft_steps_at(recipe, behind))
+        draft_steps = draft_steps_at(recipe, behind)
+        result = optimizer_step(run, islice(ready, plan.per_step), draft_steps)
         place.step += 1
-        place.seconds = elapsed()
+        place.seconds = timer.elapsed()
         behind = clock.behind(place.step, place.seconds)
-        if good:
-            in_a_row = 0
-            meter.count(losses)
+
+        # 3. What is reported of it.
+        skipped.count(result.good)
+        if result.good:
+            meter.count(result.losses)
         else:
-            in_a_row += 1
-            meter.write({"step": place.step, "skipped": in_a_row})
-        if in_a_row == IN_A_ROW or (behind == 1 and 0 < in_a_row == place.step - first):
-            since = f"since step {place.step - in_a_row + 1}"
-            raise diverged(f"the loss or its gradient is not finite {since}", run.folder)
+            meter.write({"step": place.step, "skipped": skipped.in_a_row})
+        skipped.check(place.step, behind == 1, run.folder)
         if behind == 1 or meter.due(place.step, place.seconds):
             meter.line(place.step, place.seconds, behind, rate)
 
         # 4. Validate and save, where it is time. The end of the run is validated later.
-        # Weights that are not finite are never saved.
-        if behind < 1 and config.validate_every and place.step % config.validate_every == 0:
+        if behind < 1 and is_multiple(place.step, config.validate_every):
             look(run, place, meter)
-        if (
-            good
-            and accelerator.is_main_process
-            and (behind == 1 or place.step % config.checkpoint_every == 0)
-        ):
-            check_weights(run.head, f"the head after step {place.step}", run.folder)
-            write_json(run.folder / "config.json", run.record)
-            checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
+        if result.good and (behind == 1 or is_multiple(place.step, config.checkpoint_every)):
+            save_checkpoint(run, place)
         after_step(place.step)
     return place
 
 
-def optimizer_step(
-    run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int
-) -> tuple[list[Loss], bool]:
-    """One optimizer step over the gradients of all forwards, unless they are not finite.
+def is_multiple(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens after this one; 0 is never."""
+    return every > 0 and step % every == 0
 
-    mine: this process's, with features [B, T, F]. steps: draft steps to train over. Returns their
-    losses without gradients, and whether losses and gradient are finite in all processes.
+
+def save_checkpoint(run: Run, place: Place) -> None:
+    """Write the checkpoint of a step, by the main process. Weights that are not finite are never saved."""
+    if not run.accelerator.is_main_process:
+        return
+    check_weights(run.head, f"the head after step {place.step}", run.folder)
+    write_json(run.folder / "config.json", run.record)
+    checkpoints.save(run.folder, run.head, run.optimizer.optimizer, place)
+
+
+class StepResult(NamedTuple):
+    """losses: of this process's forwards, without gradients. good: whether losses and gradient are
+    finite in all processes, so that the step was taken.
     """
-    # 1. The gradients of all losses, of which no graph is kept.
+
+    losses: list[Loss]
+    good: bool
+
+
+def optimizer_step(run: Run, mine: Iterable[tuple[Forward, Tensor]], steps: int) -> StepResult:
+    """Take one optimizer step over the gradients of all forwards, unless they are not finite.
+
+    mine: this process's, with features [B, T, F]. steps: draft steps to train over.
+    """
+    # 1. The gradients of all losses. Their graphs are not kept.
     accelerator = run.accelerator
     losses = []
     for forward, features in mine:
@@ -161,14 +246,15 @@ def optimizer_step(
 
     # 2. A step of all processes or of none, as their weights must stay the same; a scaler skips a
     #    bad one itself, and lowers its scale.
-    known = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
+    total = torch.stack([loss.total for loss in losses]).sum().to(accelerator.device)
     norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.recipe.clip)
-    known = known if norm is None else known + norm.to(known.device)
-    good = bool(accelerator.reduce(known, reduction="sum").isfinite())
+    if norm is not None:
+        total = total + norm.to(total.device)
+    good = bool(accelerator.reduce(total, reduction="sum").isfinite())
     if good or accelerator.scaler is not None:
         run.optimizer.step()
     run.optimizer.zero_grad()
-    return losses, good
+    return StepResult(losses, good)
 
 
 def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
@@ -181,13 +267,13 @@ def loss_of(run: Run, forward: Forward, features: Tensor, steps: int) -> Loss:
     rows = [run.data.train[i] for i in forward.conversations]
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     batch = Batch(
-        padded([row.input_ids for row in rows]).to(device),
-        padded([row.loss_mask for row in rows]).to(device),
-        features,
-        lengths,
-        torch.Generator(device).manual_seed(seed),
-        steps,
-        run.vocabulary,
+        tokens=padded([row.input_ids for row in rows]).to(device),
+        loss_mask=padded([row.loss_mask for row in rows]).to(device),
+        features=features,
+        lengths=lengths,
+        generator=torch.Generator(device).manual_seed(seed),
+        steps=steps,
+        vocabulary=run.vocabulary,
     )
     with run.accelerator.autocast():  # for the output layers, which the loss applies itself
         total, parts = config.training.loss()(config, run.target, run.model, batch)

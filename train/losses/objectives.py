@@ -84,33 +84,34 @@ class Batch(NamedTuple):
 
 
 def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The sum over draft steps of decay^step times the loss, and the parts of each.
+    """Compute EAGLE-1's loss: the sum over draft steps of decay^step times the step's loss.
 
     The features that the head sees at step 1 carry noise. model: the head.
     """
-    # 1. What the head gives from every position, and what the target has at the counted ones.
+    # 1. The head's states from every position, and the target's at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
-    given = batch.tokens, noisy(batch, config.noise), batch.counts, batch.steps
-    steps = model(*given, target.embeddings)
+    features = noisy(batch, config.noise)
+    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embeddings)
     places = batch.places
     wanted = batch.states(batch.features).to(target.dtype)
-    rows = None if batch.vocabulary is None else target.output_rows(batch.vocabulary)
+    rows = None
+    if batch.vocabulary is not None:
+        rows = target.output_rows(batch.vocabulary)
 
     # 2. The loss between distributions, of all steps together.
-    guesses = [
-        Guess(
-            states, lambda own: target.output_logits(own.to(target.dtype), rows), STEP_DECAY**step
-        )
-        for step, states in enumerate(steps)
-    ]
+    def project(states: Tensor) -> Tensor:
+        return target.output_logits(states.to(target.dtype), rows)
+
+    guesses = [Guess(states, project, STEP_DECAY**step) for step, states in enumerate(steps)]
     total, parts = token_losses(guesses, teacher_of(target, wanted, rows), places, config.loss)
     total = config.token_weight * total
 
     # 3. The loss between features, of each step.
     for step, states in enumerate(steps):
-        pair = states.float(), wanted[places >= step].float()
-        feature = F.smooth_l1_loss(*pair, reduction="sum") / max(states.numel(), 1)
+        expected = wanted[places >= step].float()
+        feature = F.smooth_l1_loss(states.float(), expected, reduction="sum")
+        feature = feature / max(states.numel(), 1)
         total = total + STEP_DECAY**step * feature
         parts[f"feature_{step + 1}"] = feature.detach()
     return Loss(total, parts)
@@ -130,36 +131,39 @@ def noisy(batch: Batch, noise: float) -> Tensor:
 def own_output_objective(
     config: TrainConfig, target: Target, model: nn.Module, batch: Batch
 ) -> Loss:
-    """Of heads with an output layer of their own: the sum over draft steps of decay^step times the mean loss.
+    """Compute the loss of a head with an output layer of its own: the sum over steps of decay^step times the mean.
 
     The parts are those of each step; of a block head a level is a step. model: the head.
     """
     head: LlamaHead = extract_model_from_parallel(model)
     inputs, last = target.parted(batch.features, head.aux_layers)
-    given = batch.tokens, precise(inputs[:, :-2]), batch.counts, batch.steps
-    steps = model(*given, target.embeddings)
-    guesses = Guess.by_layers(steps, repeat(*head.output_layers), STEP_DECAY)
+    features = precise(inputs[:, :-2])
+    steps = model(batch.tokens, features, batch.counts, batch.steps, target.embeddings)
+    guesses = Guess.by_layers(steps, repeat(head.output_layers[0]), STEP_DECAY)
     teacher = teacher_of(target, batch.states(last), vocabulary=head.vocabulary)
     return token_losses(guesses, teacher, batch.places, config.loss)
 
 
 def depth_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """Sum over heads of decay^i times the mean loss, and the parts of each. Hydra's decay is 1.
+    """Compute the loss of Medusa's or Hydra's heads: the sum of decay^i times the mean of head i.
 
-    model: the heads.
+    Hydra's decay is 1.     model: the heads.
     """
-    # 1. What each head gives before its output layer, [M_i, H]. Hydra's see the tokens that follow.
+    # 1. Each head's states before its output layer, [M_i, H]. Hydra's heads see the tokens that follow.
     heads: DepthHeads = extract_model_from_parallel(model)
     counts = batch.counts
     medusa = heads.kind == "medusa"
-    given = batch.tokens, precise(batch.features[:, :-2]), counts, heads.max_depth
-    states = model(*given, target.embeddings)
+    features = precise(batch.features[:, :-2])
+    states = model(batch.tokens, features, counts, heads.max_depth, target.embeddings)
 
     # 2. What they learn, and their losses.
     teacher = teacher_of(target, batch.states(batch.features))
     if medusa and config.loss == "published":
         teacher = text_teacher(batch.tokens[:, 2:][counts], target.vocab_size)
-    guesses = Guess.by_layers(states, heads.output_layers, STEP_DECAY if medusa else 1.0)
+    decay = 1.0
+    if medusa:
+        decay = STEP_DECAY
+    guesses = Guess.by_layers(states, heads.output_layers, decay)
     return token_losses(guesses, teacher, batch.places, config.loss)
 
 
@@ -178,13 +182,17 @@ def teacher_of(
             return p
         return p[:, vocabulary] * torch.isin(p.argmax(-1), vocabulary)[:, None]
 
-    return Teacher(rows.out_features if rows else target.vocab_size, probabilities)
+    width = target.vocab_size
+    if rows is not None:
+        width = rows.out_features
+    return Teacher(width, probabilities)
 
 
 def text_teacher(tokens: Tensor, vocab_size: int) -> Teacher:
     """All probability on the text's tokens [M]."""
     zeros = tokens.new_zeros(1, vocab_size, dtype=torch.float32)
-    return Teacher(
-        vocab_size,
-        lambda chunk: zeros.repeat(len(tokens[chunk]), 1).scatter_(1, tokens[chunk, None], 1),
-    )
+
+    def probabilities(chunk: slice) -> Tensor:
+        return zeros.repeat(len(tokens[chunk]), 1).scatter_(1, tokens[chunk, None], 1)
+
+    return Teacher(vocab_size, probabilities)

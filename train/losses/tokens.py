@@ -72,7 +72,7 @@ class Teacher(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What one draft step, or the head of one depth, gave.
+    """The output of one draft step, or of the head of one depth.
 
     states: [M_i, H] its hidden states at the counted positions that it reaches. output: states
     [m, H] -> logits [m, N]. share: the factor of its loss in the total. weights: parameters of
@@ -91,14 +91,14 @@ class Guess(NamedTuple):
         """A guess for each step, by output layers of the head's own. Each has `decay` of the share
         of the one before.
         """
-        return [
-            cls(states, layer, decay**i, tuple(layer.parameters()))
-            for i, (states, layer) in enumerate(zip(steps, layers, strict=False))
-        ]
+        guesses = []
+        for number, (states, layer) in enumerate(zip(steps, layers, strict=False)):
+            guesses.append(cls(states, layer, decay**number, tuple(layer.parameters())))
+        return guesses
 
 
 class Loss(NamedTuple):
-    """total: what a step lowers. parts: what a run reports next to it, without a gradient.
+    """total: the number that a step lowers. parts: numbers that a run reports next to it, without a gradient.
 
     All are means over the counted positions.
     """
@@ -107,68 +107,143 @@ class Loss(NamedTuple):
     parts: dict[str, Tensor]
 
 
+class TargetChunk(NamedTuple):
+    """The target's distributions at the m counted positions of a chunk.
+
+    probabilities: [m, N]. sums: [m] of each distribution. best: [m] its most likely token.
+    """
+
+    probabilities: Tensor
+    sums: Tensor
+    best: Tensor
+
+
+@final
+class LossSums:
+    """What the chunks so far add up to, for each guess.
+
+    done: counted positions that are behind. losses: sums of the guesses' losses. agreeing: positions
+    with the target's most likely token. state_gradients: of each guess's states [M_i, H].
+    weight_gradients: of each output weight that learns, which guesses may share.
+    """
+
+    def __init__(self, guesses: Sequence[Guess], device: torch.device) -> None:
+        self.guesses = guesses
+        self.done = [0] * len(guesses)
+        self.losses = torch.zeros(len(guesses), device=device)
+        self.agreeing = torch.zeros(len(guesses), device=device)
+        self.state_gradients = [torch.zeros_like(guess.states) for guess in guesses]
+        self.weight_gradients: dict[nn.Parameter, Tensor] = {}
+        for guess in guesses:
+            for weight in guess.weights:
+                self.weight_gradients[weight] = torch.zeros_like(weight)
+
+    def add(self, number: int, chunk: TargetChunk, reached: Tensor, loss_of: TokenLoss) -> None:
+        """Add a guess's loss over a chunk, and its gradients.
+
+        Args:
+            number: of the guess, from 0.
+            chunk: the target's distributions.
+            reached: [m] bool, the positions of the chunk that the guess reaches.
+            loss_of: the loss of each position.
+        """
+        # 1. The part of the chunk that the guess reaches.
+        guess = self.guesses[number]
+        count = int(reached.sum())
+        if count == 0:
+            return
+        here = slice(self.done[number], self.done[number] + count)
+        self.done[number] = here.stop
+        p = chunk.probabilities
+        if count < len(p):
+            p = p[reached]
+        learns = chunk.sums[reached] > 0
+        likely = chunk.best[reached]
+
+        # 2. Its loss and the gradients. They are those of the sum: divided by the number of
+        #    positions, much of them would be too small for float16.
+        states = guess.states[here].detach().requires_grad_()
+        logs = precise(guess.output(states)).log_softmax(-1)
+        loss = loss_of(p, logs).where(learns, 0).sum()
+        gradients = torch.autograd.grad(loss, (states,) + guess.weights)
+        self.losses[number] += loss.detach()
+        self.agreeing[number] += (learns & (logs.max(-1).indices == likely)).sum()
+        share = guess.share / len(guess.states)
+        self.state_gradients[number][here] = gradients[0] * share
+        for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
+            self.weight_gradients[weight].add_(gradient, alpha=share)
+
+    def to_loss(self) -> Loss:
+        """The means over all positions, as a loss whose gradients are known."""
+        device = self.losses.device
+        counts = torch.tensor([max(count, 1) for count in self.done], device=device)
+        means = self.losses / counts
+        parts: dict[str, Tensor] = {}
+        for step, (mean, share) in enumerate(
+            zip(means, self.agreeing / counts, strict=True), start=1
+        ):
+            parts[f"token_{step}"] = mean
+            parts[f"agreement_{step}"] = share
+        shares = torch.tensor([guess.share for guess in self.guesses], device=device)
+        learnt = [guess.states for guess in self.guesses] + list(self.weight_gradients)
+        gradients = self.state_gradients + list(self.weight_gradients.values())
+        total = Scaled.apply(torch.dot(means, shares), gradients, *learnt)
+        return Loss(total, parts)
+
+
 def token_losses(
     guesses: Sequence[Guess], teacher: Teacher, places: Tensor, loss: str, rows: int | None = None
 ) -> Loss:
-    """The losses of draft steps against the target, each the mean over its positions.
+    """Compute the losses of draft steps against the target, each the mean over its positions.
+
+    Args:
+        guesses: one for each draft step, or each depth.
+        teacher: the target's distributions at all counted positions.
+        places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
+        loss: as `--loss`.
+        rows: positions per chunk; default: the most that keep the memory in `BUDGET`.
 
     Returns the sum of the guesses' losses times their shares. Its parts are for guess 1, 2, … the
     loss, `token_1`, and the share of positions with the target's most likely token, `agreement_1`.
-
-    places: [M] int64; guess i, from 0, reaches the positions whose place is i or more, in order.
-    loss: as `--loss`. rows: positions per chunk. Default: as many as keep the memory in `BUDGET`.
     """
-    # 1. Zeros to add to, and how far each guess is.
     device = places.device
     loss_of = LOSSES[loss]
-    size = 28 if loss_of is cross_entropy else 36  # bytes for each row and token of a chunk
-    elements = ON_CPU if device.type == "cpu" else ELSEWHERE
-    rows = rows or max(1, min(elements // teacher.width, BUDGET * len(places) // size))
-    slopes = [torch.zeros_like(guess.states) for guess in guesses]
-    known = {weight: torch.zeros_like(weight) for guess in guesses for weight in guess.weights}
-    losses, agreeing = torch.zeros(2, len(guesses), device=device)
-    done = [0] * len(guesses)
-
+    if rows is None:
+        rows = choose_chunk_rows(teacher.width, len(places), loss_of, device)
+    sums = LossSums(guesses, device)
     for start in range(0, len(places), rows):
-        # 2. The target's probabilities of a chunk, in its own precision, once for all guesses.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            target = teacher.of(slice(start, start + rows))
-            # max is faster than argmax
-            best = target.max(-1).indices
-            sums = target.sum(-1)
-        for i, guess in enumerate(guesses):
-            reached = places[start : start + rows] >= i
-            here = slice(done[i], done[i] + int(reached.sum()))
-            done[i] = here.stop
-            if here.start == here.stop:
-                continue
-            p = target if here.stop - here.start == len(target) else target[reached]
-            learns = sums[reached] > 0
-            likely = best[reached]
+        positions = slice(start, start + rows)
+        chunk = compute_target_chunk(teacher, positions, device)
+        for number in range(len(guesses)):
+            sums.add(number, chunk, places[positions] >= number, loss_of)
+    return sums.to_loss()
 
-            # 3. A guess's loss in the chunk, and its gradients. They are those of the sum: divided
-            #    by the number of positions, much of them would be too small for float16.
-            states = guess.states[here].detach().requires_grad_()
-            logs = precise(guess.output(states)).log_softmax(-1)
-            values = loss_of(p, logs).where(learns, 0).sum()
-            gradients = torch.autograd.grad(values, (states, *guess.weights))
-            losses[i] += values.detach()
-            agreeing[i] += (learns & (logs.max(-1).indices == likely)).sum()
-            share = guess.share / len(guess.states)
-            slopes[i][here] = gradients[0] * share
-            for weight, gradient in zip(guess.weights, gradients[1:], strict=True):
-                known[weight].add_(gradient, alpha=share)
-            del logs, values, gradients, p
 
-    # 4. Means.
-    counts = torch.tensor([max(count, 1) for count in done], device=device)
-    parts: dict[str, Tensor] = {}
-    for step, (value, share) in enumerate(zip(losses / counts, agreeing / counts, strict=True), 1):
-        parts |= {f"token_{step}": value, f"agreement_{step}": share}
-    shares = torch.tensor([guess.share for guess in guesses], device=device)
-    learnt = [*(guess.states for guess in guesses), *known]
-    total = torch.dot(losses / counts, shares)
-    return Loss(Scaled.apply(total, [*slopes, *known.values()], *learnt), parts)
+def choose_chunk_rows(width: int, positions: int, loss_of: TokenLoss, device: torch.device) -> int:
+    """The positions of a chunk: the most that fit an array, and keep the memory in `BUDGET`.
+
+    Args:
+        width: logits of a position, V.
+        positions: all counted positions.
+        loss_of: the loss, which decides how many arrays a chunk has at once.
+        device: where the chunk is computed.
+    """
+    row_bytes = 36  # for each token of a chunk
+    if loss_of is cross_entropy:
+        row_bytes = 28
+    elements = ELSEWHERE
+    if device.type == "cpu":
+        elements = ON_CPU
+    return max(1, min(elements // width, BUDGET * positions // row_bytes))
+
+
+@torch.no_grad()
+def compute_target_chunk(teacher: Teacher, positions: slice, device: torch.device) -> TargetChunk:
+    """The target's distributions of a chunk, in its own precision, once for all guesses."""
+    with torch.autocast(device.type, enabled=False):
+        probabilities = teacher.of(positions)
+        best = probabilities.max(-1).indices  # faster than argmax
+        return TargetChunk(probabilities, probabilities.sum(-1), best)
 
 
 @final
@@ -187,9 +262,12 @@ class Scaled(torch.autograd.Function):
         ctx.gradients = None
         if gradients is None:
             raise RuntimeError("the gradients of a chunked loss can be taken once")
-        return None, None, *(gradient.mul_(slope) for gradient in gradients)
+        scaled = [gradient.mul_(slope) for gradient in gradients]
+        return (None, None) + tuple(scaled)
 
 
 def precise(x: Tensor) -> Tensor:
     """In float32, or float64 where it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+    if x.dtype == torch.float64:
+        return x
+    return x.float()

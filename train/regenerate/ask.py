@@ -45,8 +45,10 @@ class Answer:
     @property
     def message(self) -> dict[str, str]:
         """The answer as a message. Its thoughts stand where templates and other tools look for them."""
-        thoughts = {"reasoning_content": self.thought} if self.thought.strip() else {}
-        return {"role": "assistant", "content": self.text, **thoughts}
+        message = {"role": "assistant", "content": self.text}
+        if self.thought.strip():
+            message["reasoning_content"] = self.thought
+        return message
 
 
 class LeftOut(Exception):
@@ -78,15 +80,21 @@ def of_target(engine: Engine, config: RegenerateConfig) -> Ask:
             raise LeftOut(f"cannot be asked: {error}") from error
         output = completion.result()
         written = tokenizer.decode(output.token_ids, clean_up_tokenization_spaces=False)
+        thought = ""
+        text = output.text
         parts = split_thought(tokenizer, engine.spec.template, messages, written)
-        thought, text = parts or ("", output.text)
+        if parts is not None:
+            thought, text = parts
+        ended = "model"
+        if output.stats.truncated:
+            ended = "max_new_tokens"
         return Answer(
-            text,
-            output.stats.new_tokens,
-            "max_new_tokens" if output.stats.truncated else "model",
-            thought,
-            prompt,
-            output.token_ids,
+            text=text,
+            tokens=output.stats.new_tokens,
+            ended=ended,
+            thought=thought,
+            prompt_ids=prompt,
+            token_ids=output.token_ids,
         )
 
     return ask

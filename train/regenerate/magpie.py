@@ -9,7 +9,7 @@ words that open a user's turn it writes a question. Of ChatML's template, cut at
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
@@ -29,19 +29,20 @@ REPEATS = 0.5  # least share of different ones among a question's runs of three 
 def writer(
     engine: Engine, config: RegenerateConfig, done: list[dict[str, Any]]
 ) -> Callable[[str], str]:
-    """(key of a row) -> its question, whose draws follow from the key.
+    """Make the function (key of a row) -> its question, whose draws follow from the key.
 
-    done: lines of a run before. It raises LeftOut for a question that is of no use, or that another
-    row has.
+    done: lines of a run before. The function raises LeftOut for a question that is of no use, or that
+    another row has.
     """
-    prompt, stop = user_turn(engine.spec)
+    turn = user_turn(engine.spec)
     options = config.sampling(greedy=False)
-    options |= {"max_new_tokens": config.question_tokens, "stop": stop}
+    options["max_new_tokens"] = config.question_tokens
+    options["stop"] = (turn.end,)
     rows = {normal(line["messages"][0]["content"]): line["row"] for line in done}
 
     def write(key: str) -> str:
         seed = drawn(config.seed, key, "question")
-        output = engine.submit(prompt, seed=seed, **options).result()
+        output = engine.submit(turn.opening, seed=seed, **options).result()
         question = output.text.strip()
         problem = problem_of(question, output.stats.truncated, config.filter)
         if not problem and rows.setdefault(normal(question), key) != key:
@@ -53,8 +54,15 @@ def writer(
     return write
 
 
-def user_turn(spec: Spec) -> tuple[list[int], tuple[str, ...]]:
-    """The token ids that open a user's turn, and the strings that end it.
+class UserTurn(NamedTuple):
+    """What surrounds a question in a chat template. opening: token ids before it. end: the string after it."""
+
+    opening: list[int]
+    end: str
+
+
+def user_turn(spec: Spec) -> UserTurn:
+    """Find what opens a user's turn in the target's template, and what ends it.
 
     Raises InputError for a template that does not say where a question lies.
     """
@@ -64,28 +72,36 @@ def user_turn(spec: Spec) -> tuple[list[int], tuple[str, ...]]:
     text = templates.render(tokenizer, [{"role": "user", "content": MARK}], spec.template)
     before, _, after = text.rpartition(MARK)
     special = sorted(templates.special_tokens(tokenizer), key=len, reverse=True)
-    end = next((token for token in special if after.lstrip().startswith(token)), after.strip())
+    end = after.strip()
+    for token in reversed(special):  # the longest one counts
+        if after.lstrip().startswith(token):
+            end = token
     if not before or not end:
         raise InputError("the chat template does not mark a user's turn on both sides: give --data")
     ids: list[int] = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
     start = templates.opening(tokenizer, spec.template)
-    return (ids if ids[: len(start)] == start else start + ids), (end,)
+    if ids[: len(start)] != start:
+        ids = start + ids
+    return UserTurn(ids, end)
 
 
 def problem_of(question: str, cut: bool, filter: str) -> str | None:
     """Why a question is of no use; None for one that is."""
     words = question.split()
     runs = list(zip(words, words[1:], words[2:], strict=False))
-    problems = {
-        "no end": cut,
-        "empty": not any(map(str.isalpha, question)),
-        "broken characters": UNSEEN.search(question),
-        "repeats itself": len(set(runs)) < REPEATS * len(runs),
-        f"not {filter}": not passes(question, filter),
-    }
-    return next((problem for problem, holds in problems.items() if holds), None)
+    if cut:
+        return "no end"
+    if not any(map(str.isalpha, question)):
+        return "empty"
+    if UNSEEN.search(question):
+        return "broken characters"
+    if len(set(runs)) < REPEATS * len(runs):
+        return "repeats itself"
+    if not passes(question, filter):
+        return f"not {filter}"
+    return None
 
 
 def normal(question: str) -> str:
-    """What two questions have in common that differ in case, spaces and punctuation alone."""
+    """A question in lower case without punctuation: equal for two that differ only in these and in spaces."""
     return " ".join(re.findall(r"\w+", question.lower()))

@@ -59,7 +59,7 @@ class Row:
 def rows_of(conversations: Iterable[Conversation], turns: int, filter: str) -> list[Row]:
     """The first questions of each conversation, up to one that a `--filter` leaves out.
 
-    Leaving out later questions changes no answer. Of equal rows the first alone.
+    Leaving out later questions changes no answer. Only the first of equal rows counts.
     """
     rows: dict[str, Row] = {}
     for conversation in conversations:

@@ -32,8 +32,18 @@ FORMAT = 2  # of config.json
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's distribution, so a head may be added on the way.
 FREE = {
-    *("out", "limit", "from_template", "batch", "head", "drafter", "tree", "verifier"),
-    *("device_map", "allow_lossy", "trust_remote_code", "endpoint"),
+    "out",
+    "limit",
+    "from_template",
+    "batch",
+    "head",
+    "drafter",
+    "tree",
+    "verifier",
+    "device_map",
+    "allow_lossy",
+    "trust_remote_code",
+    "endpoint",
 }
 
 Report = Callable[[int, int, str], None]  # conversations done, all of them, and how fast
@@ -50,7 +60,9 @@ class Result:
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in self.left_out.most_common())
-        left_out = f"; {self.left_out.total()} left out ({reasons})" if reasons else ""
+        left_out = ""
+        if reasons:
+            left_out = f"; {self.left_out.total()} left out ({reasons})"
         return f"{self.conversations:,} conversations, {self.tokens:,} tokens of answers in {self.path}{left_out}"
 
 
@@ -67,47 +79,106 @@ def regenerate(
     """
     # 1. What a run before has left, if it is of the same options.
     out = Path(config.out)
-    data = None if config.data is None else data_file(config.data, say)
-    record: Record = {"answers_by": "a server" if config.endpoint else "the target"}
-    record |= asdict(config) | {"format": FORMAT, "data": data and digest(data)}
-    if config.endpoint is None:
-        record["target"] = target_identity(config.target, config.placement)
+    data: Path | None = None
+    if config.data is not None:
+        data = data_file(config.data, say)
+    record = describe_regeneration(config, data)
     with locked(out), ExitStack() as stack:
-        kept, left_out = (stack.enter_context(opened(out / name)) for name in (OUT, LEFT_OUT))
+        kept = stack.enter_context(opened(out / OUT))
+        left_out = stack.enter_context(opened(out / LEFT_OUT))
         if kept.done or left_out.done:
             before = read_json(out / "config.json", f"delete {out} to begin again", FORMAT)
             refuse_changed(out, before, record, FREE)
         write_json(out / "config.json", record)
 
-        # 2. The rows that are left, and who asks and answers them.
+        # 2. The rows that are left.
         rows = rows_in(config, data, say)
-        ended = {line["row"] for line in (*kept.done, *left_out.done)}
-        waiting = [row for row in rows if row.key not in ended]
+        waiting = list_waiting(rows, kept.done + left_out.done)
         report(len(rows) - len(waiting), len(rows), "")
-        if waiting and config.endpoint:
-            work = partial(answered, config, of_server(config), None)
-        elif waiting:
-            room = {"batch": config.batch, "queue": config.batch}
-            engine = stack.enter_context(Engine(load_options(config), **room))
-            write = writer(engine, config, kept.done) if data is None else None
-            work = partial(answered, config, of_target(engine, config), write)
 
-        # 3. A thread for each row that is answered at a time; each is kept as it ends.
-        tokens = 0
-        started = time.perf_counter()
-        pool = stack.enter_context(ThreadPool(config.batch))
-        for done, line in enumerate(pool.imap_unordered(work, waiting) if waiting else (), 1):
-            (kept if "messages" in line else left_out).append(line)
-            tokens += sum(line.get("tokens", ()))
-            seconds = time.perf_counter() - started
-            left = len(waiting) - done
-            rest = timedelta(seconds=round(seconds / done * left))
-            report(len(rows) - left, len(rows), f", {tokens / seconds:,.1f} tokens/s, {rest} left")
+        # 3. A thread for each row that is answered at a time; each row is kept as it ends.
+        if waiting:
+            answer = begin_answering(config, kept.done, stack)
+            pool = stack.enter_context(ThreadPool(config.batch))
+            pace = Pace(rows=len(rows), waiting=len(waiting))
+            for line in pool.imap_unordered(answer, waiting):
+                file = left_out
+                if "messages" in line:
+                    file = kept
+                file.append(line)
+                pace.count(line)
+                report(pace.rows - pace.left, pace.rows, str(pace))
 
         # 4. What is there now.
         reasons = Counter(str(line["problem"]) for line in left_out.done)
         total = sum(sum(line["tokens"]) for line in kept.done)
         return Result(out / OUT, len(kept.done), total, reasons)
+
+
+def list_waiting(rows: list[Row], done: list[dict[str, Any]]) -> list[Row]:
+    """The rows that no line of OUT has yet. done: its lines."""
+    ended = {line["row"] for line in done}
+    return [row for row in rows if row.key not in ended]
+
+
+def describe_regeneration(config: RegenerateConfig, data: Path | None) -> Record:
+    """The options of a regeneration with digests of its data and its target: OUT/config.json.
+
+    data: the file of the conversations; None where the target writes the questions.
+    """
+    record: Record = {"answers_by": "the target"}
+    if config.endpoint:
+        record["answers_by"] = "a server"
+    record |= asdict(config)
+    record["format"] = FORMAT
+    record["data"] = None
+    if data is not None:
+        record["data"] = digest(data)
+    if config.endpoint is None:
+        record["target"] = target_identity(config.target, config.placement)
+    return record
+
+
+def begin_answering(
+    config: RegenerateConfig, done: list[dict[str, Any]], stack: ExitStack
+) -> Callable[[Row], dict[str, Any]]:
+    """Load who answers, and return the function that makes a row's line.
+
+    Args:
+        config: the options: a server answers, or the target here.
+        done: lines of a run before, whose questions the target does not write again.
+        stack: ends the target's engine.
+    """
+    if config.endpoint:
+        return partial(answered, config, of_server(config), None)
+    spec = load_options(config)
+    engine = stack.enter_context(Engine(spec, batch=config.batch, queue=config.batch))
+    write: Callable[[str], str] | None = None
+    if config.data is None:
+        write = writer(engine, config, done)
+    return partial(answered, config, of_target(engine, config), write)
+
+
+class Pace:
+    """How many rows are answered, and how fast. rows: all of them. waiting: those without an answer at first."""
+
+    def __init__(self, rows: int, waiting: int) -> None:
+        self.rows = rows
+        self.left = waiting
+        self.answered = 0
+        self.tokens = 0
+        self.started = time.perf_counter()
+
+    def count(self, line: dict[str, Any]) -> None:
+        """The line of a row that has ended."""
+        self.answered += 1
+        self.left -= 1
+        self.tokens += sum(line.get("tokens", ()))
+
+    def __str__(self) -> str:
+        seconds = time.perf_counter() - self.started
+        remaining = timedelta(seconds=round(seconds / self.answered * self.left))
+        return f", {self.tokens / seconds:,.1f} tokens/s, {remaining} left"
 
 
 def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], None]) -> list[Row]:
@@ -116,8 +187,11 @@ def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], No
     Raises InputError where there is none.
     """
     if data is None:
-        names = (f"template-{number}" for number in range(config.from_template or 0))
-        rows = [Row(name, name, None, ()) for name in names]
+        assert config.from_template is not None  # one of both is there
+        rows = []
+        for number in range(config.from_template):
+            name = f"template-{number}"
+            rows.append(Row(key=name, source=name, system=None, questions=()))
     else:
         conversations, report = read_conversations(data, answered=False)
         say(f"{data}: {report}")
@@ -133,10 +207,16 @@ def rows_in(config: RegenerateConfig, data: Path | None, say: Callable[[str], No
 def answered(
     config: RegenerateConfig, ask: Ask, write: Callable[[str], str] | None, row: Row
 ) -> dict[str, Any]:
-    """The line of a row: its questions, asked one after the other, with their answers as text and as tokens.
+    """Ask a row's questions one after the other, and return its line of OUT: text and tokens of the answers.
 
-    write: (key) -> the question of a row. The line has no messages where the first question has no
-    answer. A problem says why there is none, or no further one.
+    The line has no messages where the first question has no answer. A problem says why there is none,
+    or no further one.
+
+    Args:
+        config: the run's options.
+        ask: asks who answers.
+        write: (key) -> the question of a row; None where the row has its questions.
+        row: what is asked.
     """
     greedy = drawn(config.seed, row.key, "greedy") < config.greedy * 2**63
     line: dict[str, Any] = {"id": row.source, "row": row.key}
@@ -145,18 +225,23 @@ def answered(
         messages = [{"role": row.system_role, "content": row.system}]
     answers: list[Answer] = []
     try:
-        for question in row.questions if write is None else [write(row.key)]:
-            asked = [*messages, {"role": "user", "content": question}]
+        questions = row.questions
+        if write is not None:
+            questions = (write(row.key),)
+        for question in questions:
+            asked = messages + [{"role": "user", "content": question}]
             answer = ask(asked, drawn(config.seed, row.key, len(answers)), greedy)
             if not answer.text.strip():  # no reader of the file takes it
                 raise LeftOut("an answer is empty")
             answers.append(answer)
-            messages = [*asked, answer.message]
+            messages = asked + [answer.message]
     except LeftOut as problem:
         line["problem"] = str(problem)
     if answers:
         line["messages"] = messages
-        line["temperature"] = 0.0 if greedy else config.temperature
+        line["temperature"] = config.temperature
+        if greedy:
+            line["temperature"] = 0.0
         line |= describe_answers(answers)
     return line
 
@@ -168,8 +253,11 @@ def describe_answers(answers: Sequence[Answer]) -> dict[str, Any]:
         "ended": [answer.ended for answer in answers],
     }
     if all(answer.token_ids for answer in answers):
-        fields["input_ids"] = [[*answer.prompt_ids, *answer.token_ids] for answer in answers]
-        fields["loss_mask"] = [
-            [0] * len(answer.prompt_ids) + [1] * len(answer.token_ids) for answer in answers
-        ]
+        fields["input_ids"] = []
+        fields["loss_mask"] = []
+        for answer in answers:
+            prompt = list(answer.prompt_ids)
+            written = list(answer.token_ids)
+            fields["input_ids"].append(prompt + written)
+            fields["loss_mask"].append([0] * len(prompt) + [1] * len(written))
     return fields

@@ -1,0 +1,69 @@
+"""The fields of an EAGLE-3 head that all engines name alike, and the parts that only some engines have."""
+
+from transformers import PretrainedConfig
+
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.formats.llama_fields import llama_fields
+from treespec.heads.head import Config
+from treespec.heads.layers import SLIDING
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA = "LlamaForCausalLMEagle3"
+QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
+TO_FIRST = (r"^midlayer\.", "layers.0.")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# The parts that newer heads have, by their names in config.json, and the formats that have a place
+# for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
+PARTS = {
+    "qk_norm": ("vllm", "speculators"),
+    "sliding_window": ("vllm", "speculators"),
+    "norm_before_residual": ("vllm", "speculators", "gguf", "mlx"),
+    "norm_before_fc": ("tensorrt-llm", "vllm", "speculators", "gguf", "mlx"),
+    "fc_norm": ("sglang", "tensorrt-llm", "vllm", "speculators"),
+    "norm_output": ("sglang", "tensorrt-llm", "vllm", "speculators"),
+    "num_hidden_layers": ("sglang", "tensorrt-llm", "vllm", "speculators", "mlx"),
+}
+
+
+def parts_of(head: Eagle3Head) -> set[str]:
+    """The parts of a head that `PARTS` names: those that EAGLE-3 as published does not have."""
+    config = head.config
+    has_parts = dict(config)
+    has_parts["num_hidden_layers"] = head.cached_layers > 1
+    has_parts["sliding_window"] = SLIDING in (config.get("layer_types") or ())
+    return {name for name in PARTS if has_parts.get(name)}
+
+
+def check_parts(head: Eagle3Head, to: str) -> None:
+    """Raises ValueError for a part of a head that the format `to` has no place for."""
+    for name in sorted(parts_of(head)):
+        formats = PARTS[name]
+        if to not in formats:
+            known = f"{', '.join(formats[:-1])} and {formats[-1]}"
+            raise ValueError(f"its config.json has {name}, which only {known} know")
+
+
+def build_eagle3_layer_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
+    """The fields of the decoder layers: Llama's or Qwen3's, their number, and their windows."""
+    parts = parts_of(head)
+    fields = llama_fields(head, served)
+    fields["num_hidden_layers"] = head.cached_layers
+    if "qk_norm" in parts:
+        fields["model_type"] = "qwen3"
+    if "sliding_window" in parts:
+        fields["layer_types"] = head.config["layer_types"]
+        fields["sliding_window"] = head.config["sliding_window"]
+        fields["use_sliding_window"] = True
+    return fields
+
+
+def build_eagle3_own_fields(head: Eagle3Head, served: PretrainedConfig) -> Config:
+    """The fields around the layers: draft vocabulary, the target's width, and which norms there are."""
+    parts = parts_of(head)
+    fields: Config = {
+        "draft_vocab_size": head.output_layers[0].out_features,
+        "target_hidden_size": served.get_text_config().hidden_size,
+    }
+    for name in NORMS:
+        fields[name] = name in parts
+    return fields

@@ -1,0 +1,33 @@
+"""TensorRT-LLM's EAGLE-3 heads: SGLang's layer ids and names, and a norm's field within `eagle_config`."""
+
+from transformers import PretrainedConfig
+
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.formats.eagle3_fields import (
+    IDS,
+    LLAMA,
+    TO_FIRST,
+    build_eagle3_layer_fields,
+    build_eagle3_own_fields,
+    check_parts,
+)
+from treespec.heads.formats.llama_fields import check_layer, check_own_output, renamed
+from treespec.heads.formats.sglang import TO_SGLANG, to_sglang_ids
+from treespec.heads.head import Config, Stored
+
+
+def write_tensorrt_eagle3(head: Eagle3Head, served: PretrainedConfig) -> Stored:
+    """EAGLE-3: TensorRT-LLM reads `norm_before_fc` within `eagle_config`, and calls the first layer layers.0."""
+    check_own_output(head)
+    check_layer(head)
+    check_parts(head, "tensorrt-llm")
+    own = build_eagle3_own_fields(head, served)
+    config: Config = {"architectures": [LLAMA]}
+    config |= build_eagle3_layer_fields(head, served)
+    config |= own
+    config["eagle_config"] = {
+        IDS: to_sglang_ids(head.aux_layers),
+        "use_aux_hidden_state": True,
+        "norm_before_fc": own["norm_before_fc"],
+    }
+    return config, renamed(head.state_dict(), TO_SGLANG, TO_FIRST)

@@ -284,9 +284,9 @@ def first_step(spec: Spec, rows: Sequence[Row], sharpness: tuple[float, ...]) ->
     calibrated_factor = sharpness[0] if sharpness else 1.0
     head = spec.head
     assert head is not None
-    (sharpest_factor,) = sharpest(head, spec.target, rows, (1, ALL))
+    (sharpest_factor,) = sharpest(head, spec.target, rows, 1, ALL)
     parts = list[FirstDrafts]()
-    for step in drafted(head, spec.target, rows, (1, ALL)):
+    for step in drafted(head, spec.target, rows, 1, ALL):
         p = probs(step.target[step.chosen], params)
         logits = step.draft[step.chosen]
         q = probs(logits, params)

@@ -92,7 +92,7 @@ def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
     """Against the acceptance rates along every text, position by position."""
     model, head = table
     rows = rows_of(model, [60, 40])
-    found = sharpest(head, model, rows, (2, 1000))
+    found = sharpest(head, model, rows, 2, 1000)
     for step, chosen in enumerate(found):
         rates = dict.fromkeys(FACTORS, 0.0)
         for tokens, _, features in rows:

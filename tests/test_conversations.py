@@ -21,7 +21,8 @@ from refusals import complains
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.encoding import encode_conversations
+from treespec.text.answers import TextRow, place_answers
+from treespec.text.encoding import Example, encode_conversations
 from treespec.text.entries import Conversation
 
 
@@ -30,6 +31,39 @@ def decoded_answers(tokenizer, example):
     pairs = zip(example.loss_mask.tolist(), example.input_ids.tolist(), strict=True)
     runs = [(inside, [token for _, token in run]) for inside, run in groupby(pairs, itemgetter(0))]
     return [tokenizer.decode(run) for inside, run in runs if inside]
+
+
+FIVE_TOKENS = each(
+    "{{ '<s>' if m.role == 'user' else '<|head|>' }}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
+)
+FIVE_TOKENS += prompt("<|head|>")
+
+
+def test_the_figures_of_five_tokens_show_what_is_rendered_and_trained_on():
+    """Those of `render`, `TextRow` and `Example`, drawn again from a question and its answer."""
+    tokenizer = byte_tokenizer(FIVE_TOKENS)
+    question, answer = ({"role": "user", "content": "H"}, {"role": "assistant", "content": "Y"})
+
+    # 1. The text, and the prompt that asks for the answer.
+    text = templates.render(tokenizer, [question, answer], add_generation_prompt=False)
+    asking = templates.render(tokenizer, [question])
+    assert f"        {text}\n        {asking}\n" in templates.render.__doc__
+
+    # 2. The characters of the answer.
+    (row,) = place_answers(tokenizer, [question, answer]).rows
+    [(start, end)] = row.spans
+    assert row.text == text
+    assert f"the span {start, end}" in TextRow.__doc__
+    assert f"        {text}\n        {' ' * start}{'^' * (end - start)}\n" in TextRow.__doc__
+
+    # 3. The tokens under the mask.
+    example = encode_conversation(tokenizer, [question, answer])
+    tokens = tokenizer.convert_ids_to_tokens(example.input_ids)
+    marks = ["x" if inside else "." for inside in example.loss_mask]
+    assert len(tokens) == 5
+    columns = [mark.ljust(len(token)) for token, mark in zip(tokens, marks, strict=True)]
+    assert f"input_ids  {'  '.join(tokens)}\n" in Example.__doc__
+    assert f"loss_mask  {'  '.join(columns).rstrip()}\n" in Example.__doc__
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])

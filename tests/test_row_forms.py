@@ -88,6 +88,13 @@ def test_formatted_text_and_token_rows_train_the_same_tokens(tmp_path, expected)
         assert encoded(lines(tmp_path / f"{name}.jsonl", rows), template=None) == expected, name
 
 
+def test_labels_and_an_attention_mask_are_read_as_the_figure_draws_them(tmp_path):
+    """The figure of `_read_token_row`: five tokens, the last of them padding."""
+    row = {"input_ids": [1, 9, 5, 7, 0], "attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 5, 7, -100]}
+    [[talk], _] = read_conversations(lines(tmp_path / "rows.jsonl", [row]))
+    assert talk.tokens == (([1, 9, 5, 7], [False, False, True, True]),)
+
+
 @pytest.mark.parametrize(
     "told, row",
     {

@@ -56,7 +56,7 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     text = torch.randint(64, (40,), generator=seeded(5))
     known = model.features(text[None])[0]
     row = (text, torch.ones(40, dtype=torch.bool), known)
-    ((_, hit, _),) = choices(drafted(head, model, [row], (1, 40)))
+    ((_, hit, _),) = choices(drafted(head, model, [row], 1, 40))
     chosen = model.output_logits(known).argmax(-1)[1:39:2]
     assert hit.sum(-1).tolist() == ((chosen >= 10) & (chosen < 15)).tolist()
 

@@ -29,8 +29,21 @@ class TooLong(InputError):
     """A prompt that the target's context does not hold."""
 
 
+def is_input_error(error: BaseException) -> bool:
+    """Whether an error is about an input that cannot be used: ours, that of `trees`, or the parser's."""
+    return getattr(error, "exit_code", None) == InputError.exit_code
+
+
+def describe_os_error(error: OSError) -> str:
+    """Why a file or an address cannot be used, without its name: `No space left on device`."""
+    return error.strerror or str(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class. After a colon the next line follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = lines or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if not lines:
+        return type(error).__name__
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]

@@ -39,31 +39,35 @@ def calibrate(
     InputError if the text is too short.
     """
     # 1. The factors of the draft logits, and the model of greedy choices.
-    limits = draft_steps(head, depth), positions
-    sharpness = sharpest(head, target, rows, (limits[0], positions // 3))
-    samples = [*choices(drafted(head, target, rows, limits))]
+    depth = draft_steps(head, depth)
+    sharpness = sharpest(head, target, rows, depth, positions // 3)
+    samples = list(choices(drafted(head, target, rows, depth, positions)))
     if not samples or not len(samples[0][0]):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
-    top, hit, weight = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    top = torch.cat([features for features, _, _ in samples])
+    hit = torch.cat([hits for _, hits, _ in samples])
+    weight = torch.cat([weights for _, _, weights in samples])
     fitted = Calibration(tuple(logistic(top, hit, weight[:, None]).tolist()), {}, sharpness)
 
     # 2. Rates counted while the target writes, after what precedes the first counted token: at
     #    least a token, and at most half of the context, so that a completion fits.
     proposer = proposer_of(head, target)
     half = target.context_length // 2
-    prompts = [
-        tokens[: min(max(int(counts.int().argmax()), 1), half)].tolist()
-        for tokens, counts, _ in rows[:PROMPTS]
-    ]
-    for t in (COLDEST, *TEMPERATURES):
+    prompts = []
+    for tokens, counts, _ in rows[:PROMPTS]:
+        first_counted = int(counts.int().argmax())
+        size = min(max(first_counted, 1), half)
+        prompts.append(tokens[:size].tolist())
+    for t in (COLDEST,) + TEMPERATURES:
         fitted.rates[f"{t:g}"] = own_rates(target, proposer, prompts, t, fitted)
     return fitted
 
 
 class Step(NamedTuple):
-    """Of a passage and a draft step, from 1: the positions of rows that count, and for R rows p's and q's logits.
+    """One draft step along a passage of R + number + 1 tokens.
 
-    tokens: [R] the text's. target, draft: [R, V] logits of the distributions of these tokens.
+    number: of the draft step, from 1. chosen: indices of the rows to learn from. tokens: [R] the
+    text's tokens that the step drafts. target, draft: [R, V] logits of p and q for these tokens.
     """
 
     number: int
@@ -77,34 +81,41 @@ def drafted(
     head: Head,
     target: Target,
     rows: Sequence[Row],
-    limits: tuple[int, int],
+    depth: int,
+    positions: int,
     sharpness: tuple[float, ...] = (),
 ) -> Iterator[Step]:
-    """Draft steps along passages, in turn. limits: draft steps, and positions for each."""
-    depth, positions = limits
+    """The draft steps along each passage.
+
+    Args:
+        depth: draft steps.
+        positions: the most positions for each draft step; later passages are left out.
+        sharpness: a calibration's: for each draft step the factor of its logits.
+    """
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
         features, last = target.parted(known, head.aux_layers)
-        own = target.output_logits(last)  # [T, V], row t: of token t + 1
+        target_logits = target.output_logits(last)  # [T, V], row t: of token t + 1
         steps = rollout(head, target, tokens, features, depth, sharpness)
         for step, logits in enumerate(steps, 1):
-            here = slice(step + 1, step + 1 + len(logits))
-            chosen = counts[here].nonzero().squeeze(1)[:: depth + 1]
-            yield Step(step, chosen, tokens[here], own[step : step + len(logits)], logits)
+            drafted_tokens = slice(step + 1, step + 1 + len(logits))
+            chosen = counts[drafted_tokens].nonzero().squeeze(1)[:: depth + 1]
+            p_logits = target_logits[step : step + len(logits)]
+            yield Step(step, chosen, tokens[drafted_tokens], p_logits, logits)
         positions -= len(chosen)
 
 
 @torch.no_grad()
 def sharpest(
-    head: Head, target: Target, rows: Sequence[Row], limits: tuple[int, int]
+    head: Head, target: Target, rows: Sequence[Row], depth: int, positions: int
 ) -> tuple[float, ...]:
-    """For each draft step the factor of the logits at which most drafts are accepted, of FACTORS.
+    """For each draft step the factor of the logits, of FACTORS, at which most drafts are accepted.
 
-    Accepted: Σ min(p, q), summed over positions and TEMPERATURES.
+    Accepted: Σ min(p, q), summed over positions and TEMPERATURES. depth, positions: as for `drafted`.
     """
-    accepted = torch.zeros(limits[0], len(FACTORS), dtype=torch.float64)
-    for step in drafted(head, target, rows, limits):
+    accepted = torch.zeros(depth, len(FACTORS), dtype=torch.float64)
+    for step in drafted(head, target, rows, depth, positions):
         for temperature in TEMPERATURES:
             params = SamplingParams(temperature)
             p = probs(step.target[step.chosen], params)
@@ -178,17 +189,19 @@ def own_rates(
     prompts: token ids, at least one each. tokens: the most tokens of a completion. Draws that were
     never judged have no rate.
     """
-    tree = eagle().cut(proposer.max_depth) if proposer.max_depth else eagle()
-    judged, accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
+    tree = eagle()
+    if proposer.max_depth:
+        tree = tree.cut(proposer.max_depth)
+    judged = torch.zeros(tree.max_draws, dtype=torch.float64)
+    accepted = torch.zeros(tree.max_draws, dtype=torch.float64)
 
     def count(seen: Recorded) -> None:
         drafts = seen.tree.drafts
-        draws_at = (
-            dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))
-            if drafts
-            else {}
-        )
-        for node, token in zip([0, *seen.verdict.path], seen.verdict.tokens, strict=True):
+        draws_at: dict[int, Tensor] = {}  # the draws [K] at each inner node
+        if drafts:
+            draws_at = dict(zip(drafts.nodes.tolist(), drafts.draws.tokens.cpu(), strict=True))
+        path = [0] + list(seen.verdict.path)
+        for node, token in zip(path, seen.verdict.tokens, strict=True):
             if node in draws_at:
                 hit = (draws_at[node] == token).double()
                 judged.add_((draws_at[node] >= 0) * (1 - hit.cumsum(0) + hit))

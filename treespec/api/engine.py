@@ -2,7 +2,7 @@
 
 import atexit
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread, current_thread
@@ -28,12 +28,13 @@ LEAST = 16  # prompt tokens between two cycles
 
 @final
 class Engine:
-    """Requests enter the running batch between cycles, in the order in which they came.
+    """Decodes the requests of many callers together, on a thread of its own.
 
-    Between two cycles a stretch of the prompts is prefilled, which take turns. So a long prompt
-    holds nobody up for longer than about two cycles.
+    Requests enter the running batch between cycles, in the order in which they came. Between two
+    cycles a chunk of one prompt is prefilled, and the prompts take turns: so a long prompt holds
+    nobody up for longer than about two cycles.
 
-    Each has its own options, seed and end. A request that fails or is cancelled leaves after the
+    Each request has its own options, seed and end. One that fails or is cancelled leaves after the
     present cycle, and the others do not notice. An error of the models ends all requests that run;
     the next ones start again.
     The engine decodes with a cache and drafter of its own, so the Spec stays free for its callers;
@@ -46,14 +47,15 @@ class Engine:
         """batch: requests that run at a time. queue: requests that may wait beside them.
 
         columns: positions of keys and values that the running requests may take together, each row
-        counted as long as the longest (prompt and max_new_tokens). Default: what a quarter of the
-        memory holds that is free now, less the recurrent states of a full batch; on devices that do
-        not tell, no limit.
+        counted as long as the longest (prompt and max_new_tokens). Default: as many as a quarter of
+        the free memory holds, less the recurrent states of a full batch; no limit on devices that do
+        not tell how much is free.
         Raises InputError for a number out of range.
         """
         # 1. Limits.
         self.spec = spec.new()
-        self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
+        self.batch = whole("batch", batch, least=1)
+        self.queue = whole("queue", queue, least=0)
         self.decoder = self.spec.decoder
         self.stretch = 128
         with alone_with(self.decoder.models):
@@ -126,26 +128,31 @@ class Engine:
         as for `submit`.
         """
         # 1. The requests, on the caller's thread.
-        texts = self.spec.requests(prompt, whole("n", n, least=1), seed=seed, **options)
-        if self.columns is not None and texts[0].columns > self.columns:
+        n = whole("n", n, least=1)
+        requests = self.spec.requests(prompt, n, seed=seed, **options)
+        if self.columns is not None and requests[0].columns > self.columns:
             raise InputError(
-                f"the prompt and max_new_tokens take {texts[0].columns} positions, the memory for "
+                f"the prompt and max_new_tokens take {requests[0].columns} positions, the memory for "
                 f"keys and values holds {self.columns}: shorten the prompt or lower max_new_tokens"
             )
+        if not on_pieces:
+            on_pieces = [None] * n
+        answers: dict[Request, Completion] = {}
+        for request, on_piece in zip(requests, on_pieces, strict=True):
+            answers[request] = Completion(request, on_piece)
 
         # 2. Their places in the queue.
-        answers = dict(zip(texts, map(Completion, texts, on_pieces or [None] * n), strict=True))
         with self._changed:
             pending = len(self._answers)
-            most = self.batch + self.queue
+            limit = self.batch + self.queue
             if self._closed:
                 raise InputError("the engine is closed: begin another")
-            if pending + n > most:
+            if pending + n > limit:
                 raise Busy(
-                    f"{pending} requests run and wait, at most {most} may: try again later, or "
+                    f"{pending} requests run and wait, at most {limit} may: try again later, or "
                     "begin the engine with a longer queue"
                 )
-            self._waiting += texts
+            self._waiting += requests
             self._answers |= answers
             self._changed.notify_all()
         return list(answers.values())
@@ -159,8 +166,7 @@ class Engine:
         with self._changed:
             self._closed = True
             if not finish:
-                for text in self._answers:
-                    text.error = text.error or InputError("the engine was closed")
+                end_requests(self._answers, InputError("the engine was closed"))
             self._changed.notify_all()
         if current_thread() is not self._thread:
             self._thread.join()
@@ -175,56 +181,81 @@ class Engine:
                 self._closed = True
                 answers = self._answers
                 self._answers = {}
-            for text, answer in answers.items():
-                text.error = text.error or InputError(f"the engine failed: {error!r}")
+            end_requests(answers, InputError(f"the engine failed: {error!r}"))
+            for answer in answers.values():
                 answer.end()
             raise
 
     @torch.inference_mode()
     def _answer_all(self) -> None:
-        """A cycle of all running requests after another, until the engine is closed."""
+        """Decode cycle after cycle, until the engine is closed and all requests have ended."""
         while True:
-            # 1. Requests that there is room for leave the queue.
+            # 1. Requests leave the queue as far as there is room.
             with self._changed:
-                self._changed.wait_for(lambda: self._answers or self._closed)
+                self._changed.wait_for(self._has_work)
                 if not self._answers:
                     return
                 entering = admitted(self._waiting, self._running, self.batch, self.columns)
                 self._running += entering
 
             # 2. A cycle, and its pieces.
-            for text, piece in self._step(entering):
-                self._answers[text].take(piece)
+            for request, piece in self._step(entering):
+                self._answers[request].take(piece)
 
             # 3. Requests that have ended, in the queue too.
-            with self._changed:
-                ended = [self._answers.pop(text) for text in [*self._answers] if text.ended]
-                self._waiting = deque(text for text in self._waiting if not text.ended)
-                self._running = [text for text in self._running if not text.ended]
-            for answer in ended:
+            for answer in self._remove_ended():
                 answer.end()
             rows = self.decoder.rows
             if not self._running and (rows.texts or rows.entering):
                 self._step([])  # frees the rows of requests that were cancelled since the cycle
 
+    def _has_work(self) -> bool:
+        """Whether the thread need not wait: requests run or wait, or the engine is closed."""
+        return bool(self._answers) or self._closed
+
+    def _remove_ended(self) -> list[Completion]:
+        """Forget the requests that have ended, and return their answers."""
+        answers = []
+        with self._changed:
+            for request in list(self._answers):
+                if request.ended:
+                    answers.append(self._answers.pop(request))
+            self._waiting = deque(request for request in self._waiting if not request.ended)
+            self._running = [request for request in self._running if not request.ended]
+        return answers
+
     def _step(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""
         rows = self.decoder.rows
-        self.decoder.stretch = self.stretch if rows.running else ALONE
+        self.decoder.stretch = ALONE
+        if rows.running:
+            self.decoder.stretch = self.stretch
         try:
             with alone_with(self.decoder.models):
                 pieces = self.decoder.step(entering)
         except Exception as error:
-            for text in self._running:
-                text.error = text.error or error
+            end_requests(self._running, error)
             return []
-
-        # A stretch of a prompt that goes on takes the time of about two cycles.
-        prefill, cycle = self.decoder.seconds
         if pieces and rows.entering:
-            factor = 0.5 if prefill > 3 * cycle else 2 if prefill < 1.5 * cycle else 1
-            self.stretch = min(max(int(self.stretch * factor), LEAST), STRETCH)
+            self._adapt_stretch()
         return pieces
+
+    def _adapt_stretch(self) -> None:
+        """Let the next stretch of a prompt take the time of about two cycles."""
+        prefill_seconds, cycle_seconds = self.decoder.seconds
+        stretch = self.stretch
+        if prefill_seconds > 3 * cycle_seconds:
+            stretch = stretch // 2
+        elif prefill_seconds < 1.5 * cycle_seconds:
+            stretch = stretch * 2
+        self.stretch = min(max(stretch, LEAST), STRETCH)
+
+
+def end_requests(requests: Iterable[Request], error: Exception) -> None:
+    """End requests by an error, those excepted that have one already."""
+    for request in requests:
+        if request.error is None:
+            request.error = error
 
 
 SHARE = 4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
@@ -232,31 +263,38 @@ SHARE = 4  # a cache is up to twice as long as its texts, and a change of its ro
 
 @torch.inference_mode()
 def free_columns(target: Target, texts: int = 1) -> int | None:
-    """Columns that a quarter of the free memory holds; None where nobody knows how much is free.
+    """Columns that a quarter of the free memory holds; None if nobody knows how much is free.
 
     None too for a target without keys and values.
 
-    A column is the keys and values of one position of one text, in all layers. texts: that may run
-    at a time; their recurrent states, if the target has any, are taken from the free memory first.
+    A column is the keys and values of one position of one text, in all layers. texts: the most that
+    run at a time; their recurrent states, if the target has any, are taken from the free memory first.
     The caller holds the model.
     """
-    # 1. Bytes of a column, from a cache with one token. Recurrent layers alone have none: a text's
-    #    state has one size, whatever its length.
+    # 1. Bytes of a column, from a cache with one token. With recurrent layers only there are none:
+    #    a text's state has one size, whatever its length.
     cache = target.new_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
-    storages = [states[0, :, 0] for layer in cache.tree_layers for states in layer.storage]
-    size = sum(states.numel() * states.element_size() for states in storages)
+    column_bytes = 0
+    for layer in cache.tree_layers:
+        for states in layer.storage:
+            column_bytes += states[0, :, 0].numel() * states.element_size()
+    if not column_bytes:
+        return None
 
     # 2. Free bytes, where the output layer lies, less the texts' recurrent states.
-    free = free_memory_of(target.output_device) if size else None
-    return None if free is None else max(free - texts * cache.state_bytes, 0) // (SHARE * size)
+    free_bytes = free_memory_of(target.output_device)
+    if free_bytes is None:
+        return None
+    free_bytes = max(free_bytes - texts * cache.state_bytes, 0)
+    return free_bytes // (SHARE * column_bytes)
 
 
 def free_memory_of(device: torch.device) -> int | None:
-    """Bytes that a device has free; None where its backend does not tell."""
+    """Bytes that a device has free; None if its backend does not tell."""
     if device.type == "cpu":
         return free_memory()
-    # torch 2.9 may tell of cuda alone.
+    # torch 2.9 may tell of cuda only.
     tell = getattr(torch.accelerator, "get_memory_info", torch.cuda.mem_get_info)
     with suppress(RuntimeError, ValueError, AssertionError):  # no such call, or another backend
         return int(tell(device)[0])
@@ -270,7 +308,11 @@ def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # no group, or one without a limit
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = {}
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, number = line.split()
+            stat[name] = number
         free = min(free, max(limit - used + int(stat["inactive_file"]), 0))
     return free

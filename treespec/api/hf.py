@@ -5,6 +5,7 @@ The tokens are `generate`'s own at temperature 0, and have its distribution when
 
 import logging
 from copy import copy
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, cast, final
 
@@ -34,6 +35,7 @@ from treespec.engine.prepare import room_of
 from treespec.engine.request import Request
 from treespec.engine.stats import Stats
 from treespec.errors import InputError
+from treespec.model.target import Target
 from treespec.sampling.probs import SamplingParams
 from treespec.sampling.processors import Processed
 from treespec.sampling.sampler import Distribution
@@ -70,7 +72,7 @@ class Trees:
 
     head, drafter, tree, verifier: as `treespec.load` takes them; of head and drafter exactly one.
     streamer: gets the tokens as they come, as one of `generate` does; `generate` keeps its own from
-    a method like this, so give it here alone.
+    a method like this, so give it only here.
     The first call with a model loads them for it; the model changes as it does by `load`.
     Rows of a batch are decoded together. Processors and stopping criteria work as in `generate`.
     Seeds come from torch's generator. stats: of the last call, by row. Raises InputError, by name,
@@ -105,69 +107,115 @@ class Trees:
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """input_ids: [B, P] int64, padded on the left. Returns [B, P + new] with padding behind."""
+        """Decode a batch of prompts, as `generate` calls it.
+
+        input_ids: [B, P] int64, padded on the left. Returns [B, P + new] with padding at the end.
+        """
         # 1. What trees cannot do.
         refuse(model, generation_config, inputs)
         if self.spec is None or self.spec.target.model is not model:
             self.spec = load(model, self.head, self.tree, self.verifier, drafter=self.drafter)
-        spec = self.spec
-        streamer = self.streamer
 
-        # 2. Where answers end: at tokens, at a length, or where another criterion says so.
-        ends = frozenset(
-            token
-            for criterion in stopping_criteria
-            if isinstance(criterion, EosTokenCriteria)
-            for token in criterion.eos_token_id.flatten().tolist()
-        )
-        most = (stopping_criteria.max_length or 0) - input_ids.shape[1]
-        others = StoppingCriteriaList(
-            criterion
-            for criterion in stopping_criteria
-            if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
-        )
-
-        # 3. A request for each row.
+        # 2. A request for each row, with its tokens, from the padding on.
+        ends = StopConditions.of_criteria(stopping_criteria, input_ids.shape[1])
         params, processors = sampling_of(logits_processor, bool(generation_config.do_sample))
         mask = inputs.get("attention_mask")
         seeds = torch.randint(2**62, (len(input_ids),)).tolist()
-        rows: dict[Request, list[int]] = {}  # each with its tokens, from the padding on
+        rows: dict[Request, list[int]] = {}
         for row, (ids, seed) in enumerate(zip(input_ids.tolist(), seeds, strict=True)):
-            prompt = ids if mask is None else input_ids[row][mask[row] > 0].tolist()
-            own = LogitsProcessorList(of_row(processor, row) for processor in processors)
-            distribution = Distribution(params, [Processed(own).begin(ids)] if own else [])
-            room = room_of(spec.target, prompt)
-            if room < most:
-                log.warning("generate wants %d tokens, the context holds %d more", most, room)
-            ending = Ending(None, ends, (), min(room, most))
-            generator = torch.Generator(spec.target.output_device).manual_seed(seed)
-            rows[Request(prompt, ending, generator, Stats(), distribution)] = ids
+            prompt = ids
+            if mask is not None:
+                prompt = input_ids[row][mask[row] > 0].tolist()
+            sampler = build_sampler(params, processors, row, ids)
+            rows[build_request(self.spec.target, prompt, ends, sampler, seed)] = ids
 
-        # 4. Decode them together. A criterion of transformers looks at each token.
-        if streamer:
-            streamer.put(input_ids.cpu())
+        # 3. Decode them together.
+        if self.streamer:
+            self.streamer.put(input_ids.cpu())
+        self._decode(self.spec, rows, ends.others, input_ids.device)
+        if self.streamer:
+            self.streamer.end()
+        self.stats = [request.stats for request in rows]
+
+        # 4. [B, T] the sequences with padding at the end, as `generate` returns them.
+        pad_token = 0
+        if generation_config._pad_token_tensor is not None:
+            pad_token = int(generation_config._pad_token_tensor)
+        tensors = [torch.tensor(ids, dtype=input_ids.dtype) for ids in rows.values()]
+        sequences = pad_sequence(tensors, True, pad_token).to(input_ids.device)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
+        return sequences
+
+    def _decode(
+        self,
+        spec: Spec,
+        rows: dict[Request, list[int]],
+        others: StoppingCriteriaList,
+        device: torch.device,
+    ) -> None:
+        """Append the new tokens to each row. The criteria of transformers look at each token."""
         with spec.decoder.lock:
             for request, piece in spec.decoder.run(list(rows), len(rows)):
                 for token in piece.token_ids:
                     if request.cancelled:
                         break
                     rows[request].append(token)
-                    if streamer:
-                        streamer.put(torch.tensor([token]))
+                    if self.streamer:
+                        self.streamer.put(torch.tensor([token]))
                     if others:
-                        ids = torch.tensor([rows[request]], device=input_ids.device)
+                        ids = torch.tensor([rows[request]], device=device)
                         request.cancelled = bool(others(ids, None).any())
-        if streamer:
-            streamer.end()
-        self.stats = [request.stats for request in rows]
 
-        # 5. [B, T] the sequences with padding behind, as `generate` returns them.
-        pad = generation_config._pad_token_tensor
-        tensors = [torch.tensor(ids, dtype=input_ids.dtype) for ids in rows.values()]
-        sequences = pad_sequence(tensors, True, 0 if pad is None else int(pad)).to(input_ids.device)
-        if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
-        return sequences
+
+@final
+@dataclass(frozen=True)
+class StopConditions:
+    """Where answers end, by `generate`'s stopping criteria.
+
+    token_ids: end-of-sequence tokens. max_new_tokens: most new tokens. others: criteria of another
+    kind, which look at each token.
+    """
+
+    token_ids: frozenset[int]
+    max_new_tokens: int
+    others: StoppingCriteriaList
+
+    @classmethod
+    def of_criteria(cls, criteria: StoppingCriteriaList, prompt_tokens: int) -> "StopConditions":
+        """prompt_tokens: the width of the batch, padding included."""
+        token_ids: set[int] = set()
+        others = StoppingCriteriaList()
+        for criterion in criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                token_ids.update(criterion.eos_token_id.flatten().tolist())
+            elif not isinstance(criterion, MaxLengthCriteria):
+                others.append(criterion)
+        max_length = criteria.max_length or 0
+        return cls(frozenset(token_ids), max_length - prompt_tokens, others)
+
+
+def build_sampler(
+    params: SamplingParams, processors: LogitsProcessorList, row: int, ids: list[int]
+) -> Distribution:
+    """The distribution that a row samples from. ids: its prompt, padding included."""
+    own = LogitsProcessorList(of_row(processor, row) for processor in processors)
+    if not own:
+        return Distribution(params, [])
+    return Distribution(params, [Processed(own).begin(ids)])
+
+
+def build_request(
+    target: Target, prompt: list[int], ends: StopConditions, sampler: Distribution, seed: int
+) -> Request:
+    """The decoder's request for one row; a warning tells that the context ends it too early."""
+    room = room_of(target, prompt)
+    if room < ends.max_new_tokens:
+        message = "generate wants %d tokens, the context holds %d more"
+        log.warning(message, ends.max_new_tokens, room)
+    ending = Ending(None, ends.token_ids, (), min(room, ends.max_new_tokens))
+    generator = torch.Generator(target.output_device).manual_seed(seed)
+    return Request(prompt, ending, generator, Stats(), sampler)
 
 
 def sampling_of(
@@ -180,44 +228,50 @@ def sampling_of(
     if not sampled:
         return SamplingParams(), processors
     order = list(WARPERS)
-    steps = {"temperature": 1.0}
-    rest = list(processors)
-    while rest and (kind := type(rest[-1])) in order:
-        if getattr(rest[-1], "min_tokens_to_keep", 1) != 1:
+    steps: dict[str, Any] = {"temperature": 1.0}
+    remaining = list(processors)
+    while remaining:
+        warper = remaining[-1]
+        if type(warper) not in order or getattr(warper, "min_tokens_to_keep", 1) != 1:
             break
-        steps[WARPERS[kind]] = getattr(rest.pop(), WARPERS[kind])
-        order = order[: order.index(kind)]
-    return SamplingParams(**cast(Any, steps)), LogitsProcessorList(rest)
+        name = WARPERS[type(warper)]
+        steps[name] = getattr(warper, name)
+        order = order[: order.index(type(warper))]
+        remaining.pop()
+    return SamplingParams(**steps), LogitsProcessorList(remaining)
 
 
 def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """A processor for one row of a batch, where it tells rows apart by their places.
+    """A copy of a processor for one row of the batch, if it tells rows apart by their index.
 
-    Beside a tree's nodes, which all are asked about at once, a row has no place of its own.
+    Processors are asked about all nodes of a tree at once, so a row of theirs is a node.
     """
     if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):  # has a state, step by step
         raise InputError(CANNOT.format("watermarking_config of SynthID"))
-    own: Any = copy(processor)
+    row_processor: Any = copy(processor)
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = own._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        allowed = row_processor._prefix_allowed_tokens_fn
+        row_processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-        ignored = own.prompt_ignore_length  # of each row: its padding
-        own.prompt_ignore_length = int(ignored[row]) if isinstance(ignored, Tensor) else ignored
-    return cast(LogitsProcessor, own)
+        padding = row_processor.prompt_ignore_length  # a number, or one for each row
+        if isinstance(padding, Tensor):
+            row_processor.prompt_ignore_length = int(padding[row])
+    return cast(LogitsProcessor, row_processor)
 
 
 def refuse(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> None:
     """Raises InputError for what trees cannot do. A fresh cache among the inputs is `generate`'s own."""
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder: trees need a decoder")
-    wanted = [
-        name
-        for name in REFUSED
-        if getattr(config, name, None) not in (None, False, int(name in AT_ONE))
-    ]
-    wanted += [n for n, value in inputs.items() if n not in UNDERSTOOD and value is not None]
+    for name in REFUSED:
+        idle: tuple[Any, ...] = (None, False)  # values that ask for nothing
+        if name in AT_ONE:
+            idle = (None, False, 1)
+        if getattr(config, name, None) not in idle:
+            raise InputError(CANNOT.format(name))
+    for name, value in inputs.items():
+        if name not in UNDERSTOOD and value is not None:
+            raise InputError(CANNOT.format(name))
     cache = inputs.get("past_key_values")
-    wanted += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
-    if wanted:
-        raise InputError(CANNOT.format(wanted[0]))
+    if cache is not None and cache.get_seq_length():
+        raise InputError(CANNOT.format("past_key_values"))

@@ -65,17 +65,36 @@ def load(
     its files hold them, a quantised checkpoint included. revision: of the target's hub repository.
     Raises InputError, or TreeError, for models, names and files that cannot be used.
     """
+    # 1. The drafter that is named, and its tree.
+    spec = parse_drafter(target, head, drafter)
+    if spec is not None:
+        tree = spec.tree_or(tree)
+
+    # 2. The target, and what drafts for it.
+    placement = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
+    if spec is None:
+        model, _ = load_parsed(target, [], placement, tokenizer)
+        return Spec(model, None, tree, verifier, template, allow_lossy)
+    model, (source,) = load_parsed(target, [spec], placement, tokenizer)
+    calibration = read_calibration(source, spec)
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+
+
+def parse_drafter(
+    target: str | PathLike[str] | PreTrainedModel,
+    head: str | PathLike[str] | None,
+    drafter: str | None,
+) -> DrafterSpec | None:
+    """The drafter that `load`'s arguments name; None for one token at a time. Raises InputError."""
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     if head is None and drafter is None:
         drafter = default_drafter(target)
-    named = drafter or (f"head:{fspath(head)}" if head else None)
-    how = Placement(load_in, revision, trust_remote_code, dtype, device_map, max_memory)
-    tree = DrafterSpec.parse(named).tree_or(tree) if named else tree
-    model, sources = load_sources(target, [named] if named else [], how, tokenizer)
-    source = sources[named] if named else None
-    calibration = calibration_of(source, named) if source and named else None
-    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+    if drafter:
+        return DrafterSpec.parse(drafter)
+    if head:
+        return DrafterSpec.parse(f"head:{fspath(head)}")
+    return None
 
 
 def load_options(options: ModelOptions) -> Spec:
@@ -86,62 +105,88 @@ def load_options(options: ModelOptions) -> Spec:
 def load_sources(
     target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
-    how: Placement = AS_IT_IS,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    placement: Placement = AS_IT_IS,
 ) -> tuple[Target, dict[str, Source]]:
     """A target, and by drafter name each source of drafts for it.
 
-    drafters: `kind:value` each, as `--drafter` takes them. tokenizer: as for `load`.
+    drafters: `kind:value` each, as `--drafter` takes them.
     """
-    specs = {name: DrafterSpec.parse(name) for name in drafters}
+    specs = [DrafterSpec.parse(name) for name in drafters]
+    model, sources = load_parsed(target, specs, placement)
+    return model, dict(zip(drafters, sources, strict=True))
 
+
+def load_parsed(
+    target: str | PathLike[str] | PreTrainedModel,
+    drafters: Sequence[DrafterSpec],
+    placement: Placement,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[Target, list[Source]]:
+    """A target, and the source of drafts of each drafter. tokenizer: as for `load`."""
     # 1. The target.
     target = unwrapped(target)
     if isinstance(target, PreTrainedModel):
-        refuse_placement(how)
+        refuse_placement(placement)
         with alone_with([target]):
             model = Target(target, tokenizer)
+    elif isinstance(target, str | PathLike):
+        model = read_target(fspath(target), placement)
+        if tokenizer is not None:
+            model.tokenizer = tokenizer
     else:
-        if not isinstance(target, str | PathLike):
-            raise InputError(
-                f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
-                "model"
-            )
-        slow = only_cpu(how.device_map) and not multiplies_bfloat16()
-        if slow and how.load_in and how.dtype == "auto":
-            how = replace(how, dtype="float32")  # in which quantised weights are multiplied faster
-        model = Target.load(fspath(target), how)
-        model.tokenizer = tokenizer or model.tokenizer
+        raise InputError(
+            f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model"
+        )
 
     # 2. Sources take what they need of the target's weights before those are packed.
-    sources = {name: load_source(spec, model) for name, spec in specs.items()}
+    sources = [load_source(spec, model) for spec in drafters]
     if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
         fuse(model.model)
-    for module in (module for source in sources.values() for module in source.models):
-        pack(module)
-        fuse(module)
+    for source in sources:
+        for module in source.models:
+            pack(module)
+            fuse(module)
     if sources:
         tell_of_bits(model)
     return model, sources
 
 
+def read_target(path: str, placement: Placement) -> Target:
+    """A target from its directory or hub id.
+
+    On a CPU that does not multiply in bfloat16, quantised weights are read as float32, in which it
+    multiplies them faster.
+    """
+    is_slow = only_cpu(placement.device_map) and not multiplies_bfloat16()
+    if is_slow and placement.load_in and placement.dtype == "auto":
+        placement = replace(placement, dtype="float32")
+    return Target.load(path, placement)
+
+
 def only_cpu(device_map: Any) -> bool:
     """Whether accelerate places every weight on the CPU."""
     if isinstance(device_map, dict):
-        return bool(device_map) and all(str(place) == "cpu" for place in device_map.values())
+        return {str(device) for device in device_map.values()} == {"cpu"}
     if device_map is None or str(device_map) in SPREAD:
         return not torch.accelerator.is_available()
     return str(device_map) == "cpu"
 
 
-def refuse_placement(how: Placement) -> None:
+def refuse_placement(placement: Placement) -> None:
     """Raises InputError for a placement, which a loaded model cannot follow."""
-    for name, value in vars(how).items():
+    for name, value in vars(placement).items():
         if value not in (None, "auto") and name != "trust_remote_code":
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 
 def calibration_of(source: Source, drafter: str) -> Calibration | None:
-    """The calibration beside a trained head. drafter: `kind:value`, the name of the source."""
-    return load_calibration(head_folder(DrafterSpec.parse(drafter).place)) if source.head else None
+    """The calibration of a trained head's folder. drafter: `kind:value`, the name of the source."""
+    return read_calibration(source, DrafterSpec.parse(drafter))
+
+
+def read_calibration(source: Source, drafter: DrafterSpec) -> Calibration | None:
+    """The calibration in the folder of a source's trained head; None without either of them."""
+    if not source.head:
+        return None
+    return load_calibration(head_folder(drafter.place))

@@ -1,14 +1,15 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack, final, overload
+from typing import Any, Unpack, cast, final, overload
 
 from treespec.draft.auto.cost import Cost, CostBy
 from treespec.draft.auto.measure import measured_costs
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Proposer
-from treespec.draft.source import Drafting, source_for
+from treespec.draft.source import Drafting, Source, source_for
 from treespec.engine.batch import ALONE
 from treespec.engine.decoder import Decoder
 from treespec.engine.events import Cycle
@@ -53,50 +54,68 @@ class Spec:
         self.target = target
         self.template = template
         self.calibration = calibration
-        self.source = origin = None if source is None else source_for(source, target)
-        named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
-        wanted = policy(tree) if isinstance(tree, str) else tree
-        self.verifier = named
-        self.times: CostBy = measured_costs(target, self.proposer, times)
-        drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
-        self.policy = drafter.policy if drafter else wanted
-        self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())
+        if isinstance(verifier, str):
+            verifier = verifier_by_name(verifier, allow_lossy)
+        self.verifier = verifier
+        if isinstance(tree, str):
+            tree = policy(tree)
+        self.policy = tree
+        self.source: Source | None = None
+        if source is None:  # the baseline: one token at a time
+            self.times: CostBy = measured_costs(target, None, times)
+            self.decoder = Decoder(target, None, verifier)
+            return
+        self.source = source_for(source, target)
+        self.times = measured_costs(target, self.proposer, times)
+        drafter = self.source.drafter(tree, verifier, calibration, self.times)
+        self.policy = drafter.policy
+        self.decoder = Decoder(target, drafter, verifier, self.source.models)
 
     def __repr__(self) -> str:
         dtype = str(self.target.dtype).removeprefix("torch.")
-        return (
-            f"Spec({', '.join([self.name, *self.drafting_names, dtype, str(self.target.device)])})"
-        )
+        parts = [self.name] + self.drafting_names + [dtype, str(self.target.device)]
+        return f"Spec({', '.join(parts)})"
 
     @property
     def name(self) -> str:
         """The target's directory without its path, or its hub id, or its architecture."""
         model = self.target.model
-        known = str(getattr(model, "name_or_path", "") or type(model).__name__)
-        return Path(known).name if Path(known).is_dir() else known
+        name = str(model.name_or_path) or type(model).__name__
+        if Path(name).is_dir():
+            return Path(name).name
+        return name
 
     @property
     def drafting_names(self) -> list[str]:
         """The names of drafter, tree and verifier, or `no drafter`."""
         if self.source is None:
             return ["no drafter"]
-        tree = [str(self.policy)] if self.policy else []
-        return [self.source.name, *tree, f"verifier {self.verifier.name}"]
+        names = [self.source.name]
+        if self.policy:
+            names.append(str(self.policy))
+        names.append(f"verifier {self.verifier.name}")
+        return names
 
     @property
     def sharpness(self) -> tuple[float, ...]:
-        """Of the head's calibration."""
-        return self.calibration.sharpness if self.calibration else ()
+        """For each draft step the factor of the draft logits, by the head's calibration; () without one."""
+        if self.calibration is None:
+            return ()
+        return self.calibration.sharpness
 
     @property
     def proposer(self) -> Proposer | None:
         """The draft model, if there is one."""
-        return self.source.proposer if self.source else None
+        if self.source is None:
+            return None
+        return self.source.proposer
 
     @property
     def head(self) -> Head | None:
         """The trained head, if there is one."""
-        return self.source.head if self.source else None
+        if self.source is None:
+            return None
+        return self.source.head
 
     def configured(
         self,
@@ -105,15 +124,23 @@ class Spec:
         allow_lossy: bool = False,
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        rest = (self.template, allow_lossy, self.calibration, self.times)
-        return Spec(self.target, self.source, tree, verifier, *rest)
+        return Spec(
+            self.target,
+            self.source,
+            tree,
+            verifier,
+            template=self.template,
+            allow_lossy=allow_lossy,
+            calibration=self.calibration,
+            times=self.times,
+        )
 
     def new(self) -> "Spec":
         """Another Spec with the same parts, for a second text at a time; no weights are copied."""
         return self.configured(self.policy, self.verifier, allow_lossy=True)  # it was allowed
 
     def baseline(self) -> "Spec":
-        """One token at a time through the same target and cache: the base of every speedup."""
+        """A Spec that decodes one token at a time with the same target: the base of every speedup."""
         return Spec(self.target, None, template=self.template)
 
     def warm_up(self) -> None:
@@ -142,10 +169,10 @@ class Spec:
 
         seed: of the first; each other one has the next.
         """
-        wanted = requested(options, "seed")
-        ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
+        parsed = requested(options, "seed")
+        ids = encode(self.target, prompt, self.template, parsed.chat_template_kwargs)
         self.measure()
-        return requests_for(self.target, self.template, ids, wanted, seed, n)
+        return requests_for(self.target, self.template, ids, parsed, seed, n)
 
     def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
@@ -156,8 +183,9 @@ class Spec:
         `treespec.engine.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
-        text = self.request(prompt, seed=seed, **options)
-        return Stream((piece for _, piece in self.decoder.run([text])), text.stats)
+        request = self.request(prompt, seed=seed, **options)
+        pieces = (piece for _, piece in self.decoder.run([request]))
+        return Stream(pieces, request.stats)
 
     @overload
     def generate(
@@ -191,36 +219,61 @@ class Spec:
         """
         # 1. Options, before any prompt is blamed for them.
         requested(options, "n", "batch", "seed")
-        several = prompts_of(prompt)
-        prompts: list[Any] = [prompt] if several is None else several
-        each = whole("n", 1 if n is None else n, least=1)
-        count = len(prompts)
-        most = count * each
-        at_once = whole("batch", most if batch is None else batch, least=min(1, most))
-        if count > 1 and options.get("on_cycle"):
+        samples = 1
+        if n is not None:
+            samples = whole("n", n, least=1)
+        prompts: list[Prompt] | None = prompts_of(prompt)
+        is_single = prompts is None
+        if prompts is None:
+            prompts = [cast(Prompt, prompt)]
+        total = len(prompts) * samples
+        rows = total
+        if batch is not None:
+            rows = whole("batch", batch, least=min(1, total))
+        if len(prompts) > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
 
-        # 2. The requests.
-        groups: list[list[Request]] = []
-        for one, own_seed in zip(prompts, seeds_of(seed, count, each), strict=True):
-            try:
-                groups.append(self.requests(one, each, seed=own_seed, **options))
-            except InputError as error:
-                if count == 1:
-                    raise
-                raise InputError(f"prompt {len(groups) + 1} of {count}: {error}") from None
+        # 2. A list of answers to each prompt, and of it what was asked for.
+        groups = self._begin_samples(prompts, samples, seed, options)
+        answers: list[Any] = self._decode_groups(groups, rows)
+        if n is None:
+            answers = [outputs[0] for outputs in answers]
+        if is_single:
+            return answers[0]
+        return answers
 
-        # 3. Decode them together. Other threads wait meanwhile.
+    def _begin_samples(
+        self, prompts: list[Prompt], samples: int, seed: Seeds, options: Keywords
+    ) -> list[list[Request]]:
+        """The requests for `samples` answers to each prompt.
+
+        seed, options: as for `generate`. Raises InputError, which names the prompt of several.
+        """
+        groups: list[list[Request]] = []
+        seeds = seeds_of(seed, len(prompts), samples)
+        for prompt, prompt_seed in zip(prompts, seeds, strict=True):
+            try:
+                groups.append(self.requests(prompt, samples, seed=prompt_seed, **options))
+            except InputError as error:
+                if len(prompts) == 1:
+                    raise
+                number = len(groups) + 1
+                raise InputError(f"prompt {number} of {len(prompts)}: {error}") from None
+        return groups
+
+    def _decode_groups(self, groups: list[list[Request]], rows: int) -> list[list[Output]]:
+        """The answers to all requests, `rows` of them at a time; other threads wait meanwhile."""
         self.measure()
-        pieces: dict[Request, list[Piece]] = {text: [] for group in groups for text in group}
+        pieces: dict[Request, list[Piece]] = {}
+        for request in chain.from_iterable(groups):
+            pieces[request] = []
         with self.decoder.lock:
-            for text, piece in self.decoder.run(list(pieces), at_once):
-                pieces[text].append(piece)
-        answers: list[Any] = [
-            [output_of(pieces[text], text.stats) for text in group] for group in groups
-        ]
-        answers = [own for (own,) in answers] if n is None else answers
-        return answers[0] if several is None else answers
+            for request, piece in self.decoder.run(list(pieces), rows):
+                pieces[request].append(piece)
+        answers = []
+        for group in groups:
+            answers.append([output_of(pieces[request], request.stats) for request in group])
+        return answers
 
 
 def trace(
@@ -233,8 +286,8 @@ def trace(
     """
     cycles: list[Cycle] = []
     options["on_cycle"] = cycles.append
-    own = spec.new()
-    own.decoder.stretch = ALONE  # others may decode with the models meanwhile
-    for _ in own.stream(prompt, seed=seed, **options):
+    fresh = spec.new()
+    fresh.decoder.stretch = ALONE  # others may decode with the models meanwhile
+    for _ in fresh.stream(prompt, seed=seed, **options):
         yield from cycles
         cycles.clear()

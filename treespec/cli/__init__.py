@@ -4,6 +4,7 @@ Only names and options are imported here; torch and transformers load inside the
 """
 
 import importlib.metadata
+import io
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import typer
 from treespec.cli import answer, make, measure
 from treespec.cli.chat import chat
 from treespec.cli.terminal import end_notice
-from treespec.errors import first_line
+from treespec.errors import first_line, is_input_error
 from treespec.files.printable import one_line
 from treespec.files.quiet import LOUD
 from treespec.kernels.allocator import keep_freed_memory
@@ -31,20 +32,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (
-    *(make.train, make.regenerate, chat, measure.evaluate, measure.acceptance, answer.generate),
-    *(
-        answer.trace,
-        measure.calibrate,
-        measure.tree,
-        measure.doctor,
-        measure.certify,
-        measure.tau,
-        answer.serve,
-    ),
-    *(make.export, answer.quickstart),
-):
-    app.command("eval" if command is measure.evaluate else None)(command)
+app.command()(make.train)  # --help lists them in this order
+app.command()(make.regenerate)
+app.command()(chat)
+app.command("eval")(measure.evaluate)
+app.command()(measure.acceptance)
+app.command()(answer.generate)
+app.command()(answer.trace)
+app.command()(measure.calibrate)
+app.command()(measure.tree)
+app.command()(measure.doctor)
+app.command()(measure.certify)
+app.command()(measure.tau)
+app.command()(answer.serve)
+app.command()(make.export)
+app.command()(answer.quickstart)
 
 
 def show_version(wanted: bool) -> None:
@@ -83,57 +85,85 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
     leaves, such as `| head`, end a command without a message.
     """
-    # 1. Streams take any text: characters that an encoding lacks become escapes.
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    for name in LOUD[1:]:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
-
-    # 2. Run, and say in a line what ends a command early.
+    prepare_output()
+    words = [word for word in arguments if word != TRACEBACK]
     try:
-        code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
+        code = app(words, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
     except KeyboardInterrupt:
         end_notice()
         return INTERRUPTED
     except Exception as error:
-        if TRACEBACK in arguments and not hasattr(error, "format_message"):
+        if TRACEBACK in arguments and find_parser_message(error) is None:
             raise
-        end_notice()
-        words = in_words(error)
-        if words:
-            print(f"treespec: {one_line(words)}", file=sys.stderr)
-        return 2 if getattr(error, "exit_code", None) == 2 else 1
+        print_error(error)
+        if is_input_error(error):
+            return 2
+        return 1
     finally:
-        try:
-            sys.stdout.flush()
-        except (
-            OSError
-        ):  # a reader that left, or a full disk: what Python flushes at its end goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        flush_output()
+
+
+def prepare_output() -> None:
+    """Let streams take any text, and print only warnings: the library's own, each in one line."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a test may stand in for it
+            stream.reconfigure(errors="backslashreplace")  # characters that the encoding lacks
+    for name in LOUD[1:]:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("treespec").handlers = [WarningLines(logging.WARNING)]
+
+
+def print_error(error: Exception) -> None:
+    """The one line of an error, on standard error."""
+    end_notice()
+    words = in_words(error)
+    if words:
+        print(f"treespec: {one_line(words)}", file=sys.stderr)
+
+
+def flush_output() -> None:
+    """Flush standard output. If nobody reads it any more, Python's own flush at its end goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # a reader that left, or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @final
 class WarningLines(logging.Handler):
-    """What the library has to tell, each a line on standard error; a notice makes room for it."""
+    """Prints the library's warnings on standard error, a line each; a notice makes room for it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         end_notice()
         print(f"treespec: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
 
 
+def find_parser_message(error: Exception) -> str | None:
+    """The message of the command-line parser's error, which it formats itself; None for other errors."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    return str(format_message())
+
+
 def in_words(error: Exception) -> str:
-    """The one line of an error. "" for a reader that left, and where the help is printed instead."""
-    if hasattr(error, "exit_code"):  # ours, and the parser's own
-        said = getattr(error, "format_message", error.__str__)().replace("\n", " ")
-        return said + ": values follow options, see --help" * said.startswith("Got unexpected")
+    """The one line of an error. "" for a reader that left, and if the help is printed instead."""
+    message = find_parser_message(error)
+    if message is not None:
+        message = message.replace("\n", " ")
+        if message.startswith("Got unexpected"):
+            message += ": values follow options, see --help"
+        return message
+    if is_input_error(error):
+        return str(error).replace("\n", " ")
+    if isinstance(error, BrokenPipeError):
+        return ""
     line = first_line(error)
-    kind = type(error).__name__
     if isinstance(error, OSError):
-        return "" if isinstance(error, BrokenPipeError) else f"cannot read or write: {line}"
+        return f"cannot read or write: {line}"
+    kind = type(error).__name__
     if re.search("MemoryError|can't allocate memory", f"{kind} {error}"):  # torch's on a CPU
         return (
             f"no memory is left ({line}): close other programs, take a smaller "

@@ -15,7 +15,7 @@ from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, remark, standard_input
 from treespec.demo.known import DEMO, default_drafter
 from treespec.engine.options import RequestOptions
-from treespec.errors import InputError
+from treespec.errors import InputError, describe_os_error
 from treespec.files.printable import printable
 from treespec.options import SEEDS, TOKENS, CommandOptions, chosen, option, shared
 from treespec.serve.options import ServeConfig
@@ -23,6 +23,7 @@ from treespec.text.strings import readable
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
+    from treespec.engine.stats import Stats
     from treespec.text.prompts import Single
 
 
@@ -74,36 +75,63 @@ def generate(config: GenerateConfig) -> None:
     A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
     """
     # 1. Read the prompts before anything is loaded.
-    prompts: list[Any] = [prompt_of(text, config.raw) for text in config.prompt or ["-"]]
+    texts = config.prompt or ["-"]
+    prompts = [prompt_of(text, config.raw) for text in texts]
     begin_answers(config, chats=not config.raw)
 
     # 2. Print one answer as it comes, or several when all are there, then the figures of all.
     spec = load_spec(config)
-    from treespec.engine.stats import Stats, figures_of
+    from treespec.engine.stats import figures_of
 
-    shown = printable if sys.stdout.isatty() else str
-    total = Stats()
-    if len(prompts) * config.n == 1:
-        stream = spec.stream(prompts[0], **config.requested)
-        for piece in stream:
-            print(shown(piece.text), end="", flush=True)
-        print()
-        total = stream.stats
+    if len(prompts) == 1 and config.n == 1:
+        stats = print_stream(spec, prompts[0], config)
     else:
-        samples = spec.generate(prompts, n=config.n, batch=config.batch, **config.requested)
-        outputs = [output for of_prompt in samples for output in of_prompt]
-        print("\n\n".join(shown(output.text) for output in outputs))
+        stats = print_answers(spec, prompts, config)
+    remark(figures_of(stats, explain=True))
+
+
+def print_stream(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
+    """Print an answer as it comes, and return its figures."""
+    stream = spec.stream(prompt, **config.requested)
+    for piece in stream:
+        print(show_text(piece.text), end="", flush=True)
+    print()
+    return stream.stats
+
+
+def print_answers(spec: "Spec", prompts: "list[Single]", config: GenerateConfig) -> "Stats":
+    """Print the answers to prompts once all are there, and return the figures of all."""
+    from treespec.engine.stats import Stats
+
+    total = Stats()
+    texts = []
+    several: Any = prompts
+    for outputs in spec.generate(several, n=config.n, batch=config.batch, **config.requested):
         for output in outputs:
+            texts.append(show_text(output.text))
             total.add(output.stats)
-    remark(figures_of(total, explain=True))
+    print("\n\n".join(texts))
+    return total
+
+
+def show_text(text: str) -> str:
+    """An answer's text: a terminal shows its control characters as symbols, a pipe gets them."""
+    if sys.stdout.isatty():
+        return printable(text)
+    return text
 
 
 def prompt_of(text: str, raw: bool) -> "Single":
-    """A prompt; `-` is standard input. Raises InputError where that is empty."""
-    text = readable(text, "--prompt") if text != "-" else standard_input().strip()
+    """A prompt; `-` is standard input. Raises InputError if that is empty."""
+    if text == "-":
+        text = standard_input().strip()
+    else:
+        text = readable(text, "--prompt")
     if not text:
         raise InputError("the prompt is empty: give one by --prompt or on standard input")
-    return text if raw else [{"role": "user", "content": text}]
+    if raw:
+        return text
+    return [{"role": "user", "content": text}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +162,8 @@ def trace(config: TraceConfig) -> None:
     from treespec.cli.trace import show
     from treespec.engine.stats import TAU
 
-    tokens = count = 0
+    tokens = 0
+    count = 0
     for count, cycle in enumerate(cycles_of(spec, prompt, **config.requested), 1):
         tokens += cycle.new_tokens
         if config.json:
@@ -158,12 +187,13 @@ def serve(config: ServeConfig) -> None:
     spec.warm_up()
     from treespec.serve import run
 
-    name = config.name or (DEMO if config.target == DEMO else None)
-    run.serve(spec, replace(config, name=name), listening)
+    if config.target == DEMO and not config.name:
+        config = replace(config, name=DEMO)
+    run.serve(spec, config, listening)
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises InputError for an address that cannot be had.
+    """A socket that listens at an address. Raises InputError if that is taken or not this machine's.
 
     port: 0 takes a free one.
     """
@@ -173,7 +203,7 @@ def bound(host: str, port: int) -> socket.socket:
             (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6
         )
     except OSError as error:
-        reason = error.strerror or error
+        reason = describe_os_error(error)
         raise InputError(
             f"cannot listen on {host}, port {port}: {reason}; name others by --host and --port"
         ) from error
@@ -190,7 +220,7 @@ class QuickstartConfig(CommandOptions):
 @takes(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
-    # 1. The target. Without a head drafts are looked up in the sequence.
+    # 1. The target. Without a head, drafts are looked up in the sequence.
     drafter = default_drafter(config.target) or "suffix:tokens=0"
     begin(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
@@ -209,9 +239,11 @@ def quickstart(config: QuickstartConfig) -> None:
 
     # 3. Verifiers. Look-ups have no draft distribution.
     console.print("\n3/3  Verifiers on the same questions at temperature 1")
-    of_draws = ["single", "rrs-wo", "traversal", "block-optimal"]
-    verifiers = ["auto", *(of_draws if spec.head else ["topk"])]
+    verifiers = ["auto", "topk"]
+    if spec.head:
+        verifiers = ["auto", "single", "rrs-wo", "traversal", "block-optimal"]
     console.print(measured(spec, verifiers, config.max_new_tokens))
-    options = [] if config.target == DEMO else ["--target", config.target, "--drafter", drafter]
-    command = shlex.join([str(Path(sys.executable).parent / "treespec"), "chat", *options])
-    console.print(f"\nNow talk to it: {command}")
+    command = [str(Path(sys.executable).parent / "treespec"), "chat"]
+    if config.target != DEMO:
+        command += ["--target", config.target, "--drafter", drafter]
+    console.print(f"\nNow talk to it: {shlex.join(command)}")

@@ -17,17 +17,28 @@ from treespec.cli.answer import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
 from treespec.engine.stats import Stats, figures_of
-from treespec.errors import InputError
+from treespec.errors import InputError, describe_os_error, is_input_error
 from treespec.files.printable import one_line, printable
 from treespec.options import nearest, option
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
+    from treespec.engine.output import Stream
 
 HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
 SETTINGS = (  # options that a command of their name sets
-    *("system", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "max_new_tokens", "seed", "tree", "verifier"),
+    "system",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_new_tokens",
+    "seed",
+    "tree",
+    "verifier",
 )
 
 
@@ -45,33 +56,38 @@ def chat(config: ChatConfig) -> None:
     # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
     begin_answers(config)
     conversation = Conversation(load_spec(config), config)
-    conversation.spec.request([*conversation.opening, message("user", "Hello")])
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    read: Callable[[], str] = prompt() if terminal else input
-    if terminal:
-        note(f"{conversation.spec}\n{HINTS}")
+    conversation.spec.request(conversation.opening + [message("user", "Hello")])
 
     # 2. Messages and slash commands, until the input ends.
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    read_line: Callable[[], str] = input
+    if is_terminal:
+        read_line = prompt()
+        note(f"{conversation.spec}\n{HINTS}")
     while True:
         try:
-            line = read()
-            if line.startswith("/") and not line.startswith("//"):
-                note(run(conversation, line))
-            elif line.strip():
-                conversation.answer(line.removeprefix("/").strip())
+            run_line(conversation, read_line())
         except EOFError:
             break
-        except KeyboardInterrupt:  # on a terminal it ends the line or the answer alone
-            if not terminal:
+        except KeyboardInterrupt:  # on a terminal it ends only the line or the answer
+            if not is_terminal:
                 raise
         except Exception as error:
-            if getattr(error, "exit_code", None) != 2:
+            if not is_input_error(error):
                 raise
             note(f"treespec: {error}")
 
 
+def run_line(conversation: "Conversation", line: str) -> None:
+    """Run a slash command, or answer a message; //x is the message /x."""
+    if line.startswith("/") and not line.startswith("//"):
+        note(run(conversation, line))
+    elif line.strip():
+        conversation.answer(line.removeprefix("/").strip())
+
+
 def note(text: str) -> None:
-    """Show what is no part of an answer."""
+    """Show a text dimmed, on standard error: no part of an answer."""
     if text:
         typer.secho(printable(text), dim=True, err=True)
 
@@ -83,7 +99,10 @@ def message(role: str, content: str) -> dict[str, str]:
 @final
 @dataclass
 class Conversation:
-    """messages: the turns that were answered. total: figures of all answers, replaced ones included."""
+    """A conversation, and how it is answered.
+
+    messages: the turns that were answered. total: figures of all answers, replaced ones included.
+    """
 
     spec: "Spec"
     config: ChatConfig
@@ -92,11 +111,14 @@ class Conversation:
 
     @property
     def opening(self) -> list[dict[str, str]]:
-        return [message("system", self.config.system)] if self.config.system else []
+        """The system message, in a list."""
+        if not self.config.system:
+            return []
+        return [message("system", self.config.system)]
 
     @property
     def last_message(self) -> str:
-        """Raises InputError where nothing was asked."""
+        """Raises InputError if nothing was asked."""
         if not self.messages:
             raise InputError("nothing has been asked yet")
         return self.messages[-2]["content"]
@@ -107,53 +129,71 @@ class Conversation:
         Ctrl-C keeps what has been said, and raises KeyboardInterrupt at the end. again: the answer
         replaces the last one.
         """
-        # 1. Show the answer, until it ends or Ctrl-C stops it: a first one after the cycle, a second
-        #    one at once.
-        said = [*(self.messages[:-2] if again else self.messages), message("user", text)]
-        stream = self.spec.stream([*self.opening, *said], **self.config.requested)
-        stopped = Event()
-        mark: dict[str, Any] = (
-            {"underline": True} if os.environ.get("NO_COLOR") else {"fg": "green"}
-        )
-
-        def stop(*_: object) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            stopped.set()
-
-        signal.signal(signal.SIGINT, stop)
-        try:
-            for piece in stream:
-                typer.secho(printable(piece.text), nl=False, **(mark if piece.drafted else {}))
-                if stopped.is_set():
-                    break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            typer.echo()
+        # 1. Show the answer.
+        history = self.messages
+        if again:
+            history = self.messages[:-2]
+        messages = history + [message("user", text)]
+        stream = self.spec.stream(self.opening + messages, **self.config.requested)
+        interrupted = show_stream(stream)
 
         # 2. Remember it, unless it is empty, which templates have no place for.
         stats = stream.stats
         reply = stream.output.text.strip()
         self.total.add(stats)
         if reply:
-            self.messages = [*said, message("assistant", reply)]
-        notes = {
-            figures_of(stats, explain=self.total.cycles == stats.cycles): True,
-            f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused": True,
-            "interrupted": stopped.is_set(),
-            "nothing was said, the turn is dropped": not reply,
-            "cut: /max-new-tokens N, or /undo if the context is full": stats.truncated,
-        }
-        note(" · ".join(words for words, holds in notes.items() if holds) + "\n")
-        if stopped.is_set():
+            self.messages = messages + [message("assistant", reply)]
+        notes = [
+            figures_of(stats, explain=self.total.cycles == stats.cycles),
+            f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused",
+        ]
+        if interrupted:
+            notes.append("interrupted")
+        if not reply:
+            notes.append("nothing was said, the turn is dropped")
+        if stats.truncated:
+            notes.append("cut: /max-new-tokens N, or /undo if the context is full")
+        note(" · ".join(notes) + "\n")
+        if interrupted:
             raise KeyboardInterrupt
 
 
-class Command(NamedTuple):
-    """run: (conversation, value) -> text to show.
+def show_stream(stream: "Stream") -> bool:
+    """Show an answer as it comes, accepted drafts green. Returns whether Ctrl-C stopped it.
 
-    value: placeholder in the help, "" for a command without a value.
+    A first Ctrl-C stops it after the cycle, a second one at once.
+    """
+    draft_style: dict[str, Any] = {"fg": "green"}
+    if os.environ.get("NO_COLOR"):
+        draft_style = {"underline": True}
+    stopped = Event()
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stopped.set()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        for piece in stream:
+            style: dict[str, Any] = {}
+            if piece.drafted:
+                style = draft_style
+            typer.secho(printable(piece.text), nl=False, **style)
+            if stopped.is_set():
+                break
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        typer.echo()
+    return stopped.is_set()
+
+
+class Command(NamedTuple):
+    """A slash command.
+
+    run: (conversation, value) -> text to show. value: the value's placeholder in the help, "" for a
+    command without a value.
     """
 
     run: Callable[[Conversation, str], str]
@@ -177,29 +217,49 @@ def run(conversation: Conversation, line: str) -> str:
 
 def setting(name: str) -> Command:
     """The command that shows and sets an option of `ChatConfig`."""
-    known = next(known for known in fields(ChatConfig) if known.name == name)
-    kind: Any = next((k for k in (int, float) if known.type in (k, k | None)), str)
+    field_by_name = {known.name: known for known in fields(ChatConfig)}
+    known = field_by_name[name]
+    kind: Any = str
+    if known.type in (int, int | None):
+        kind = int
+    elif known.type in (float, float | None):
+        kind = float
 
     def run(conversation: Conversation, value: str) -> str:
-        chosen: Any = value
-        with suppress(ValueError):  # the option's own error says more
-            chosen = None if value == "none" and known.default is None else kind(value)
         if value:
-            config = replace(conversation.config, **{name: chosen})
-            if name in ("tree", "verifier"):
-                options = config.tree, config.verifier, config.allow_lossy
-                conversation.spec = conversation.spec.configured(*options)
-            conversation.config = config
+            new_value: Any = value
+            with suppress(ValueError):  # the option's own error says more
+                new_value = kind(value)
+            if value == "none" and known.default is None:
+                new_value = None
+            change_setting(conversation, name, new_value)
         if name in ("tree", "verifier"):
             return ", ".join(conversation.spec.drafting_names)
-        now = getattr(conversation.config, name)
-        return f"{name.replace('_', '-')} {'none' if now is None else now}"
+        current = getattr(conversation.config, name)
+        if current is None:
+            current = "none"
+        return f"{name.replace('_', '-')} {current}"
 
-    return Command(run, known.metadata["help"], "TEXT" if kind is str else "N")
+    placeholder = "N"
+    if kind is str:
+        placeholder = "TEXT"
+    return Command(run, known.metadata["help"], placeholder)
+
+
+def change_setting(conversation: Conversation, name: str, value: object) -> None:
+    """Set an option. Raises InputError or TreeError for a value that cannot be; nothing changes then."""
+    changes: Any = {name: value}
+    config = replace(conversation.config, **changes)
+    if name in ("tree", "verifier"):
+        conversation.spec = conversation.spec.configured(
+            config.tree, config.verifier, config.allow_lossy
+        )
+    conversation.config = config
 
 
 def reset(conversation: Conversation, _: str) -> str:
-    conversation.messages, conversation.total = [], Stats()
+    conversation.messages = []
+    conversation.total = Stats()
     return "a new conversation"
 
 
@@ -216,31 +276,38 @@ def retry(conversation: Conversation, _: str) -> str:
 
 def stats(conversation: Conversation, _: str) -> str:
     total = conversation.total
-    rates = " ".join(f"{rate:.2f}" for rate in total.acceptance_by_depth)
-    return f"{figures_of(total, explain=True)} · α by depth {rates or '-'}"
+    rates = [f"{rate:.2f}" for rate in total.acceptance_by_depth] or ["-"]
+    return f"{figures_of(total, explain=True)} · α by depth {' '.join(rates)}"
 
 
 def save(conversation: Conversation, value: str) -> str:
     """Append the conversation as a line of JSON, which `treespec train --data` reads."""
-    if not value or not conversation.messages:
-        raise InputError("where to? /save FILE" if not value else "nothing has been said yet")
+    if not value:
+        raise InputError("where to? /save FILE")
+    if not conversation.messages:
+        raise InputError("nothing has been said yet")
     path = Path(value).expanduser().resolve()
-    messages = [*conversation.opening, *conversation.messages]
+    messages = conversation.opening + conversation.messages
+    line = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             file.seek(0)
-            joint = b"" if file.read()[-1:] in (b"", b"\n") else b"\n"
-            line = json.dumps({"messages": messages}, ensure_ascii=False)
-            file.write(joint + line.encode() + b"\n")
+            if file.read()[-1:] not in (b"", b"\n"):  # a last line without an end
+                line = b"\n" + line
+            file.write(line)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {path}: {describe_os_error(error)}") from error
     return f"saved to {path}"
 
 
 def show_help(_: Conversation, __: str) -> str:
-    lines = [f"{f'{name} {known.value}':<22} {known.help}" for name, known in COMMANDS.items()]
-    return "\n".join([*lines, f"{HINTS}. //x sends /x."])
+    lines = []
+    for name, known in COMMANDS.items():
+        usage = f"{name} {known.value}"
+        lines.append(f"{usage:<22} {known.help}")
+    lines.append(f"{HINTS}. //x sends /x.")
+    return "\n".join(lines)
 
 
 def leave(_: Conversation, __: str) -> str:
@@ -251,7 +318,9 @@ COMMANDS = {
     "/reset": Command(reset, "forget what was said"),
     "/undo": Command(undo, "forget the last message and its answer"),
     "/retry": Command(retry, "answer the last message again"),
-    **{f"/{name.replace('_', '-')}": setting(name) for name in SETTINGS},
+}
+COMMANDS |= {f"/{name.replace('_', '-')}": setting(name) for name in SETTINGS}
+COMMANDS |= {
     "/stats": Command(stats, "acceptance in this conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
     "/help": Command(show_help, "this list"),
@@ -260,7 +329,7 @@ COMMANDS = {
 
 
 def prompt() -> Callable[[], str]:
-    """Asks for a line, with completion, Alt-Enter line breaks and the history in the state directory."""
+    """What asks for a line: with completion, Alt-Enter line breaks, and a history in the state directory."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory

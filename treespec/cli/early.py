@@ -31,11 +31,13 @@ def begin(
     drafters: as `--drafter` takes them. words: whether the target needs a tokenizer. chats: whether
     messages go through its chat template. Raises InputError.
     """
-    target = options.target or ""
+    target = ""
+    if options.target is not None:
+        target = options.target
     template = options.template
     placement = options.placement
-    own = is_demo(target)
-    if not own:
+    has_files = not is_demo(target)
+    if has_files:
         check_there(target, "target directory")
     for drafter in drafters:
         DrafterSpec.parse(drafter).check(folder_of(target))
@@ -45,10 +47,11 @@ def begin(
 
         check(None, template)
     placement.check_package()
-    if not own:
+    if has_files:
         path = str(Path(target).expanduser())
         located(path, placement)
-        check_files(path, placement, words, chats and template is None)
+        needs_template = chats and template is None
+        check_files(path, placement, words, needs_template)
 
 
 def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
@@ -56,20 +59,32 @@ def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) 
     source = config.source
     tree = config.tree
     verifier = config.verifier
-    given = [f"--tree {tree}"] if tree is not None else []
-    given += [f"--verifier {verifier}"] if verifier != ModelOptions.verifier else []
-    if given and source is None:
-        raise InputError(f"{' and '.join(given)}: nothing drafts; give --head or --drafter too")
-    begin(config, [source] if source else [], words, chats)
-    if source:
-        check_pairing(source, tree, verifier, config.allow_lossy)
+    if source is None:
+        refuse_unused(tree, verifier)
+        begin(config, [], words, chats)
+        return
+    begin(config, [source], words, chats)
+    check_pairing(source, tree, verifier, config.allow_lossy)
+
+
+def refuse_unused(tree: str | None, verifier: str) -> None:
+    """Raises InputError for options that change nothing if nothing drafts."""
+    unused = []
+    if tree is not None:
+        unused.append(f"--tree {tree}")
+    if verifier != ModelOptions.verifier:
+        unused.append(f"--verifier {verifier}")
+    if unused:
+        raise InputError(f"{' and '.join(unused)}: nothing drafts; give --head or --drafter too")
 
 
 def folder_of(target: str) -> str:
     """The directory of a target; a hub id as it is."""
     from treespec.demo.fetch import fetched_folder
 
-    return str((is_demo(target) and fetched_folder()) or target)
+    if is_demo(target):
+        return str(fetched_folder() or target)
+    return target
 
 
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
@@ -79,16 +94,22 @@ def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bo
     from treespec.verify.facts import known_verifier
 
     spec = DrafterSpec.parse(drafter)
-    named = spec.tree_or(tree)
-    check_named(spec, known_verifier(verifier, allow_lossy), named and policy(named))
+    tree_name = spec.tree_or(tree)
+    known = known_verifier(verifier, allow_lossy)
+    tree_policy = None
+    if tree_name:
+        tree_policy = policy(tree_name)
+    check_named(spec, known, tree_policy)
 
 
 def check_readable(**files: str | None) -> None:
     """Raises InputError, with the nearest name, for a missing file. text="x" is --text x."""
     for name, file in files.items():
-        if file is not None and not (path := Path(file)).exists():
-            near = nearest(path.name, [beside.name for beside in path.parent.glob("*")])
-            raise InputError(f"cannot read --{name} {file}: there is no such file{near}")
+        if file is None or Path(file).exists():
+            continue
+        neighbours = [path.name for path in Path(file).parent.glob("*")]
+        hint = nearest(Path(file).name, neighbours)
+        raise InputError(f"cannot read --{name} {file}: there is no such file{hint}")
 
 
 def check_data(name: str, answered: bool = True) -> None:

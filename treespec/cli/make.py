@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treespec.eval.common import Step
+    from treespec.heads.formats.export import Exported
     from treespec.train.regenerate.run import Result
 
 LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
@@ -55,9 +56,9 @@ def train(config: TrainConfig) -> None:
     check_data(config.data)
     begin(config)
     if config.from_head is not None:
-        before = head_of(config.from_head) or config.from_head
-        config = replace(config, from_head=before)
-        check_width(before, folder_of(config.target))
+        from_head = head_of(config.from_head) or config.from_head
+        config = replace(config, from_head=from_head)
+        check_width(from_head, folder_of(config.target))
     from treespec.train.run import train
 
     end_notice()
@@ -81,7 +82,7 @@ def regenerate(config: RegenerateConfig) -> None:
 
 
 def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":
-    """The work, with its progress: each step on a terminal, a line every LINE_EVERY s elsewhere."""
+    """Run `regenerate`, and report each step on a terminal, elsewhere one every LINE_EVERY s."""
     from treespec.eval.common import Step
     from treespec.train.regenerate.run import regenerate
 
@@ -100,7 +101,7 @@ def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "
 class ExportConfig(TargetOptions):
     head: str = option("trained head: a directory or a hub id")
     to: str = option(
-        f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}",
+        f"format: {either([f'{name} ({project})' for name, project in ENGINES.items()])}",
         choices=ENGINES,
     )
     out: str = option("new folder to write")
@@ -119,60 +120,74 @@ def export(config: ExportConfig) -> None:
     from treespec.heads.formats.card import check_complete, served_card
 
     # 1. Check the options and paths.
-    place = Path(config.out)
+    folder = Path(config.out)
     head = head_of(config.head) or config.head
     check_folder(config.out)
-    check_new(place)
+    check_new(folder)
     begin(config, [f"head:{head}"], words=False)
     kind = kind_in(Path(head).expanduser())
     if kind:
         check_export(kind, config.to, head)
-
-    own = head_folder(head)
+    source = head_folder(head)
     if config.push and not config.dry_run:
-        check_complete(own, config.license)
+        check_complete(source, config.license)
 
     # 2. Write, and say how to serve it.
     from treespec.files.atomic import remove_leftovers, write_text
-    from treespec.files.hub import push
     from treespec.heads.formats.export import command
     from treespec.heads.formats.export import export as write
     from treespec.model.quantization.layers import table_of
     from treespec.model.weights import load_config, load_model
 
-    load = config.target, config.placement
-
     def embedding() -> "Tensor":
-        return table_of(load_model(*load).get_input_embeddings())
+        return table_of(load_model(config.target, config.placement).get_input_embeddings())
 
-    remove_leftovers(place.parent)
-    served = load_config(*load)
-    served.name_or_path = name_elsewhere(config.target)
-    exported = write(head, config.to, place, served, embedding)
-    written = exported.head
+    remove_leftovers(folder.parent)
+    target_config = load_config(config.target, config.placement)
+    target_config.name_or_path = name_elsewhere(config.target)
+    exported = write(head, config.to, folder, target_config, embedding)
     end_notice()
+    print_export(config, exported, source)
+    print(f"Serve it with\n\n  {command(config.to, exported.head, target_config, folder)}\n")
+
+    # 3. The card, and the hub.
+    published = Path(config.push or folder)
+    how = command(config.to, exported.head, target_config, published)
+    card = served_card(
+        source,
+        exported.head.kind,
+        str(target_config.name_or_path),
+        config.license,
+        f"## In {ENGINES[config.to]}\n\n    {how}",
+    )
+    write_text(folder / "README.md", card)
+    if config.push:
+        push_export(folder, config.push, config.dry_run, card)
+
+
+def print_export(config: ExportConfig, exported: "Exported", source: Path) -> None:
+    """Print which head was written, and the parts of it that the format leaves out. source: the folder of the head."""
     print(
-        f"{place} holds the {written.kind} head. Read back it gives the same {exported.logits} "
-        "logits: difference 0."
+        f"{Path(config.out)} holds the {exported.head.kind} head. Read back it gives the same "
+        f"{exported.logits} logits: difference 0."
     )
     if exported.left_out is not None:
         print(
             f"It drafts all tokens but {exported.left_out}, its mask token: of a head of all tokens "
             f"{ENGINES[config.to]} would take the target's output layer, not the head's."
         )
-    if (own / "draft_vocab.json").exists():
+    if (source / "draft_vocab.json").exists():
         print(
             "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
         )
-    print(f"Serve it with\n\n  {command(config.to, written, served, place)}\n")
 
-    # 3. The card, and the hub.
-    how = command(config.to, written, served, Path(config.push or place))
-    known = written.kind, str(served.name_or_path), config.license
-    card = served_card(own, *known, f"## In {ENGINES[config.to]}\n\n    {how}")
-    write_text(place / "README.md", card)
-    if config.push and config.dry_run:
-        files = ", ".join(sorted(os.listdir(place)))
-        print(f"--push {config.push} would write {files}. README.md:\n\n{card}")
-    elif config.push:
-        print(f"Pushed to {push(place, config.push)}")
+
+def push_export(folder: Path, repository: str, dry_run: bool, card: str) -> None:
+    """Push a folder to the hub; a dry run prints its files and its card."""
+    from treespec.files.hub import push
+
+    if dry_run:
+        files = ", ".join(sorted(os.listdir(folder)))
+        print(f"--push {repository} would write {files}. README.md:\n\n{card}")
+    else:
+        print(f"Pushed to {push(folder, repository)}")

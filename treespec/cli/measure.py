@@ -1,6 +1,7 @@
 """The commands that measure: eval, certify, acceptance, tau, calibrate, tree, doctor."""
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -53,7 +54,8 @@ def evaluate(config: EvalConfig) -> None:
     with resumes(config.out):
         summary = with_progress(run, config)
     if summary is not None:
-        remark(*(f"left out: {problem}" for problem in summary["left_out"]))
+        for problem in summary["left_out"]:
+            remark(f"left out: {problem}")
         show_result(report_of(summary))
         remark(f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there")
 
@@ -67,41 +69,69 @@ def certify(config: CertifyConfig) -> None:
     begin_answers(config)
     from treespec.eval.certify.run import certify as run
 
-    # 2. Test, and print each result.
-    found = with_progress(run, config)
-    greedy, *sampled = found["tests"]
-    different = len(greedy["different"])
-    rounding = ", by rounding alone" if different and greedy["passed"] else ""
-    results = [f"{different} of {greedy['answers']} differ{rounding}"]
-    results += [f"p-value {test['p_value']:.3g} of {test['samples']}" for test in sampled]
-    for test, result in zip(found["tests"], results, strict=True):
-        print(f"{'passed' if test['passed'] else 'FAILED'}  {test['test']}: {result}")
-        shown = test.get("shown_by")
-        if shown:
-            sampling = f"temperature {shown['temperature']:g}, top-k {shown['top_k']}, top-p {shown['top_p']:g}"
-            print(f"        most of all at {sampling}: {one_line(shown['answer'])[:100]}")
-    dtype = found["environment"].get("dtype")
-    if config.endpoint:
-        if not (config.plain or greedy["passed"]) and all(test["passed"] for test in sampled):
-            print(f"The reference is in {dtype}: of a server in another precision give --dtype.")
-    else:
-        bits = "the same bits as" if found["equal_bits"] else "other rounding than"
-        print(f"In {dtype} a node of a tree has {bits} one token at a time.")
-    left_out = found["not_applied"]
+    # 2. Test, and print each result and the verdict.
+    certificate = with_progress(run, config)
+    for test in certificate["tests"]:
+        print_test(test)
+    print_precision(certificate, config)
+    left_out = certificate["not_applied"]
     if left_out:
         print(
             f"Left out on both sides of the model's own generation config: {', '.join(left_out)}."
         )
-    unit = "texts" if len(sampled) == 1 else "tokens"
-    verdict = f"NOT certified: {found['verifier']}."
-    if found["passed"]:
-        verdict = (
-            f"Certified: {found['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
-            f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
-        )
-    print(f"{verdict} Report: {Path(config.out).resolve()}")
-    if not found["passed"]:
+    print(f"{format_verdict(certificate)} Report: {Path(config.out).resolve()}")
+    if not certificate["passed"]:
         raise typer.Exit(1)
+
+
+def print_test(test: dict[str, Any]) -> None:
+    """The result of one test of a certificate: of the greedy answers, or of sampled ones."""
+    if "different" in test:
+        different = len(test["different"])
+        result = f"{different} of {test['answers']} differ"
+        if different and test["passed"]:
+            result += ", by rounding alone"
+    else:
+        result = f"p-value {test['p_value']:.3g} of {test['samples']}"
+    status = "FAILED"
+    if test["passed"]:
+        status = "passed"
+    print(f"{status}  {test['test']}: {result}")
+    worst = test.get("shown_by")
+    if worst:
+        sampling = f"temperature {worst['temperature']:g}, top-k {worst['top_k']}, top-p {worst['top_p']:g}"
+        print(f"        most of all at {sampling}: {one_line(worst['answer'])[:100]}")
+
+
+def print_precision(certificate: dict[str, Any], config: CertifyConfig) -> None:
+    """Say how the precision of the target bears on the result."""
+    dtype = certificate["environment"].get("dtype")
+    if not config.endpoint:
+        bits = "other rounding than"
+        if certificate["equal_bits"]:
+            bits = "the same bits as"
+        print(f"In {dtype} a node of a tree has {bits} one token at a time.")
+        return
+    greedy = certificate["tests"][0]
+    sampled = certificate["tests"][1:]
+    if config.plain or greedy["passed"]:
+        return
+    if all(test["passed"] for test in sampled):
+        print(f"The reference is in {dtype}: of a server in another precision give --dtype.")
+
+
+def format_verdict(certificate: dict[str, Any]) -> str:
+    """Whether it is certified, and the smallest fault that the samples would have shown."""
+    if not certificate["passed"]:
+        return f"NOT certified: {certificate['verifier']}."
+    sampled = certificate["tests"][1:]
+    unit = "tokens"
+    if len(sampled) == 1:
+        unit = "texts"
+    return (
+        f"Certified: {certificate['verifier']}. At {sampled[0]['samples']:,} {unit} faults that shift "
+        f"less than {sampled[0]['finds']:.1%} of the probability may stay hidden."
+    )
 
 
 @takes(AcceptanceConfig)
@@ -170,10 +200,12 @@ def tree(config: TreeConfig) -> None:
     from treespec.eval.report import Report, Table
 
     made, table, length = with_progress(make_tree, config)
-    rows = [
-        {"Depth": str(depth)} | {str(rank): f"{share:.1%}" for rank, share in enumerate(row, 1)}
-        for depth, row in enumerate(table.tolist(), start=1)
-    ]
+    rows = []
+    for depth, shares in enumerate(table.tolist(), start=1):
+        row = {"Depth": str(depth)}
+        for rank, share in enumerate(shares, start=1):
+            row[str(rank)] = f"{share:.1%}"
+        rows.append(row)
     title = "How often the head's guess of each rank is right, by depth"
     expected = f"expected τ {length:.2f} ({TAU})"
     promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."

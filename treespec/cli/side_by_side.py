@@ -1,7 +1,7 @@
 """`treespec quickstart`: decodings of the same questions, side by side and live, and in a table.
 
 Two decodings take turns, a piece each: the side whose own clock is behind goes on. So each shows at
-any moment what it would show at that time if it ran alone.
+any moment the text that it would show at that time without the other.
 """
 
 from collections import defaultdict
@@ -40,37 +40,48 @@ def compare(spec: Spec, tokens: int, console: Console) -> str:
     same = 0
     for question, prompt in zip(QUESTIONS, PROMPTS, strict=True):
         streams = [way.stream(prompt, max_new_tokens=tokens) for way in ways.values()]
-        shown = [Text() for _ in streams]
-        with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
-            for side, piece in race(streams):
-                shown[side].append(printable(piece.text), DRAFTED if piece.drafted else "")
-                speeds = [f"{stream.stats.tokens_per_second:.1f} tokens/s" for stream in streams]
-                live.update(columns([*ways], shown, speeds), refresh=True)
+        texts = show_race(list(ways), streams, console)
         plain, drafting = (stream.output for stream in streams)
         for total, stream in zip(totals, streams, strict=True):
             total.add(stream.stats)
-        same += plain.token_ids == drafting.token_ids
+        if plain.token_ids == drafting.token_ids:
+            same += 1
 
         # 3. The question, the beginning of the answer in a line, its figures.
-        line = Text(" ").join([Text(" "), *shown[1].split()])
-        line.truncate(console.width - 4, overflow="ellipsis")
-        console.print(Text(f"> {question}", style="bold"), line, sep="\n", no_wrap=True)
+        words = Text("  ") + Text(" ").join(texts[1].split())
+        words.truncate(console.width - 4, overflow="ellipsis")
+        console.print(Text(f"> {question}", style="bold"), words, sep="\n", no_wrap=True)
         figures = figures_of(drafting.stats, explain=question == QUESTIONS[0])
         console.print(f"  {figures}, without drafts {plain.stats.tokens_per_second:.1f}")
 
     # 4. The verdict.
     without, drafts = (total.tokens_per_second for total in totals)
-    every = same == len(QUESTIONS)
-    rounding = "" if every else "; treespec certify tells whether rounding parts them"
-    return (
+    verdict = (
         f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
-        f"times as fast; {same} of {len(QUESTIONS)} texts are the same{rounding}"
+        f"times as fast; {same} of {len(QUESTIONS)} texts are the same"
     )
+    if same < len(QUESTIONS):
+        verdict += "; treespec certify tells whether rounding parts them"
+    return verdict
+
+
+def show_race(titles: Sequence[str], streams: Sequence[Stream], console: Console) -> list[Text]:
+    """Show answers as they come, side by side, and return their texts."""
+    texts = [Text() for _ in streams]
+    with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
+        for side, piece in race(streams):
+            style = ""
+            if piece.drafted:
+                style = DRAFTED
+            texts[side].append(printable(piece.text), style)
+            speeds = [f"{stream.stats.tokens_per_second:.1f} tokens/s" for stream in streams]
+            live.update(columns(titles, texts, speeds), refresh=True)
+    return texts
 
 
 def race(streams: Sequence[Stream]) -> Iterator[tuple[int, Piece]]:
     """(number of the stream, its next piece), always of the stream whose clock is behind."""
-    running = [*range(len(streams))]
+    running = list(range(len(streams)))
     while running:
         side = min(running, key=lambda side: streams[side].stats.seconds["total"])
         piece = next(streams[side], None)
@@ -110,6 +121,6 @@ def measured(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_row("     verifier", f"τ ({TAU})", "tokens/s")
     for name, stats in totals.items():
-        figures = f"{stats.acceptance_length:.2f}", f"{stats.tokens_per_second:.1f}"
-        table.add_row(f"     {name}", *figures)
+        tau = f"{stats.acceptance_length:.2f}"
+        table.add_row(f"     {name}", tau, f"{stats.tokens_per_second:.1f}")
     return table

@@ -6,6 +6,7 @@ Progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.errors import InputError
@@ -22,12 +23,13 @@ Result = TypeVar("Result")
 
 
 def standard_input() -> str:
-    """All of standard input as UTF-8, whatever the locale. Raises InputError where it is not."""
-    raw = getattr(sys.stdin, "buffer", None)
-    if raw is None:
+    """All of standard input as UTF-8, whatever the locale. Raises InputError if it is not."""
+    if not isinstance(
+        sys.stdin, TextIOWrapper
+    ):  # a program that runs the command may stand in for it
         return sys.stdin.read()
     try:
-        return raw.read().decode("utf-8-sig")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {error.object[error.start]:#04x}"
         raise InputError(f"standard input is not UTF-8 text: {where}") from None
@@ -56,7 +58,7 @@ def end_notice() -> None:
 
 @contextmanager
 def resumes(out: str) -> Iterator[None]:
-    """Ctrl-C within is answered by a line: the same command goes on."""
+    """A block that Ctrl-C ends with a line: the same command goes on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -85,17 +87,24 @@ def with_progress(
     )
 
     end_notice()
-    console = console or Console(stderr=True)
+    if console is None:
+        console = Console(stderr=True)
     if not console.is_terminal:
         return work(config, lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
-    columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True) as bar:
+    progress = Progress(
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
+    with progress as bar:
         task = bar.add_task("", total=None)
 
         def report(step: "Step") -> None:
-            said = one_line(step.text)
-            bar.update(task, completed=step.done, total=step.total, description=said)
+            text = one_line(step.text)
+            bar.update(task, completed=step.done, total=step.total, description=text)
 
         return work(config, report)
 
@@ -106,10 +115,13 @@ def show_result(report: "Report") -> None:
 
     from treespec.eval.report import markdown
 
-    print(markdown(report, get_terminal_size().columns if sys.stdout.isatty() else None), end="")
+    width = None
+    if sys.stdout.isatty():
+        width = get_terminal_size().columns
+    print(markdown(report, width), end="")
 
 
 def remark(*lines: str) -> None:
-    """Print lines beside the result on standard error, so that a pipe gets the result alone."""
+    """Print lines on standard error, so that a pipe gets only the result."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

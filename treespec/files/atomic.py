@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from treespec.errors import InputError
+from treespec.errors import InputError, describe_os_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ Fields = dict[str, Any]  # a JSON object
 def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     """Yields the temporary file to write. It is renamed when the block ends, deleted if it fails.
 
-    folder: yield a new folder instead of a file. Raises InputError where it cannot be written: a
+    folder: yield a new folder instead of a file. Raises InputError if it cannot be written: a
     full disk, a missing permission, a parent that is a file.
     """
     path = Path(path)
@@ -48,9 +48,10 @@ def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = describe_os_error(error)
+        raise InputError(f"cannot write {path}: {reason}") from error
     finally:
         remove(temporary)
 
@@ -82,12 +83,22 @@ def check_folder(folder: str | Path, option: str = "--out", file: Path | None = 
     file: the one inside that the option names, if it names a file.
     """
     path = Path(folder)
-    parents = (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
-    there = next(parents, path)
-    if not there.is_dir():
-        raise InputError(f"{option} {file or folder}: {there} is a file, not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{option} {file or folder}: {there} may not be written to")
+    existing = find_existing(path)
+    name = file or folder
+    if not existing.is_dir():
+        raise InputError(f"{option} {name}: {existing} is a file, not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{option} {name}: {existing} may not be written to")
+
+
+def find_existing(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    if os.path.lexists(path):
+        return path
+    for parent in path.absolute().parents:
+        if os.path.lexists(parent):
+            return parent
+    return path
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -111,7 +122,7 @@ def read_json(path: str | Path, remedy: str, form: int | None = None) -> Fields:
     try:
         fields = unsealed(Path(path).read_text(encoding="utf-8"), foreign=True)
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise InputError(f"cannot read {path}: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error}): {remedy}") from error
     if form is not None and fields.get("format") != form:
@@ -128,7 +139,9 @@ def write_tensors(
     from safetensors.torch import save_file  # loads torch
 
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    about = dict(metadata or {})
+    about: dict[str, str] = {}
+    if metadata:
+        about.update(metadata)
     about[CHECKSUM] = digest_of_tensors(values, about)
     with writing(path) as temporary:
         save_file(values, temporary, metadata=about)
@@ -138,9 +151,12 @@ def read_about(path: str | Path, remedy: str) -> dict[str, str]:
     """The metadata in the header of a safetensors file. Raises InputError as `read_json`."""
     try:
         with safe_open(path, framework="numpy") as file:
-            return dict(file.metadata() or {})
+            metadata = file.metadata()
     except Exception as error:  # safetensors raises what its header's bytes lead to
         raise InputError(f"{path} is damaged: {remedy}") from error
+    if metadata is None:
+        return {}
+    return dict(metadata)
 
 
 def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
@@ -160,7 +176,7 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], di
 
 @contextmanager
 def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Inside the block this process alone writes into the folder. It makes a missing folder.
+    """A block in which only this process writes into the folder. A missing folder is made.
 
     The operating system holds the lock and releases it when the process ends, however that
     happens. With the lock, it deletes temporaries of killed processes. Raises InputError with the
@@ -174,7 +190,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
     except OSError as error:
-        raise InputError(f"cannot write into {folder}: {error.strerror or error}") from error
+        raise InputError(f"cannot write into {folder}: {describe_os_error(error)}") from error
 
     # 2. Lock it, and name the process that now holds it.
     with file:
@@ -202,9 +218,14 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
 
 def remove_leftovers(folder: str | Path) -> None:
     """Delete temporaries of processes that no longer run. A missing folder has none."""
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+    if not Path(folder).is_dir():
+        return
+    for path in Path(folder).iterdir():
         match = TEMPORARY.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
+        if match is None:
+            continue
+        process = int(match[1])
+        if process == os.getpid() or not psutil.pid_exists(process):
             remove(path)
 
 
@@ -228,8 +249,10 @@ def digest_of_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, st
 
 def sealed(fields: Mapping[str, object]) -> dict[str, object]:
     """The same fields, and the checksum as the last."""
-    content = {name: value for name, value in fields.items() if name != CHECKSUM}
-    return {**content, CHECKSUM: digest_of_fields(content)}
+    content = dict(fields)
+    content.pop(CHECKSUM, None)
+    content[CHECKSUM] = digest_of_fields(content)
+    return content
 
 
 def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
@@ -240,7 +263,9 @@ def unsealed(text: str | bytes, foreign: bool = False) -> Fields:
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    own = digest_of_fields(fields)
-    if fields.pop(CHECKSUM, own if foreign else None) != own:
+    checksum = digest_of_fields(fields)
+    if foreign:
+        fields.setdefault(CHECKSUM, checksum)
+    if fields.pop(CHECKSUM, None) != checksum:
         raise ValueError("its checksum does not match")
     return fields

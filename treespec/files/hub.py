@@ -1,6 +1,6 @@
 """Is a name a directory, a mistyped directory or a hub id, and can the hub be reached?
 
-The disk alone tells what a name is. Whether the hub or its cache holds a repository is known within
+Only the disk decides what a name is. Whether the hub or its cache holds a repository is known within
 10 s; the hub's own client takes 23 s.
 """
 
@@ -23,13 +23,23 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
     path = Path(name).expanduser()
     text = str(name)
     if path.is_file():
-        gguf = ": name its folder, and the file by --load-in gguf:FILE"
-        return f"{name} is a file, not a {what}{gguf if path.suffix == '.gguf' else ''}"
+        problem = f"{name} is a file, not a {what}"
+        if path.suffix == ".gguf":
+            problem += ": name its folder, and the file by --load-in gguf:FILE"
+        return problem
     similar = nearest(path)
-    like_a_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
-    if text and not like_a_path and (similar is None or cached(text)):
+    if text and not looks_like_path(text) and (similar is None or cached(text)):
         return None
-    return f"no {what} at {name}" + (f"; did you mean {similar}?" if similar else "")
+    if similar is None:
+        return f"no {what} at {name}"
+    return f"no {what} at {name}; did you mean {similar}?"
+
+
+def looks_like_path(name: str) -> bool:
+    """False for a name that may be a hub id, such as owner/name."""
+    if name.startswith((".", "/", "~")) or name.endswith("/"):
+        return True
+    return name.count("/") > 1
 
 
 def nearest(path: Path) -> Path | None:
@@ -58,12 +68,14 @@ def cached(name: str, revision: str | None = None) -> bool:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return False
-    return (folder / "config.json").is_file() or any(folder.glob("**/*.gguf"))
+    if (folder / "config.json").is_file():
+        return True
+    return any(folder.glob("**/*.gguf"))
 
 
 @cache
 def only_cached(name: str, revision: str | None = None) -> bool:
-    """Whether to load a repository from the cache alone, because the hub cannot be reached.
+    """Whether to load a repository only from the cache, because the hub cannot be reached.
 
     revision: default the main branch. Raises ValueError for a name that neither the cache nor the
     hub has.
@@ -96,9 +108,13 @@ def only_cached(name: str, revision: str | None = None) -> bool:
 
     # 3. No network: each HTTP client that the hub's library may use raises errors of its own.
     except Exception:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        state = f"revision {revision} of it" if revision and cached(name) else "it"
-        problem = f"no directory {name}; as a hub id {state} is not in the cache, and {why}"
+        why = "the hub cannot be reached"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set"
+        missing = "it"
+        if revision and cached(name):
+            missing = f"revision {revision} of it"
+        problem = f"no directory {name}; as a hub id {missing} is not in the cache, and {why}"
     if cached(name, revision):
         return True
     raise ValueError(problem)

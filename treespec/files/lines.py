@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, final
 
-from treespec.errors import InputError
+from treespec.errors import InputError, describe_os_error
 from treespec.files.atomic import Fields, sealed, unsealed
 
 
@@ -29,7 +29,7 @@ class Lines:
     def append(self, fields: Mapping[str, object]) -> None:
         """Add one object with its checksum: a kill loses at most this line.
 
-        Raises InputError where there is no room; the lines before it are kept.
+        Raises InputError if there is no room; the lines before it are kept.
         """
         left = (json.dumps(sealed(fields), ensure_ascii=False) + "\n").encode()
         try:
@@ -38,7 +38,7 @@ class Lines:
             os.fsync(self.file.fileno())
         except OSError as error:
             raise InputError(
-                f"cannot write {self.path}: {error.strerror or error}; the lines before this one "
+                f"cannot write {self.path}: {describe_os_error(error)}; the lines before this one "
                 "are kept: make room, and repeat the command to go on"
             ) from error
         self.done.append({**fields})
@@ -55,7 +55,7 @@ def opened(path: str | Path) -> Iterator[Lines]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab+", buffering=0)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {path}: {describe_os_error(error)}") from error
     with file:
         file.seek(0)
         done, end = parsed(file.read(), path)

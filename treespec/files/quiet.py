@@ -11,7 +11,7 @@ LOUD = ("transformers", "torchao", "torch.utils._pytree")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, libraries log errors only, and no progress bar but that of a download on a terminal.
+    """A block in which libraries log only errors, and show no progress bar but that of a download on a terminal.
 
     The settings are the process's, so they come back.
     """

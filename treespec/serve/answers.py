@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -14,7 +15,7 @@ from fastapi import Request
 
 from treespec.engine.output import Completion
 from treespec.engine.request import Piece
-from treespec.errors import Busy, InputError
+from treespec.errors import Busy, InputError, describe_os_error
 from treespec.sampling.compiled_grammar import KINDS
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
@@ -29,13 +30,15 @@ class Answers:
     """The answers of one request, in the order in which its choices are numbered.
 
     The request's deadline counts from here: over tokenising, queue, prefill and decoding.
-    Iterate once: (number, piece) of any answer as it comes, (number, None) at its end, and None
-    where nothing came for a while. It raises ApiError where an answer fails, the client leaves or the
+    Iterate once: (index, piece) of any answer as it comes, (index, None) at its end, and None
+    after a while without a piece. It raises ApiError if an answer fails, the client leaves or the
     time is over; all answers are cancelled then.
     """
 
     def __init__(self, state: State, request: Request) -> None:
-        self.state, self.request, self.loop = state, request, asyncio.get_running_loop()
+        self.state = state
+        self.request = request
+        self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + state.config.timeout
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
@@ -43,18 +46,17 @@ class Answers:
 
     async def run(
         self,
-        call: Callable[..., T],
-        *given: Any,
+        call: Callable[[], T],
         limiter: CapacityLimiter | None = None,
         param: str | None = None,
     ) -> T:
-        """call(*given), on a thread. Raises ApiError for what it refuses, and after the deadline.
+        """Run `call` on a thread. Raises ApiError for what it refuses, and after the deadline.
 
-        limiter: bounds the threads. param: the field of the request that is refused.
+        limiter: bounds the threads. param: the field of the request that an error names.
         """
         try:
             async with asyncio.timeout_at(self.end):
-                return await to_thread.run_sync(call, *given, limiter=limiter)
+                return await to_thread.run_sync(call, limiter=limiter)
         except TimeoutError:
             raise self.state.late() from None
         except Busy as error:
@@ -73,38 +75,48 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
+        # 1. What this server holds.
         state = self.state
-        engine = self.state.engine
+        engine = state.engine
         self.prompts = prompts
         self.samples = samples
-        asked = len(prompts) * samples
-        if asked > (most := engine.batch + engine.queue):
-            message = f"{asked} answers are asked for: this server's limit is {most} a request"
-            raise ApiError(400, message, "n" if samples > 1 else "prompt")
+        wanted = len(prompts) * samples
+        limit = engine.batch + engine.queue
+        if wanted > limit:
+            message = f"{wanted} answers are asked for: this server's limit is {limit} a request"
+            param = "prompt"
+            if samples > 1:
+                param = "n"
+            raise ApiError(400, message, param)
 
+        # 2. Their places in the engine's queue.
         def submit() -> None:
             for prompt in prompts:
-                numbers = range(len(self.answers), len(self.answers) + samples)
-                own = None if seed is None else seed + numbers[0]
-                listeners = [self._listener(number) for number in numbers]
-                more: Any = {"seed": own, "on_pieces": listeners, **options}
-                self.answers += engine.submit_n(prompt, samples, **more)
+                first = len(self.answers)
+                first_seed = None
+                if seed is not None:
+                    first_seed = seed + first
+                listeners = [self._listener(index) for index in range(first, first + samples)]
+                keywords: Any = {"seed": first_seed, "on_pieces": listeners, **options}
+                self.answers += engine.submit_n(prompt, samples, **keywords)
 
         try:
             for kind in options.keys() & KINDS:  # a grammar that would hold up others is refused
-                await self.run(state.trial.run, kind, options[kind], limiter=state.compiling)
+                try_grammar = partial(state.trial.run, kind, options[kind])
+                await self.run(try_grammar, limiter=state.compiling)
             await self.run(submit)
         except BaseException:
             self.cancel()
             raise
 
-    def _listener(self, number: int) -> Callable[[Piece | None], None]:
-        seen = self.state.metrics.watch()
+    def _listener(self, index: int) -> Callable[[Piece | None], None]:
+        """What the engine's thread calls with each piece of an answer."""
+        measure = self.state.metrics.watch()
 
-        def on_piece(piece: Piece | None) -> None:  # on the engine's thread
-            seen(piece)
+        def on_piece(piece: Piece | None) -> None:
+            measure(piece)
             with suppress(RuntimeError):  # the server has ended, and with it the loop
-                self.loop.call_soon_threadsafe(self.arrived.put_nowait, (number, piece))
+                self.loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
 
         return on_piece
 
@@ -116,39 +128,55 @@ class Answers:
         done: set[int] = set()
         try:
             while len(done) < len(self.answers):
-                arrival = None
-                left = self.end - self.loop.time()
-                with suppress(TimeoutError):
-                    arrival = await asyncio.wait_for(self.arrived.get(), min(left, QUIET))
-                if arrival is None and left <= QUIET:
-                    raise self.state.late()
+                arrival = await self._wait()
                 if await self.request.is_disconnected():
                     raise ApiError(499, "the client left")
-                if arrival and arrival[1] is None:
-                    error = self.answers[arrival[0]].error
-                    if error:
-                        raise self.state.cut() if self.state.cut_off else failed(error)
-                    done.add(arrival[0])
-                    if self.keep:
-                        self.keep(self.answers[arrival[0]].output.text)
+                if arrival is not None:
+                    index, piece = arrival
+                    if piece is None:
+                        self._end_answer(index)
+                        done.add(index)
                 yield arrival
         finally:
             self.cancel()
-            for number, answer in enumerate(self.answers):
-                self.state.metrics.count(answer, done=number in done)
+            for index, answer in enumerate(self.answers):
+                self.state.metrics.count(answer, done=index in done)
+
+    async def _wait(self) -> Arrival | None:
+        """The next arrival; None after QUIET seconds without one. Raises ApiError after the deadline."""
+        seconds = self.end - self.loop.time()
+        try:
+            return await asyncio.wait_for(self.arrived.get(), min(seconds, QUIET))
+        except TimeoutError:
+            if seconds <= QUIET:
+                raise self.state.late() from None
+            return None
+
+    def _end_answer(self, index: int) -> None:
+        """Keep an answer that has ended. Raises ApiError for one that failed."""
+        answer = self.answers[index]
+        if answer.error:
+            if self.state.cut_off:
+                raise self.state.cut()
+            raise failed(answer.error)
+        if self.keep:
+            self.keep(answer.output.text)
 
 
 def keep(file: Path, messages: Sequence[Mapping[str, Any]], answer: str) -> None:
-    """Append a chat and its answer as a line of JSON; a disk that refuses it is told of on standard error.
+    """Append a chat and its answer as a line of JSON. If the disk refuses it, standard error says so.
 
-    A line that a kill has torn is ended first: the next one is whole.
+    A line that a kill has torn is ended first, so that the next one is whole.
     """
-    line = {"messages": [*messages, {"role": "assistant", "content": answer}]}
+    chat = {"messages": [*messages, {"role": "assistant", "content": answer}]}
+    line = json.dumps(chat, ensure_ascii=False).encode() + b"\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab+") as lines:
-            lines.seek(max(lines.seek(0, os.SEEK_END) - 1, 0))
-            begun = b"" if lines.read(1) in (b"", b"\n") else b"\n"
-            lines.write(begun + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            size = lines.seek(0, os.SEEK_END)
+            lines.seek(max(size - 1, 0))
+            if lines.read(1) not in (b"", b"\n"):
+                line = b"\n" + line
+            lines.write(line)
     except OSError as error:
-        print(f"cannot write {file}: {error.strerror or error}", file=sys.stderr)
+        print(f"cannot write {file}: {describe_os_error(error)}", file=sys.stderr)

@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treespec.serve import completions, page
 from treespec.serve.errors import ApiError, handled, response
-from treespec.serve.replies import Fields
+from treespec.serve.protocol import Fields
 from treespec.serve.state import State, state_of
 
 BODY = 4 << 20  # bytes of a request
 OPEN = ("/", "/health")  # without a key; the page itself holds nothing secret
-POLICY = (  # for whatever a browser shows: the server's own scripts and styles alone
+POLICY = (  # a browser runs only the server's own scripts and styles
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "trusted-types 'none'"
@@ -43,31 +43,40 @@ class Guard:
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seen = 0
+        # 1. The body is bounded whatever its headers say; responses are counted, and get headers.
+        received_bytes = 0
 
-        async def bounded() -> Message:  # whatever the headers say
-            nonlocal seen
+        async def receive_bounded() -> Message:
+            nonlocal received_bytes
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > BODY:
+            received_bytes += len(message.get("body", b""))
+            if received_bytes > BODY:
                 raise ApiError(413, f"the body is larger than this server's limit of {BODY} bytes")
             return message
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["route"].path if "route" in scope else "other"
+                path = "other"
+                if "route" in scope:
+                    path = scope["route"].path
                 self.state.metrics.counts["requests"].labels(path, str(message["status"])).inc()
-                message["headers"] = [*message["headers"], *HEADERS]
+                message["headers"] = list(message["headers"]) + HEADERS
             await send(message)
 
+        # 2. The answer of the application, or an error.
         request = Request(scope)
         key = self._key(request)
-        request.state.memory = hashlib.sha256(key.encode()).hexdigest() if key else ""
+        request.state.memory = ""
+        if key:
+            request.state.memory = hashlib.sha256(key.encode()).hexdigest()
         error = self._refusal(request, key)
-        await (response(error) if error else self.app)(scope, bounded, counted)
+        if error:
+            await response(error)(scope, receive_bounded, send_counted)
+        else:
+            await self.app(scope, receive_bounded, send_counted)
 
     def _refusal(self, request: Request, key: str) -> ApiError | None:
-        """Why the request goes no further; None: it does. key: the one that it brings."""
+        """Why the request goes no further, or None. key: the server's key that it brings."""
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
@@ -81,24 +90,28 @@ class Guard:
         return None
 
     def _key(self, request: Request) -> str:
-        """The server's key that the request brings; "": it brings none of them."""
-        kind, _, brought = request.headers.get("authorization", "").partition(" ")
-        given = brought.strip().encode("latin-1")
+        """The server's key that the request brings; "" if it brings none of them."""
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        brought = credentials.strip().encode("latin-1")
         # All keys are compared, so that the time does not tell which one was nearly right.
-        equal = [key for key in self.state.keys if secrets.compare_digest(given, key.encode())]
-        return equal[0] if equal and kind.lower() == "bearer" else ""
+        equal = [key for key in self.state.keys if secrets.compare_digest(brought, key.encode())]
+        if scheme.lower() != "bearer" or not equal:
+            return ""
+        return equal[0]
 
 
 def named(request: Request) -> bool:
-    """False where a request reaches this machine's own address under another machine's name.
+    """False if a request reaches this machine's own address under another machine's name.
 
     A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
     """
     if not ip_address(request.scope["server"][0]).is_loopback:
         return True
     try:
-        name = urlsplit("//" + request.headers.get("host", "")).hostname or ""
-        return name == "localhost" or ip_address(name).is_loopback
+        name = urlsplit("//" + request.headers.get("host", "")).hostname
+        if name == "localhost":
+            return True
+        return ip_address(name or "").is_loopback
     except ValueError:
         return False
 
@@ -140,7 +153,9 @@ async def model(request: Request, name: str) -> Fields:
 
 def _model(state: State) -> Fields:
     target = state.spec.target
-    source = state.spec.source
+    drafter = None
+    if state.spec.source:
+        drafter = state.spec.source.name
     return {
         "id": state.name,
         "object": "model",
@@ -148,7 +163,7 @@ def _model(state: State) -> Fields:
         "owned_by": "treespec",
         "max_model_len": target.context_length,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "drafter": source.name if source else None,
+        "drafter": drafter,
     }
 
 
@@ -156,13 +171,18 @@ def _model(state: State) -> Fields:
 async def health(request: Request) -> Response:
     """200 while requests are answered, 503 once the server shuts down."""
     state = state_of(request)
-    told = {
-        "status": "ending" if state.ending else "ok",
+    status = "ok"
+    status_code = 200
+    if state.ending:
+        status = "ending"
+        status_code = 503
+    fields = {
+        "status": status,
         "model": state.name,
         "running": state.engine.running,
         "waiting": state.engine.waiting,
     }
-    return JSONResponse(told, 503 if state.ending else 200)
+    return JSONResponse(fields, status_code)
 
 
 @router.get("/metrics")

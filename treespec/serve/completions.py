@@ -1,19 +1,21 @@
 """/v1/chat/completions, /v1/completions, and /tokenize: the token ids of a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from treespec.api.spec import Spec
 from treespec.serve.answers import Answers, keep
 from treespec.serve.errors import ApiError
 from treespec.serve.messages import choice_of, encoded
-from treespec.serve.replies import Fields, Reply, chat_choice, events, text_choice
+from treespec.serve.protocol import Fields, chat_choice, text_choice
 from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
-from treespec.serve.state import state_of
+from treespec.serve.state import State, state_of
+from treespec.serve.streaming import Reply, ReplyFormat, events
 from treespec.serve.tools import Catcher, form_of
 from treespec.text.pictures import has_pictures
 from treespec.text.strings import fitting, well_formed
@@ -24,125 +26,189 @@ USUAL = 16  # tokens of a text completion without max_tokens, as OpenAI's
 
 
 @router.post("/v1/chat/completions")
-async def chat(request: Request, asked: ChatRequest) -> Response:
+async def chat(request: Request, body: ChatRequest) -> Response:
     # 1. Tools, and the form of their calls.
     state = state_of(request)
-    tools, form, schema = choice_of(asked)
-    if tools and form is None:
-        spec = state.spec
-        form = form_of(source_of(spec.target.tokenizer, spec.template, tools))
-    most = 1 if asked.parallel_tool_calls is False else None
+    spec = state.spec
+    tokenizer = spec.target.tokenizer
+    choice = choice_of(body)
+    form = choice.form
+    if choice.tools and form is None:
+        form = form_of(source_of(tokenizer, spec.template, choice.tools))
+    max_calls = None
+    if body.parallel_tool_calls is False:
+        max_calls = 1
+    options = body.options()
+    if choice.schema is not None:
+        options["json_schema"] = choice.schema
 
     # 2. The prompt.
     def encode() -> list[list[int]]:
-        return [encoded(state.spec, asked.messages, tools, asked.chat_template_kwargs)]
+        return [encoded(spec, body.messages, choice.tools, body.chat_template_kwargs)]
 
-    style = {
-        "write": chat_choice,
-        "names": ("chat.completion", "chat.completion.chunk", "chatcmpl"),
-        "opening": [""],
-        "catcher": partial(Catcher, form, state.spec.target.tokenizer, most),
-    }
-    options = asked.options() | ({} if schema is None else {"json_schema": schema})
-    return await respond(request, asked, encode, style, options)
+    reply_format = ReplyFormat(
+        build_choice=chat_choice,
+        object_name="chat.completion",
+        chunk_name="chat.completion.chunk",
+        id_prefix="chatcmpl",
+        openings=[""],
+        build_parser=partial(Catcher, form, tokenizer, max_calls),
+    )
+    return await respond(request, body, encode, reply_format, options)
 
 
 @router.post("/v1/completions")
-async def complete(request: Request, asked: CompletionRequest) -> Response:
+async def complete(request: Request, body: CompletionRequest) -> Response:
     # 1. The prompts, as one list of them.
-    state = state_of(request)
-    given = asked.prompt
-    if asked.echo and asked.logprobs is not None:
+    spec = state_of(request).spec
+    if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
-    one = isinstance(given, str) or isinstance(given[0], int)  # a list of numbers is one
-    prompts: Any = [given] if one else given
+    prompts: list[Any]
+    if isinstance(body.prompt, str) or isinstance(
+        body.prompt[0], int
+    ):  # one text, or its token ids
+        prompts = [body.prompt]
+    else:
+        prompts = list(body.prompt)
 
-    # 2. Their tokens, and what answers begin with.
+    # 2. Their tokens, and the text that answers begin with.
     def encode() -> list[list[int]]:
-        return [state.spec.encode(prompt) for prompt in prompts]
+        return [spec.encode(prompt) for prompt in prompts]
 
-    def echoed(prompt: Any) -> str:
-        tokenizer = state.spec.target.tokenizer
-        if isinstance(prompt, str):
-            return prompt
-        return str(tokenizer.decode(prompt)) if tokenizer else ""
+    openings: list[str | None] = [None] * len(prompts)
+    if body.echo:
+        openings = [decode_prompt(spec.target.tokenizer, prompt) for prompt in prompts]
+    reply_format = ReplyFormat(
+        build_choice=text_choice,
+        object_name="text_completion",
+        chunk_name="text_completion",
+        id_prefix="cmpl",
+        openings=openings,
+        build_parser=partial(Catcher, None, None),
+    )
+    return await respond(request, body, encode, reply_format, body.options())
 
-    style = {
-        "write": text_choice,
-        "names": ("text_completion", "text_completion", "cmpl"),
-        "opening": [echoed(prompt) if asked.echo else None for prompt in prompts],
-        "catcher": partial(Catcher, None, None),
-    }
-    return await respond(request, asked, encode, style, asked.options())
+
+def decode_prompt(tokenizer: Any, prompt: str | list[int]) -> str:
+    """The text of a prompt; "" for token ids without a tokenizer."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt))
 
 
 async def respond(
     request: Request,
-    asked: Sampled,
+    body: Sampled,
     encode: Callable[[], list[list[int]]],
-    style: Fields,
+    reply_format: ReplyFormat,
     options: Fields,
 ) -> Response:
-    """Answer a request to either endpoint, as a whole or as a stream. Raises ApiError.
+    """Answer a request to either endpoint, as a whole or as a stream.
 
-    encode: gives the token ids of its prompts. style: the fields of `Reply` that the endpoint
-    chooses. options: of `Spec.generate`.
+    Args:
+        body: the checked body of the request.
+        encode: returns the token ids of the request's prompts; it runs on a thread.
+        reply_format: how the endpoint writes its response.
+        options: keywords of `Spec.generate` from the body.
+
+    Raises: ApiError.
     """
     # 1. The prompts.
     state = state_of(request)
-    answers = Answers(state_of(request), request)
-    state.check_model(asked.model)
-    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    answers = Answers(state, request)
+    state.check_model(body.model)
+    param = "prompt"
+    if isinstance(body, ChatRequest):
+        param = "messages"
     prompts = await answers.run(encode, limiter=state.tokenising, param=param)
     for ids in prompts:
         state.check_prompt(ids, param)
 
-    # 2. The most tokens of an answer. A chat without a limit takes what the engine's memory allows.
-    most = state.config.max_tokens
-    columns = state.engine.columns
-    tokens = None
-    for name in ("max_tokens", "max_completion_tokens"):  # the latter is OpenAI's since 2024
-        value = getattr(asked, name, None)
-        if value is not None:
-            tokens = state.check_tokens(value, name)
-    if tokens is None:
-        room = most if columns is None else max(1, columns - max(map(len, prompts)))
-        tokens = min(most, room, most if isinstance(asked, ChatRequest) else USUAL)
-
-    # 3. The answers. OpenAI's `store` lets them be kept.
-    folder = state.config.log_completions if getattr(asked, "store", None) else None
-    if folder and not has_pictures(messages := cast(ChatRequest, asked).messages):
-        file = Path(folder).expanduser() / f"{request.state.memory[:12] or 'anyone'}.jsonl"
-        answers.keep = partial(keep, file, messages)
-    options = {"temperature": state.config.temperature, **options, "max_new_tokens": tokens}
+    # 2. The answers.
+    if isinstance(body, ChatRequest) and body.store:
+        log_answers(answers, body)
+    options = {"temperature": state.config.temperature} | options
+    options["max_new_tokens"] = choose_max_tokens(state, body, prompts)
     options["memory"] = request.state.memory
-    await answers.submit(prompts, asked.n or 1, asked.seed, options)
-    counted = bool(asked.stream_options and asked.stream_options.include_usage)
-    hidden = frozenset() if options.get("ignore_eos") else state.ends
-    numbered = bool(asked.return_token_ids)
-    reply = Reply(answers, counted=counted, hidden=hidden, numbered=numbered, **style)
-    return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
+    samples = 1
+    if body.n is not None:
+        samples = body.n
+    await answers.submit(prompts, samples, body.seed, options)
+
+    # 3. The response.
+    include_usage = False
+    if body.stream_options is not None:
+        include_usage = bool(body.stream_options.include_usage)
+    hidden_tokens = state.ends
+    if options.get("ignore_eos"):
+        hidden_tokens = frozenset()
+    return_token_ids = bool(body.return_token_ids)
+    reply = Reply(answers, reply_format, include_usage, return_token_ids, hidden_tokens)
+    if body.stream:
+        return events(reply.chunks())
+    return JSONResponse(await reply.whole())
+
+
+def choose_max_tokens(state: State, body: Sampled, prompts: Sequence[Sequence[int]]) -> int:
+    """The most tokens of an answer. Raises ApiError for more than this server lets an answer have.
+
+    Without a limit of its own a chat may fill the memory of the engine, up to the server's limit.
+    """
+    max_tokens = None
+    if body.max_tokens is not None:
+        max_tokens = state.check_tokens(body.max_tokens, "max_tokens")
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        max_tokens = state.check_tokens(body.max_completion_tokens, "max_completion_tokens")
+    if max_tokens is not None:
+        return max_tokens
+    max_tokens = state.config.max_tokens
+    columns = state.engine.columns
+    if columns is not None:
+        longest = max(len(ids) for ids in prompts)
+        max_tokens = min(max_tokens, max(1, columns - longest))
+    if not isinstance(body, ChatRequest):
+        max_tokens = min(max_tokens, USUAL)
+    return max_tokens
+
+
+def log_answers(answers: Answers, body: ChatRequest) -> None:
+    """Append each whole answer to the client's file of --log-completions, if the server has one.
+
+    Chats with pictures are not logged.
+    """
+    folder = answers.state.config.log_completions
+    if folder and not has_pictures(body.messages):
+        client = answers.request.state.memory[:12] or "anyone"
+        file = Path(folder).expanduser() / f"{client}.jsonl"
+        answers.keep = partial(keep, file, body.messages)
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
+async def tokenize(request: Request, body: TokenizeRequest) -> Fields:
     """The token ids of a prompt, or of messages as a chat begins an answer to them."""
     state = state_of(request)
-    answers = Answers(state_of(request), request)
-    state.check_model(asked.model)
-    tokenizer = state.spec.target.tokenizer
-    length = state.spec.target.context_length
-    if (asked.prompt is None) == (asked.messages is None):
+    answers = Answers(state, request)
+    state.check_model(body.model)
+    spec = state.spec
+    encode: Callable[[], list[int]]
+    if body.messages is not None and body.prompt is None:
+        param = "messages"
+        encode = partial(encoded, spec, body.messages)
+    elif body.prompt is not None and body.messages is None:
+        param = "prompt"
+        encode = partial(encode_text, spec, body.prompt, body.add_special_tokens)
+    else:
         raise ApiError(400, "give either prompt or messages", "prompt")
-    if tokenizer is None:
+    if spec.target.tokenizer is None:
         raise ApiError(400, "the target has no tokenizer")
-
-    def encode() -> list[int]:
-        if asked.messages is not None:
-            return encoded(state.spec, asked.messages)
-        text = fitting(well_formed(asked.prompt or "", "the prompt"), tokenizer, length)
-        return tokenizer.encode(text, add_special_tokens=asked.add_special_tokens, verbose=False)
-
-    param = "prompt" if asked.messages is None else "messages"
     ids = await answers.run(encode, limiter=state.tokenising, param=param)
-    return {"tokens": ids, "count": len(ids), "max_model_len": length}
+    return {"tokens": ids, "count": len(ids), "max_model_len": spec.target.context_length}
+
+
+def encode_text(spec: Spec, text: str, add_special_tokens: bool) -> list[int]:
+    """The token ids of a text. Raises InputError for a text that is too long or no valid Unicode."""
+    tokenizer: Any = spec.target.tokenizer
+    fitting(well_formed(text, "the prompt"), tokenizer, spec.target.context_length)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)

@@ -15,9 +15,9 @@ from treespec.files.printable import one_line
 
 log = logging.getLogger(__name__)
 
-# The request's field of the option that a message of treespec begins with.
-FIELDS = {name: name for name in (*NAMES, "seed")}
-FIELDS |= {"json_schema": "response_format", "pictures": "messages"}
+# Messages of treespec begin with an option's name: the request's field of each option.
+FIELDS = {name: name for name in NAMES}
+FIELDS |= {"seed": "seed", "json_schema": "response_format", "pictures": "messages"}
 
 
 @final
@@ -32,25 +32,30 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
+        super().__init__(status, message, headers)
         self.param = param
         self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status_code == 429 else kind
+        kind = "invalid_request_error"
+        if self.status_code == 429:
+            kind = "rate_limit_error"
+        elif self.status_code >= 500:
+            kind = "server_error"
         message = one_line(str(self.detail))
-        told = {"message": message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        fields = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
 
 def refused(error: BaseException, param: str | None = None) -> ApiError:
-    """An input that treespec refuses is the request's fault.
+    """The 400 for an input that treespec refuses.
 
-    param: the field, unless the message begins with an option's name.
+    param: the request's field, unless the message begins with an option's name.
     """
-    code = "context_length_exceeded" if isinstance(error, TooLong) else None
+    code = None
+    if isinstance(error, TooLong):
+        code = "context_length_exceeded"
     return ApiError(400, str(error), _field(error) or param, code)
 
 
@@ -60,19 +65,24 @@ def _field(error: BaseException) -> str | None:
 
 
 def failed(error: Exception) -> ApiError:
-    """Any error, before or amid an answer. People see the reason if it was written for them.
+    """The error that a client gets for any error, before or amid an answer.
 
-    Clients send a request again after a 500, so what the request itself causes is a 400.
+    It gives the reason if that was written for people; the log has the others. Clients send a
+    request again after a 500, so an error that the request itself causes is a 400.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors())
     if isinstance(error, HTTPException):
-        message = "Invalid URL" if error.status_code in (404, 405) else str(error.detail)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = "Invalid URL"
         return ApiError(error.status_code, message, headers=error.headers)
     if isinstance(error, InputError):
-        return refused(error) if _field(error) else ApiError(500, str(error))
+        if _field(error):
+            return refused(error)
+        return ApiError(500, str(error))
     log.error("an answer failed: %s: %s", type(error).__name__, error)
     return ApiError(500, f"the answer failed ({type(error).__name__}): the server's log says more")
 
@@ -83,7 +93,7 @@ async def handled(_: Request, error: Exception) -> JSONResponse:
 
 
 def response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+    return JSONResponse(error.body, error.status_code, error.headers)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -100,16 +110,18 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'", param, "missing_parameter")
-    told = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"Invalid '{param}': {told}", param, "invalid_value")
+    problem = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"Invalid '{param}': {problem}", param, "invalid_value")
 
 
-def name_of(place: Sequence[str | int]) -> str | None:
-    """`messages[1].content` for pydantic's place of an error; None for the whole body."""
+def name_of(location: Sequence[str | int]) -> str | None:
+    """`messages[1].content` for pydantic's location of an error; None for the whole body."""
     name = ""
-    for part in place[1:]:
+    for part in location[1:]:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained"):
-            name += f".{part}" if name else part
-    return name or None
+            name += f".{part}"
+    if not name:
+        return None
+    return name.removeprefix(".")

@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
 
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.sampling.compiled_grammar import KINDS
 from treespec.serve.errors import ApiError
-from treespec.serve.schema import ChatRequest, Message, Tool
+from treespec.serve.protocol import Fields
+from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
 from treespec.serve.tools import Call, Form, calls_in, has_place, values_in
 from treespec.text import templates
 from treespec.text.pictures import has_pictures
 from treespec.text.prompts import encode
 
-Fields = dict[str, Any]
 TEACHING = """\
 You may call functions to help with the user's question. These are their signatures:
 <tools>
@@ -33,47 +35,64 @@ def encoded(
     tools: Sequence[Tool] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of a conversation. Raises InputError for what the template refuses.
+    """The token ids of a conversation.
 
-    messages, tools: as their schemas leave them. variables: of the template, such as enable_thinking.
+    Args:
+        messages, tools: as their schemas leave them.
+        variables: of the chat template, such as enable_thinking.
+
+    Raises: InputError for what the template refuses; ApiError for a message that lacks something.
     """
     tokenizer = spec.target.tokenizer
-    context = spec.target.context_length
     source = templates.source_of(tokenizer, spec.template, tools)
     if has_pictures(messages):
         if tools:
             raise InputError("a message with pictures goes without tools")
-        talk = templates.adapt_roles([{**message} for message in messages], source)
-        return encode(spec.target, talk, spec.template, variables)
+        chat = templates.adapt_roles([dict(message) for message in messages], source)
+        return encode(spec.target, chat, spec.template, variables)
     if tokenizer is None:
         raise InputError("the target has no tokenizer: send token ids to /v1/completions")
-    plain = [_plain(message, place) for place, message in enumerate(messages)]
-    plain = templates.adapt_roles(plain, source)
+    chat = [_plain(message, index) for index, message in enumerate(messages)]
+    chat = templates.adapt_roles(chat, source)
     if not has_place(source):
-        plain = _told(plain, tools)
+        chat = _told(chat, tools)
         tools = ()
-    options: Fields = {"tools": tools, "chat_template_kwargs": variables}
-    return templates.encode(tokenizer, plain, spec.template, context, **options)
+    context = spec.target.context_length
+    return templates.encode(
+        tokenizer, chat, spec.template, context, tools=tools, chat_template_kwargs=variables
+    )
 
 
-def _plain(message: Message, place: int) -> Fields:
-    """One message as templates take it: content a string, arguments of calls as objects."""
+def _plain(message: Message, index: int) -> Fields:
+    """One message as templates take it: content a string, arguments of calls as objects.
+
+    index: its place in the request, for errors. Raises ApiError.
+    """
     fields: Fields = {name: value for name, value in message.items() if value is not None}
     if "content" not in fields and fields["role"] != "assistant":
-        raise ApiError(400, "a message without content", f"messages[{place}].content")
+        raise ApiError(400, "a message without content", f"messages[{index}].content")
     calls = []
-    for number, call in enumerate(fields.pop("tool_calls", ())):
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            name = f"messages[{place}].tool_calls[{number}].function.arguments"
-            told = f"Invalid '{name}': it must be JSON"
-            raise ApiError(400, told, name, "invalid_value") from None
-        function = {"name": function["name"], "arguments": arguments}
-        own = {"id": call["id"]} if call.get("id") else {}
-        calls.append({"type": "function", "function": function} | own)
-    return {"content": "", **fields, **({"tool_calls": calls} if calls else {})}
+    for number, call in enumerate(fields.pop("tool_calls", [])):
+        calls.append(_parse_call(call, f"messages[{index}].tool_calls[{number}]"))
+    if calls:
+        fields["tool_calls"] = calls
+    return {"content": "", **fields}
+
+
+def _parse_call(call: ToolCall, name: str) -> Fields:
+    """A call of an earlier answer, its arguments as an object. name: the field that an error names."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        param = f"{name}.function.arguments"
+        problem = f"Invalid '{param}': it must be JSON"
+        raise ApiError(400, problem, param, "invalid_value") from None
+    fields: Fields = {"type": "function"}
+    fields["function"] = {"name": function["name"], "arguments": arguments}
+    if call.get("id"):
+        fields["id"] = call["id"]
+    return fields
 
 
 def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
@@ -81,57 +100,95 @@ def _told(messages: list[Fields], tools: Sequence[Tool]) -> list[Fields]:
     messages = [written(message) for message in messages]
     if not tools:
         return messages
-    begun = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-    rest = messages[1:] if begun else messages
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return [{"role": "system", "content": begun + TEACHING.replace("{tools}", lines)}, *rest]
+    system = ""
+    if messages[0]["role"] == "system":
+        system = messages[0]["content"] + "\n\n"
+        messages = messages[1:]
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+    system += TEACHING.replace("{tools}", "\n".join(lines))
+    return [{"role": "system", "content": system}] + messages
 
 
 def written(message: Fields) -> Fields:
     """A message with its calls, or the result of one, as text in Hermes' form."""
     content = message["content"]
-    calls = message.get("tool_calls") or ()
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
-    marked = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
-    fields = {name: value for name, value in message.items() if name != "tool_calls"}
-    return fields | {"content": "\n".join([*([content] if content else []), *marked])}
+    fields = dict(message)
+    texts = []
+    if content:
+        texts.append(content)
+    for call in fields.pop("tool_calls", []):
+        text = json.dumps(call["function"], ensure_ascii=False)
+        texts.append(f"<tool_call>\n{text}\n</tool_call>")
+    fields["content"] = "\n".join(texts)
+    return fields
 
 
-Choice = tuple[Sequence[Tool], Form | None, Fields | None]
+@final
+@dataclass(frozen=True)
+class ParsedToolChoice:
+    """What a request's `tools` and `tool_choice` ask for.
 
-
-def choice_of(asked: ChatRequest) -> Choice:
-    """(tools that the template shows, form of the calls, schema of the answer).
-
-    Form and schema are None but where a call must come. Raises ApiError for a choice that names no
-    tool, and beside another format.
+    tools: those that the template shows. form: how the answer writes its calls, and schema: JSON
+    schema of the answer; both None unless the answer must be a call.
     """
-    # 1. Tools that may be called, or none.
-    tools = asked.tools or []
-    wanted = asked.tool_choice
-    if wanted in (None, "auto", "none"):
-        return ([] if wanted == "none" else tools), None, None
-    if any(kind in asked.options() for kind in KINDS):
+
+    tools: Sequence[Tool]
+    form: Form | None = None
+    schema: Fields | None = None
+
+
+def choice_of(body: ChatRequest) -> ParsedToolChoice:
+    """Read `tools` and `tool_choice`.
+
+    Raises ApiError for a choice that names no tool, and for a required call beside another format
+    of the answer.
+    """
+    tools = body.tools or []
+    if body.tool_choice == "none":
+        return ParsedToolChoice([])
+    if body.tool_choice is None or body.tool_choice == "auto":
+        return ParsedToolChoice(tools)
+    if not set(KINDS).isdisjoint(body.options()):
         message = "a tool that must be called fixes the format of the answer: leave out another"
         raise ApiError(400, message, "tool_choice")
+    return require_call(tools, body.tool_choice)
 
-    # 2. Any of them.
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    named = {name: of.get("parameters") or {"type": "object"} for name, of in functions.items()}
-    if wanted == "required" and tools:
-        return tools, Form("", "", calls_in, at_start=True), _any_call(named)
 
-    # 3. One by its name.
-    name = wanted["function"]["name"] if isinstance(wanted, dict) else ""
-    if name not in named:
-        known = ", ".join(named) or "no tools are given"
-        message = f"tool_choice is {wanted!r:.80}: take auto, none, required or a tool ({known})"
+def require_call(tools: Sequence[Tool], tool_choice: str | Tool) -> ParsedToolChoice:
+    """The answer must be a call: of the tool that `tool_choice` names, or "required" for any of them.
+
+    Raises ApiError for a choice that names no tool.
+    """
+    # 1. Any of them.
+    schemas: dict[str, Fields] = {}
+    for tool in tools:
+        function = tool["function"]
+        schemas[function["name"]] = function.get("parameters") or {"type": "object"}
+    if tool_choice == "required" and tools:
+        form = Form("", "", calls_in, at_start=True)
+        return ParsedToolChoice(tools, form, _any_call(schemas))
+
+    # 2. One by its name.
+    name = ""
+    if isinstance(tool_choice, dict):
+        name = tool_choice["function"]["name"]
+    if name not in schemas:
+        names = ", ".join(schemas) or "no tools are given"
+        message = (
+            f"tool_choice is {tool_choice!r:.80}: take auto, none, required or a tool ({names})"
+        )
         raise ApiError(400, message, "tool_choice")
+    form = Form("", "", partial(_parse_arguments, name), at_start=True)
+    return ParsedToolChoice(tools, form, schemas[name])
 
-    form = Form("", "", lambda text: [Call(name, text)] if values_in(text) else [], at_start=True)
-    return tools, form, named[name]
+
+def _parse_arguments(name: str, text: str) -> list[Call]:
+    """The one call of a tool, whose arguments are the whole text; [] for a text without any."""
+    if not values_in(text):
+        return []
+    return [Call(name, text)]
 
 
 def _any_call(schemas: Mapping[str, Fields]) -> Fields:
@@ -149,4 +206,7 @@ def _any_call(schemas: Mapping[str, Fields]) -> Fields:
         properties = {"name": {"const": name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})
-    return {"anyOf": calls, "$defs": definitions} if definitions else {"anyOf": calls}
+    any_call: Fields = {"anyOf": calls}
+    if definitions:
+        any_call["$defs"] = definitions
+    return any_call

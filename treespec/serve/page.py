@@ -1,11 +1,11 @@
-"""The page at `/`, and /cycles, which tells it an answer cycle by cycle.
+"""The page at `/`, and /cycles, which streams an answer to it cycle by cycle.
 
 The page chooses verifier and tree for each answer, so it decodes with a `Spec` of its own over the
 engine's models; the two take turns, a cycle each.
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from pydantic import Field
 
 from treespec.api.spec import trace
 from treespec.engine.events import explained, visible
+from treespec.errors import is_input_error
 from treespec.options import TREE_FORMS, either
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
-from treespec.serve.replies import Fields, events
+from treespec.serve.protocol import Fields
 from treespec.serve.schema import Message, StrictBody
 from treespec.serve.state import State, state_of
+from treespec.serve.streaming import events
 from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()
@@ -49,9 +51,12 @@ async def page() -> Response:
 
 @router.get("/cycles")
 async def setup(request: Request) -> Fields:
-    """What the page can choose from."""
+    """The verifiers and trees that the page can choose from, and the server's own."""
     state = state_of(request)
     spec = state.spec
+    tree = None
+    if spec.policy:
+        tree = str(spec.policy)
     return {
         "model": state.name,
         "drafts": spec.source is not None,
@@ -59,7 +64,7 @@ async def setup(request: Request) -> Fields:
         "verifiers": verifiers(state),
         "trees": TREES,
         "verifier": spec.verifier.name,
-        "tree": str(spec.policy) if spec.policy else None,
+        "tree": tree,
         "max_tokens": state.config.max_tokens,
     }
 
@@ -70,59 +75,67 @@ def verifiers(state: State) -> list[str]:
 
 
 @router.post("/cycles")
-async def answer(request: Request, asked: PageRequest) -> Response:
+async def answer(request: Request, body: PageRequest) -> Response:
     # 1. What is asked. Other forms of trees may read files or take any amount of memory.
     state = state_of(request)
-    state.check_tokens(asked.max_tokens, "max_tokens")
-    for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
-        value = getattr(asked, name)
-        if value is not None and value not in known:
-            raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(known)}", name)
+    state.check_tokens(body.max_tokens, "max_tokens")
+    check_choice("verifier", body.verifier, verifiers(state))
+    check_choice("tree", body.tree, TREES)
     if len(state.pages) >= PAGES:
         raise state.busy("as many answers as this server takes at a time are on pages already")
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
-    cycles = _cycles(state, asked, request.state.memory)
+    cycles = _cycles(state, body, request.state.memory)
     state.pages.add(cycles)  # weakly: nobody may read the answer
     try:
         first = await run_in_threadpool(next, cycles, None)
     except Exception as error:
         state.pages.discard(cycles)
-        raise refused(error) if getattr(error, "exit_code", None) == 2 else error from error
+        if is_input_error(error):
+            raise refused(error) from error
+        raise
     return events(_told(state, cycles, first))
 
 
+def check_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
+    """Raises ApiError for a value that is none of the page's choices; None is the server's own."""
+    if value is not None and value not in choices:
+        raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(choices)}", name)
+
+
 async def _told(
-    state: State, cycles: Iterator[Fields], told: Fields | None
+    state: State, cycles: Iterator[Fields], cycle: Fields | None
 ) -> AsyncIterator[Fields]:
-    """The cycles, until the answer ends or the page leaves. told: the first."""
+    """The cycles, until the answer ends or the page leaves. cycle: the first."""
     end = time.monotonic() + state.config.timeout
     try:
-        while told is not None:
-            yield told
+        while cycle is not None:
+            yield cycle
             if state.cut_off:
                 raise state.cut()
             if time.monotonic() > end:
                 raise state.late()
-            told = await run_in_threadpool(next, cycles, None)
+            cycle = await run_in_threadpool(next, cycles, None)
     finally:
         state.pages.discard(cycles)
 
 
-def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
-    """What the page is told, a cycle each. shown: texts in one line."""
+def _cycles(state: State, body: PageRequest, memory: str) -> Iterator[Fields]:
+    """Decode, and yield each cycle as the page shows it. `shown`: its texts, each in one line."""
     # 1. What decodes, and its prompt.
     spec = state.spec
-    prompt = encoded(state.spec, asked.messages)
+    prompt = encoded(spec, body.messages)
     state.check_prompt(prompt, "messages")
-    if not asked.drafts:
+    if not body.drafts:
         spec = spec.baseline()
-    elif asked.verifier or asked.tree:
-        spec = spec.configured(asked.tree, asked.verifier or "auto", state.config.allow_lossy)
+    elif body.verifier or body.tree:
+        spec = spec.configured(body.tree, body.verifier or "auto", state.config.allow_lossy)
 
     # 2. Its cycles.
-    options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
-    for cycle in trace(spec, prompt, seed=asked.seed, memory=memory, **options):
-        told = cycle.to_json() | {"shown": [visible(text) for text in cycle.texts]}
-        told["own"]["shown"] = visible(cycle.own.text)
-        yield told | {"explained": explained(cycle)}
+    options: Any = {"temperature": body.temperature, "max_new_tokens": body.max_tokens}
+    for cycle in trace(spec, prompt, seed=body.seed, memory=memory, **options):
+        fields = cycle.to_json()
+        fields["shown"] = [visible(text) for text in cycle.texts]
+        fields["own"]["shown"] = visible(cycle.own.text)
+        fields["explained"] = explained(cycle)
+        yield fields

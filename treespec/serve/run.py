@@ -22,30 +22,34 @@ TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length:
 
 
 class Connection(H11Protocol):
-    """A client's connection, closed where the client is too slow.
+    """A client's connection, closed if the client is too slow.
 
-    arriving    headers and body: ARRIVAL seconds; uvicorn closes it earlier where nothing comes
+    arriving    headers and body: ARRIVAL seconds; uvicorn closes it earlier if nothing comes
     answering   --timeout, and LATE to read the end
     """
 
     seconds: float  # that an answer may take
-    most: int  # connections; beyond it the longest one that is not answering gives way
+    most: int  # connections; beyond it the oldest idle one is closed
     timer: asyncio.TimerHandle | None = None
     timed: object = None  # the request whose answer is timed
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._begin(ARRIVAL, self._refuse)
-        opened: Any = [one for one in self.connections if not one.transport.is_closing()]
+        connections: Any = self.connections
+        opened = [other for other in connections if not other.transport.is_closing()]
         if len(opened) > self.most:
-            waiting = [one for one in opened if not one.answering]
-            min(waiting, key=lambda one: one.since).transport.abort()
+            idle = [other for other in opened if not other.answering]
+            oldest = min(idle, key=lambda other: other.since)
+            oldest.transport.abort()
 
     @property
     def answering(self) -> bool:
         """Whether a request has arrived as a whole, and its answer is not yet sent."""
         cycle = self.cycle
-        return cycle is not None and not cycle.more_body and not cycle.response_complete
+        if cycle is None or cycle.more_body:
+            return False
+        return not cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -57,7 +61,7 @@ class Connection(H11Protocol):
         self._time_answer()
 
     def shutdown(self) -> None:
-        """The server ends: what is still arriving is not waited for."""
+        """End with the server: a request that is still arriving is dropped."""
         if self.answering:
             super().shutdown()
         else:
@@ -74,7 +78,7 @@ class Connection(H11Protocol):
             self._begin(self.seconds + LATE, self.transport.abort)
 
     def _begin(self, seconds: float, over: Callable[[], None]) -> None:
-        """Begin another state, which may last for so many seconds."""
+        """Begin another state of the connection. After so many seconds in it, `over` is called."""
         self.since = self.loop.time()
         if self.timer:
             self.timer.cancel()
@@ -100,7 +104,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Unlike uvicorn's, which raises the signal again at the end. A second Ctrl-C does not wait."""
-        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -112,7 +117,7 @@ class Server(uvicorn.Server):
             cutting.cancel()
 
     async def _cut(self) -> None:
-        """Cut off what still runs after the grace, or at once after a second signal."""
+        """Cut off the answers that still run after the grace, or at once after a second signal."""
         end = asyncio.get_running_loop().time() + self.state.config.grace
         while asyncio.get_running_loop().time() < end and not self.force_exit:
             await asyncio.sleep(0.1)
@@ -128,7 +133,9 @@ def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
     state = State(spec, config)
     try:
         host, port = listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if ":" in host:  # of IPv6
+            host = f"[{host}]"
+        url = f"http://{host}:{port}"
         print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
         Server(state).run([listening])
     finally:
@@ -141,13 +148,15 @@ def config_of(state: State) -> uvicorn.Config:
         seconds = state.config.timeout
         most = state.engine.batch + state.engine.queue + SPARE
 
-    log = state.config.log
+    log_level = "error"
+    if state.config.log:
+        log_level = "info"
     uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
         app_of(state),
         http=Limited,
-        log_level="info" if log else "error",
-        access_log=log,
+        log_level=log_level,
+        access_log=state.config.log,
         server_header=False,
         lifespan="off",
         ws="none",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """arguments: JSON."""
+    """A call of a tool. arguments: as JSON."""
 
     name: str
     arguments: str
@@ -36,9 +36,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Form:
-    """mark: what a template of this form holds. opening: the text or special token at which calls
-    begin, anywhere in an answer, or with `at_start` at its start alone. parse: the calls from there
-    on; [] or a ValueError where there are none.
+    """How answers write calls of tools.
+
+    mark: a text by which a template of this form is known. opening: the text or special token at
+    which calls begin. parse: reads the calls from there on; it returns [] or raises ValueError for a
+    text without calls. at_start: whether calls begin only at the start of an answer.
     """
 
     mark: str
@@ -55,41 +57,53 @@ def values_in(text: str) -> list[Any]:
     decoder = json.JSONDecoder()
     values = []
     while text := text.lstrip(" \t\r\n,;"):
-        value, at = decoder.raw_decode(text)
-        values += value if isinstance(value, list) else [value]
-        text = text[at:]
+        value, end = decoder.raw_decode(text)
+        if isinstance(value, list):
+            values += value
+        else:
+            values.append(value)
+        text = text[end:]
     return values
 
 
 def _call(value: Any) -> Call:
-    """Raises ValueError for what is no call."""
-    named = value if isinstance(value, dict) else {}
-    arguments = named.get("arguments", named.get("parameters", {}))
+    """A call from a value such as {"name": …, "arguments": …}. Raises ValueError for another value."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("no call")
+    arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(arguments, str) or not isinstance(named.get("name"), str):
+    if not isinstance(arguments, str):
         raise ValueError("no call")
-    return Call(named["name"], arguments)
+    return Call(value["name"], arguments)
 
 
 def _hermes(text: str) -> list[Call]:
-    bodies = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-    return [_call(value) for body in bodies for value in values_in(body)]
+    calls = []
+    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        for value in values_in(body):
+            calls.append(_call(value))
+    return calls
 
 
 def _mistral(text: str) -> list[Call]:
-    calls: list[Call] = []
+    """Calls as [TOOL_CALLS][{"name": …, …}], or as [TOOL_CALLS]name[ARGS]{…}."""
+    calls = []
     for part in text.split("[TOOL_CALLS]")[1:]:
-        name, marked, arguments = part.partition("[ARGS]")
-        values = values_in(arguments if marked else part)
-        named = [{"name": name.strip(), "arguments": value} for value in values]
-        calls += map(_call, named if marked else values)
+        name, separator, arguments = part.partition("[ARGS]")
+        if separator:
+            for value in values_in(arguments):
+                calls.append(_call({"name": name.strip(), "arguments": value}))
+        else:
+            for value in values_in(part):
+                calls.append(_call(value))
     return calls
 
 
 def calls_in(text: str) -> list[Call]:
     """The calls of a text that is nothing but calls, as JSON."""
-    return [_call(value) for value in values_in(text.strip().removeprefix("<|python_tag|>"))]
+    text = text.strip().removeprefix("<|python_tag|>")
+    return [_call(value) for value in values_in(text)]
 
 
 FORMS = (
@@ -100,9 +114,16 @@ FORMS = (
 
 
 def form_of(source: str) -> Form | None:
-    """The form that a template's source teaches; Hermes' where it has no place for tools."""
-    taught = next((form for form in FORMS if form.mark in source), None)
-    return taught if has_place(source) else FORMS[0]
+    """The form that a template's source teaches, None for an unknown one.
+
+    A template without a place for tools is taught Hermes' form.
+    """
+    if not has_place(source):
+        return FORMS[0]
+    for form in FORMS:
+        if form.mark in source:
+            return form
+    return None
 
 
 def has_place(source: str) -> bool:
@@ -112,10 +133,10 @@ def has_place(source: str) -> bool:
 
 @final
 class Catcher:
-    """Parts the pieces of an answer into text to show and calls.
+    """Splits the pieces of an answer into text to show and calls.
 
     form: None shows everything. Text from the opening on is held until the answer ends: only then
-    is it known to be calls. most: calls to return; None: all.
+    is it known to be calls. most: the most calls to return; None for all.
     """
 
     def __init__(
@@ -131,14 +152,17 @@ class Catcher:
         self.held = ""
         self.shown = 0
         self.tokens: list[int] = []
-        added = tokenizer.get_added_vocab() if tokenizer and form else {}
-        self.opening_id = added.get(form.opening) if form else None
+        self.opening_id: int | None = None  # of an opening that is a special token
+        if tokenizer and form:
+            self.opening_id = tokenizer.get_added_vocab().get(form.opening)
 
     def show(self, piece: Piece) -> str:
         """The text that may be shown once this piece is there."""
         self.tokens += piece.token_ids
         self.held += piece.text
-        border = self._border(self.form, piece) if self.form else len(self.held)
+        border = len(self.held)
+        if self.form:
+            border = self._border(self.form, piece)
         text = self.held[:border]
         self.held = self.held[border:]
         self.shown += border
@@ -150,20 +174,24 @@ class Catcher:
         if self.form is None or self.tokenizer is None or not self.opened:
             return self.held, []
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        whole = str(decode(self.tokens))
+        text = str(decode(self.tokens))
         for special in self.tokenizer.all_special_tokens:
-            whole = whole.removesuffix(special)
-        at = 0 if self.form.at_start else whole.find(self.form.opening)
+            text = text.removesuffix(special)
+        if not self.form.at_start:
+            text = text[text.find(self.form.opening) :]
         try:
-            calls = self.form.parse(whole[at:])[: self.most]
+            calls = self.form.parse(text)[: self.most]
         except (ValueError, RecursionError):
             calls = []
 
         # 2. The text before them: all is shown but what came with a special token that opens them.
-        if not calls or self.opening_id not in self.tokens:
-            return "" if calls else self.held, calls
+        if not calls:
+            return self.held, []
+        if self.opening_id not in self.tokens:
+            return "", calls
         before = self.tokens[: self.tokens.index(self.opening_id)]
-        return str(decode(before, skip_special_tokens=True))[self.shown :], calls
+        text = str(decode(before, skip_special_tokens=True))
+        return text[self.shown :], calls
 
     def _border(self, form: Form, piece: Piece) -> int:
         """Characters of the held text before the opening, or before what may become it."""

@@ -57,7 +57,13 @@ class PlacedAnswer:
 
 @dataclass
 class TextRow:
-    """A text to learn from, and the characters of the answers that count in it."""
+    """A text to learn from, and the characters of the answers that count in it.
+
+    Of a question H and its answer Y, which begin with <s> and <|head|>, the span (12, 17):
+
+        <s>H<|head|>Y</s>
+                    ^^^^^
+    """
 
     text: str
     spans: list[Span]
@@ -87,14 +93,16 @@ def place_answers(
         tools: JSON schemas of the functions that the assistant may call.
         cut: for each answer whether a limit ended it, so that its end token is not the target's.
 
-    Returns: one row where the template shows every answer as it was generated, else further ones.
+    Returns: one row if the template shows every answer as it was generated, else further ones.
 
-    Raises: UnusableConversation where an answer is lost, InputError where the template refuses the messages.
+    Raises: UnusableConversation if an answer is lost, InputError if the template refuses the messages.
     """
     chat = Chat(tokenizer, template, tools, thinks=any(map(thought_of, messages)))
     shown = [_show_thoughts(message) for message in messages]
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    flags = cut if len(cut) == len(numbers) else [any(cut)] * len(numbers)
+    flags = list(cut)
+    if len(cut) != len(numbers):  # unknown which: any may be cut
+        flags = [any(cut)] * len(numbers)
     answers = list[PlacedAnswer]()
     thoughtless = 0
     for number, is_cut in zip(numbers, flags, strict=True):
@@ -104,8 +112,9 @@ def place_answers(
         if not answer.has_thought(messages[number]):
             thoughtless += 1
             continue
-        end = answer.words_end if is_cut else answer.end
-        answers.append(replace(answer, end=end))
+        if is_cut:
+            answer = replace(answer, end=answer.words_end)
+        answers.append(answer)
     return TextRows(_share_rows(answers), thoughtless)
 
 
@@ -113,8 +122,7 @@ def _share_rows(answers: Sequence[PlacedAnswer]) -> list[TextRow]:
     """The rows of answers in their order. Earlier ones share the row of a later one that shows them unchanged."""
     rows = list[TextRow]()
     for answer in reversed(answers):
-        begun = answer.text[: answer.end]
-        row = next((row for row in rows if row.text.startswith(begun)), None)
+        row = _find_row(rows, answer.text[: answer.end])
         if row is None:
             row = TextRow(answer.text, [])
             rows.insert(0, row)
@@ -122,10 +130,18 @@ def _share_rows(answers: Sequence[PlacedAnswer]) -> list[TextRow]:
     return rows
 
 
+def _find_row(rows: Sequence[TextRow], start: str) -> TextRow | None:
+    """The first row whose text begins so."""
+    for row in rows:
+        if row.text.startswith(start):
+            return row
+    return None
+
+
 def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
     """The last message, an answer, in the text of all.
 
-    Raises UnusableConversation where the template loses its words or calls, and InputError where it refuses them.
+    Raises UnusableConversation if the template loses its words or calls, and InputError if it refuses them.
     """
     # 1. The texts with it and before it.
     before = messages[:-1]
@@ -145,7 +161,7 @@ def place_answer(chat: Chat, messages: Messages) -> PlacedAnswer:
     # 3. Where it ends, with all its words between.
     words_end = max(start, len(text) - len(closing))
     answer = _find_end(chat, messages, PlacedAnswer(text, start, len(text), words_end))
-    for word in _list_call_words(message.get("tool_calls") or ()):
+    for word in _list_call_words(message.get("tool_calls")):
         if not any(spelling in answer.said for spelling in _list_spellings(word)):
             raise UnusableConversation("a tool call is lost in the chat template")
     if not has_words(answer.said, get_words(message)):
@@ -172,7 +188,7 @@ def _show_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_raw_thought(prompt: str, content: str) -> str | None:
-    """What the target wrote after a prompt that opens a thought; None where the content is no such text.
+    """What the target wrote after a prompt that opens a thought; None if the content is no such text.
 
     The content may repeat the opening.
     """
@@ -190,8 +206,8 @@ def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tupl
     before = messages[:-1]
     message = messages[-1]
     opens_thought = OPENED_THOUGHT.search(prompt) is not None
-    has_empty_thought = opens_thought and not thought_of(message)
-    if whole.startswith(prompt) and not has_empty_thought:
+    shows_prompt = whole.startswith(prompt)
+    if shows_prompt and (thought_of(message) or not opens_thought):
         return whole, _find_start_behind(chat, before, prompt, whole)
 
     # History does not show how the prompt ends: an empty thought, or one that the template opens.
@@ -203,7 +219,9 @@ def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tupl
         return whole, len(header)
 
     # It shows earlier messages otherwise: gpt-oss' without the thoughts before calls once there is an answer.
-    asking = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
+    asking = ""
+    if prompt.startswith(silent):
+        asking = prompt.removeprefix(silent)
     asked = header[: header.rfind(asking) + len(asking)]
     if not asking.strip() or asking not in header or not whole.startswith(asked):
         raise UnusableConversation(LOST_ANSWER)
@@ -211,25 +229,28 @@ def _find_start(chat: Chat, messages: Messages, prompt: str, whole: str) -> tupl
 
 
 def _find_start_behind(chat: Chat, before: Messages, prompt: str, whole: str) -> int:
-    """Where an answer starts behind its prompt: behind its header, where the template has no generation prompt."""
+    """Where an answer starts behind its prompt: behind its header, if the template has no generation prompt."""
     if chat.turn_format.asks:
         return len(prompt)
     header = chat.render_header(before)
-    has_header = whole.startswith(header) and header[len(prompt) :].strip()
-    return len(header) if has_header else len(prompt)
+    if whole.startswith(header) and header[len(prompt) :].strip():
+        return len(header)
+    return len(prompt)
 
 
 def _find_closing(chat: Chat, messages: Messages, whole: str) -> str:
     """What the text has behind the words of the last message: calls, what ends the answer, and the rest.
 
-    Digits after the words tell where these end. Raises UnusableConversation where the template loses words or calls.
+    Digits after the words tell where these end. Raises UnusableConversation if the template loses words or calls.
     """
     # 1. Without the calls the text is another one.
-    *before, message = messages
+    before = list(messages[:-1])
+    message = messages[-1]
     calls_start = len(whole)
     if message.get("tool_calls"):
-        plain = {name: value for name, value in message.items() if name != "tool_calls"}
-        calls_start = common_prefix(whole, chat.try_render([*before, plain]))
+        plain = dict(message)
+        del plain["tool_calls"]
+        calls_start = common_prefix(whole, chat.try_render(before + [plain]))
         if calls_start == len(whole):
             raise UnusableConversation("the chat template shows no tool calls")
 
@@ -240,7 +261,7 @@ def _find_closing(chat: Chat, messages: Messages, whole: str) -> str:
     mark = "70"
     while mark in whole:
         mark += "70"[len(mark) % 2]
-    marked = chat.render([*before, message | {"content": words + mark}])
+    marked = chat.render(before + [message | {"content": words + mark}])
     closing = marked.rpartition(mark)[2]
     if mark not in marked or not whole.endswith(closing):
         raise UnusableConversation(LOST_ANSWER)
@@ -257,13 +278,14 @@ def _find_end(chat: Chat, messages: Messages, answer: PlacedAnswer) -> PlacedAns
     after = answer.words_end
     has_calls = bool(messages[-1].get("tool_calls"))
     if chat.turn_format.closes:
-        marks = [after + mark.end() for mark in re.finditer(chat.turn_format.special, text[after:])]
+        special = re.finditer(chat.turn_format.special, text[after:])
+        ends = [after + token.end() for token in special]
         if has_calls:
             kept = common_prefix(text, chat.render_next_turn(messages))
-            staying = [end for end in marks if end <= kept] or marks
-            marks = staying[-1:]
-        if marks:
-            return replace(answer, end=marks[0])
+            staying = [end for end in ends if end <= kept]
+            ends = (staying or ends)[-1:]
+        if ends:
+            return replace(answer, end=ends[0])
     elif has_calls or not text[after:].strip():
         last = _find_next_turn(chat, messages, text)
         if last:
@@ -290,7 +312,7 @@ def _list_call_words(value: object) -> list[str]:
     if isinstance(value, Mapping):
         parts = [part for name, part in value.items() if name not in ("id", "type")]
     elif isinstance(value, Sequence):
-        parts = [*value]
+        parts = list(value)
     words = list[str]()
     for part in parts:
         words += _list_call_words(part)

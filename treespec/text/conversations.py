@@ -13,7 +13,7 @@ SHOWN = 5  # problems kept in a report
 
 @dataclass
 class Report:
-    """Counts: conversations used, those of them that were cut, and those left out by reason.
+    """Counts of conversations: used, cut among them, and left out by reason.
 
     thoughtless: answers of used conversations that do not count, as the template drops their
     thoughts.
@@ -31,12 +31,17 @@ class Report:
             self.problems.append(f"{where}: {error}")
 
     def __str__(self) -> str:
-        cut = f", {self.cut} of them cut at the maximal length" if self.cut else ""
-        counts = [f"{reason}: {count}" for reason, count in self.left_out.most_common()]
-        reasons = f" ({'; '.join(counts)})" if counts else ""
-        told = f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
-        dropped = f"; the template drops the thoughts of {self.thoughtless} further answers, which"
-        return f"{told}{dropped} do not count" if self.thoughtless else told
+        text = f"{self.used} conversations used"
+        if self.cut:
+            text += f", {self.cut} of them cut at the maximal length"
+        text += f", {self.left_out.total()} left out"
+        reasons = [f"{reason}: {count}" for reason, count in self.left_out.most_common()]
+        if reasons:
+            text += f" ({'; '.join(reasons)})"
+        if self.thoughtless:
+            text += f"; the template drops the thoughts of {self.thoughtless} further answers, "
+            text += "which do not count"
+        return text
 
 
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
@@ -45,35 +50,36 @@ FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "val
 def read_conversations(
     source: str | Path, answered: bool = True, most: int | None = None
 ) -> tuple[list[Conversation], Report]:
-    """Conversations of a file, a folder or a data set of the hub (`sources`, `forms`).
+    """Conversations of a file, a folder or a data set of the hub, in any form that `entries` reads.
 
     answered: drop a last question without an answer; False keeps it, for the target to answer, and
-    takes messages alone. most: read no further than to this number of usable ones. Unusable ones are
-    left out and counted. Raises InputError for a source that cannot be read or has no usable
+    takes only messages. most: stop after this number of usable ones. Unusable ones are left out and
+    counted. Raises InputError for a source that cannot be read or has no usable
     conversation.
     """
     report = Report()
-    found = list[Conversation]()
+    conversations: list[Conversation] = []
     for where, raw in entries(source):
         try:
-            found.append(conversation_of(where, raw, answered))
+            conversations.append(conversation_of(where, raw, answered))
         except UnusableConversation as error:
             report.leave_out(where, error)
-        if len(found) == most:
+        if len(conversations) == most:
             break
-    report.used = len(found)
+    report.used = len(conversations)
     refuse_unread(source, report)
-    return found, report
+    return conversations, report
 
 
 def refuse_unread(source: object, report: Report) -> None:
-    """Raises InputError where reading found no usable conversation."""
+    """Raises InputError if reading found no usable conversation."""
     if report.used:
         return
-    shown = "; ".join(report.problems[: len(report.left_out)]) or "the file is empty"
-    no_json = "not valid JSON" in report.left_out
-    form = f"; give one conversation a line, such as {FORM}" if no_json else ""
-    raise InputError(f"no usable conversation in {source}: {shown}{form}")
+    problems = report.problems[: len(report.left_out)]
+    reason = "; ".join(problems) or "the file is empty"
+    if "not valid JSON" in report.left_out:
+        reason += f"; give one conversation a line, such as {FORM}"
+    raise InputError(f"no usable conversation in {source}: {reason}")
 
 
 SAMPLE = "training/sample.jsonl"  # in a head's folder: some of the text that it was trained on

@@ -29,12 +29,22 @@ class Example:
 
     input_ids: [T] int64. loss_mask: [T] bool, true at the assistant's answers and their end tokens.
     key: a digest of the messages, the same in every run. part: which of the rows of that conversation it is.
+
+    A question H and its answer Y, whose template begins turns with <s> and <|head|>, five tokens:
+
+        input_ids  <s>  H  <|head|>  Y  </s>
+        loss_mask  .    .  .         x  x
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     key: str = ""
     part: int = 0
+
+    def cut(self, max_length: int) -> "Example":
+        """Its first `max_length` tokens."""
+        input_ids = self.input_ids[:max_length]
+        return replace(self, input_ids=input_ids, loss_mask=self.loss_mask[:max_length])
 
 
 def split(
@@ -47,13 +57,20 @@ def split(
     """
     if not 0 <= fraction < 1:
         raise InputError(f"the held-out fraction is {fraction}, must lie in [0, 1)")
-    drawn = sorted({example.key for example in examples}, key=lambda key: digest(f"{seed} {key}"))
-    count = min(max(1, round(fraction * len(drawn))), len(drawn) - 1) if fraction and drawn else 0
-    held_out = set(drawn[:count])
-    return (
-        [example for example in examples if example.key not in held_out],
-        [example for example in examples if example.key in held_out],
-    )
+    keys = {example.key for example in examples}
+    drawn = sorted(keys, key=lambda key: digest(f"{seed} {key}"))
+    count = 0
+    if fraction and drawn:
+        count = min(max(1, round(fraction * len(drawn))), len(drawn) - 1)
+    held_out_keys = set(drawn[:count])
+    train: list[Example] = []
+    held_out: list[Example] = []
+    for example in examples:
+        if example.key in held_out_keys:
+            held_out.append(example)
+        else:
+            train.append(example)
+    return train, held_out
 
 
 def digest(text: str) -> str:
@@ -68,10 +85,9 @@ def encode_conversations(
 ) -> tuple[list[Example], Report]:
     """Conversations as `templates.encode` tokenises them, cut at `max_length` tokens.
 
-    A conversation is one example, or several where its template shows earlier answers otherwise than they were
-    generated. Those where the place of an answer is unknown, or whose answers lie beyond the cut, are left out
-    and counted. Raises InputError where nothing is left, for a missing template, and for a tokenizer without
-    offsets.
+    A conversation is one example, or several if its template shows earlier answers otherwise than they were
+    generated. One is left out and counted if the place of an answer is unknown, or if its answers lie beyond the
+    cut. Raises InputError if nothing is left, for a missing template, and for a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
         raise InputError(
@@ -83,25 +99,22 @@ def encode_conversations(
     encoder = Encoder(tokenizer, template)
     for talk in conversations:
         try:
-            whole, thoughtless = encoder.encode(talk)
-            rows = [
-                replace(e, input_ids=e.input_ids[:max_length], loss_mask=e.loss_mask[:max_length])
-                for e in whole
-            ]
-            rows = [row for row in rows if row.loss_mask.any()]
-            if not rows:
+            rows, thoughtless = encoder.encode(talk)
+            cut_rows = [row.cut(max_length) for row in rows]
+            cut_rows = [row for row in cut_rows if row.loss_mask.any()]
+            if not cut_rows:
                 raise UnusableConversation(f"no answer within {max_length} tokens")
         except UnusableConversation as error:
             report.leave_out(talk.where, error)
             continue
-        examples += rows
+        examples += cut_rows
         report.used += 1
-        report.cut += any(len(one.input_ids) > max_length for one in whole)
+        if any(len(row.input_ids) > max_length for row in rows):
+            report.cut += 1
         report.thoughtless += thoughtless
     if not examples:
-        raise InputError(
-            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
-        )
+        problems = "; ".join(report.problems) or "there are none"
+        raise InputError(f"no conversation can be trained on: {problems}")
     return examples, report
 
 
@@ -130,9 +143,8 @@ class Encoder:
         thoughtless = 0
         try:
             if talk.text is not None:
-                rows = [
-                    TextRow(talk.text, spans_in(talk.text, marks_of(self.tokenizer, self.template)))
-                ]
+                marks = marks_of(self.tokenizer, self.template)
+                rows = [TextRow(talk.text, spans_in(talk.text, marks))]
             else:
                 placed = place_answers(
                     self.tokenizer, talk.messages, self.template, talk.tools, talk.cut
@@ -171,10 +183,11 @@ class Encoder:
         if largest >= len(self.tokenizer):
             raise UnusableConversation("a token id is beyond the vocabulary", f"{largest}")
         key = key_of(talk)
-        return [
-            Example(torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.counts), key, part)
-            for part, row in enumerate(_share_token_rows(talk.tokens))
-        ]
+        examples = []
+        for part, row in enumerate(_share_token_rows(talk.tokens)):
+            input_ids = torch.tensor(row.ids, dtype=torch.int64)
+            examples.append(Example(input_ids, torch.tensor(row.counts), key, part))
+        return examples
 
     def _has_own_tokens(self, talk: Conversation) -> bool:
         """Whether the tokens of a conversation are this tokenizer's: they hold the words of its answers.
@@ -185,7 +198,7 @@ class Encoder:
         if len(answers) != len(talk.tokens):
             return False
         for message, row in zip(answers, talk.tokens, strict=True):
-            counted = [token for token, counts in zip(row.ids, row.counts, strict=True) if counts]
+            counted = list(compress(row.ids, row.counts))
             if max(row.ids, default=0) >= len(self.tokenizer):
                 return False
             options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -199,22 +212,30 @@ def _share_token_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
     """The rows without those that a later one begins with, whose tokens count there."""
     shared = list[TokenRow]()
     for row in reversed(rows):
-        size = len(row.ids)
-        longer = next((other for other in shared if other.ids[:size] == row.ids), None)
+        longer = _find_longer_row(shared, row)
         if longer is None:
-            shared.insert(0, TokenRow(row.ids, [*row.counts]))
+            shared.insert(0, TokenRow(row.ids, list(row.counts)))
         else:
-            for place in compress(range(size), row.counts):
-                longer.counts[place] = True
+            for index, counts in enumerate(row.counts):
+                if counts:
+                    longer.counts[index] = True
     return shared
+
+
+def _find_longer_row(rows: Sequence[TokenRow], row: TokenRow) -> TokenRow | None:
+    """The first of the rows that begins with the tokens of `row`."""
+    for other in rows:
+        if other.ids[: len(row.ids)] == row.ids:
+            return other
+    return None
 
 
 def key_of(talk: Conversation) -> str:
     """The digest by which equal conversations are known, wherever they stand."""
     content: object = [dict(message) for message in talk.messages]
     if talk.tokens and not talk.messages:
-        (ids, counts), *further = talk.tokens
-        content = [ids, counts, *further]
+        first = talk.tokens[0]
+        content = [first.ids, first.counts] + list(talk.tokens[1:])
     elif talk.tools or talk.text is not None:
         content = [content, talk.tools, talk.text]
     return digest(json.dumps(content, sort_keys=True, default=str))
@@ -223,12 +244,18 @@ def key_of(talk: Conversation) -> str:
 def _inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:
     """[T] bool: the tokens that spans of characters cover.
 
-    offsets: [T, 2] characters. special: [T] bool. A token that begins before a span counts if it
-    ends inside, unless it is special: a header that swallows the spaces after it. Offsets may omit
-    spaces; a token of spaces alone begins where the previous one ended.
+    Args:
+        offsets: [T, 2] first character of each token, and the one after its last.
+        spans: [start, end) in characters of each answer.
+        special: [T] bool, which tokens are special.
+
+    A token that begins before a span counts if it ends inside, unless it is special: a header that
+    swallows the spaces after it. Offsets may omit spaces; a token of only spaces begins where the
+    previous one ended.
     """
     starts, ends = offsets.reshape(-1, 2).T
-    starts = np.where(starts < ends, starts, np.minimum(starts, np.concatenate([[0], ends[:-1]])))
+    previous_ends = np.concatenate([[0], ends[:-1]])
+    starts = np.where(starts < ends, starts, np.minimum(starts, previous_ends))
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
         mask |= (starts < end) & ((starts >= start) | ((ends > start) & ~special))

@@ -45,9 +45,12 @@ class Ending:
             raise InputError(
                 f"stop takes {MOST} strings at most, each of 1 to {LONGEST} characters"
             )
-        named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
-        special = [i for i, token in named.items() if token.special and token.content in stop]
-        self.eos = eos | set(special)
+        special: set[int] = set()  # stop strings that are special tokens
+        if tokenizer and stop:
+            for token_id, token in tokenizer.added_tokens_decoder.items():
+                if token.special and token.content in stop:
+                    special.add(token_id)
+        self.eos = eos | special
         self.tokenizer = tokenizer
         self.left = max_new_tokens
         self.stops = stop
@@ -71,9 +74,11 @@ class Ending:
             self.left -= 1
             self.early -= 1
             ended = token in self.eos
-            self.finished = ended or self.left <= 0
+            if ended or self.left <= 0:
+                self.finished = True
             text += self._cut(self._text(token))
-            self.truncated = self.left <= 0 and not (ended or self.stopped)
+            if self.left <= 0 and not ended and not self.stopped:
+                self.truncated = True
         if self.finished:
             text = text + self.held
             self.held = ""
@@ -85,12 +90,15 @@ class Ending:
             return ""
         self.window.append(token)
         text = self._decode(self.window)
-        certain = text if self.finished else text.rstrip(INCOMPLETE)
+        certain = text
+        if not self.finished:
+            certain = text.rstrip(INCOMPLETE)
         new = certain[self.given :]
         self.given = max(self.given, len(certain))
         if new and certain == text:  # a window without text could lose its first token's space
             self.window = self.window[self.border :]
-            self.border, self.given = len(self.window), len(self._decode(self.window))
+            self.border = len(self.window)
+            self.given = len(self._decode(self.window))
         return new
 
     def _decode(self, tokens: list[int]) -> str:
@@ -104,12 +112,17 @@ class Ending:
         before = len(self.held)
         text = self.held + text
         if self.early < 0:
-            places = [text.find(stop, max(0, before + 1 - len(stop))) for stop in self.stops]
-            starts = [start for start in places if start >= 0]
+            starts = []
+            for stop in self.stops:
+                start = text.find(stop, max(0, before + 1 - len(stop)))
+                if start >= 0:
+                    starts.append(start)
             if starts:
-                self.finished = self.stopped = True
+                self.finished = True
+                self.stopped = True
                 self.held = ""
                 return text[: min(starts)]
-        certain = len(text) - max((beginning(text, stop) for stop in self.stops), default=0)
+        held_characters = max((beginning(text, stop) for stop in self.stops), default=0)
+        certain = len(text) - held_characters
         self.held = text[certain:]
         return text[:certain]

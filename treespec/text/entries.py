@@ -14,7 +14,7 @@ the prompt that the target answered, and its answer.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, cycle
@@ -27,16 +27,19 @@ TURNS = ("conversations", "messages", "conversation", "data")  # fields that hol
 TEXT = "text"
 TOKENS = "input_ids"
 MASKS = ("loss_mask", "assistant_masks", "labels")  # which tokens of `input_ids` count
-FORMS = (*TURNS, TEXT, TOKENS)
+FORMS = TURNS + (TEXT, TOKENS)
 IDS = ("id", "conversation_id", "prompt_id", "question_id")
-WITH_ROWS = (*MASKS, *IDS, "attention_mask", "tools", "ended")  # further fields that are read
+WITH_ROWS = MASKS + IDS + ("attention_mask", "tools", "ended")  # further fields that are read
 
 
 class UnusableConversation(InputError):
     """A conversation that cannot be trained on. Reports count its reason and show its detail."""
 
     def __init__(self, reason: str, detail: object = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+        message = reason
+        if detail:
+            message += f": {detail}"
+        super().__init__(message)
         self.reason = reason
 
 
@@ -59,7 +62,7 @@ MAY_FOLLOW = {  # roles after a role; None is the beginning
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-OPENING_ROLES = ("system", "developer")  # roles that may stand before the first question alone
+OPENING_ROLES = ("system", "developer")  # roles that may only stand before the first question
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
 FURTHER = {"assistant": THOUGHTS, "tool": ("tool_call_id", "name")}  # fields for the template
 IGNORED = -100  # the label of a token that does not count
@@ -100,37 +103,67 @@ def conversation_of(where: str, raw: object, answered: bool = True) -> Conversat
 
     answered: as for `treespec.text.conversations.read_conversations`.
     """
-    # 1. The object, and the id that it gives itself, else its number in the file.
-    try:
-        row: Any = json.loads(raw) if isinstance(raw, bytes) else raw
-    except (ValueError, RecursionError) as error:
-        raise UnusableConversation("not valid JSON", error) from error
-    row = row if isinstance(row, dict) else {}
-    ids = (str(row[name]) for name in IDS if isinstance(row.get(name), str | int))
-    source = next(ids, re.split("[: ]", where)[-1])
+    # 1. The object, and its id.
+    row = _parse_row(raw)
+    source = _find_id(row, where)
 
     # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
     turns = _find_turns(row)
-    tokens = _find_tokens(row, turns) if answered else ()
+    if not answered:
+        messages = messages_of(turns, answered)
+        if any(message["role"] == "tool" for message in messages):
+            raise UnusableConversation("a tool answers in it")
+        return Conversation(messages, where, source, _read_cuts(row), _read_tools(row))
+    tokens = _find_tokens(row, turns)
     if tokens and not (turns and _is_nested(row)):
         return Conversation([], where, source, tokens=tokens)
-    if answered and turns is None and isinstance(row.get(TEXT), str):
+    if turns is None and isinstance(row.get(TEXT), str):
         return Conversation([], where, source, text=row[TEXT])
-
-    # 3. Messages, the answers that a limit ended (as `treespec regenerate` writes), and tools.
     messages = messages_of(turns, answered)
-    if not answered and any(message["role"] == "tool" for message in messages):
-        raise UnusableConversation("a tool answers in it")
-    tools = _listed(row.get("tools")) or []
+    return Conversation(messages, where, source, _read_cuts(row), _read_tools(row), tokens=tokens)
+
+
+def _parse_row(raw: object) -> dict[str, Any]:
+    """The fields of an entry, or of a line's bytes; {} for what is no object. Raises UnusableConversation."""
+    row = raw
+    if isinstance(raw, bytes):
+        try:
+            row = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise UnusableConversation("not valid JSON", error) from error
+    if not isinstance(row, dict):
+        return {}
+    return row
+
+
+def _find_id(row: dict[str, Any], where: str) -> str:
+    """The id that a row gives itself, else its number in the file."""
+    for name in IDS:
+        if isinstance(row.get(name), str | int):
+            return str(row[name])
+    return re.split("[: ]", where)[-1]
+
+
+def _read_tools(row: dict[str, Any]) -> list[Any]:
+    """The tools of a row. Raises UnusableConversation for what is no list."""
+    tools = _listed(row.get("tools"))
+    if not tools:
+        return []
     if not isinstance(tools, list):
         raise UnusableConversation("its `tools` are no list")
-    ended = row.get("ended")
-    cut = [how == "max_new_tokens" for how in ended] if isinstance(ended, list) else []
-    return Conversation(messages, where, source, tuple(cut), tools, tokens=tokens)
+    return tools
+
+
+def _read_cuts(row: dict[str, Any]) -> tuple[bool, ...]:
+    """For each answer whether a limit ended it, as `treespec regenerate` writes; () for an unknown end."""
+    ends = row.get("ended")
+    if not isinstance(ends, list):
+        return ()
+    return tuple(end == "max_new_tokens" for end in ends)
 
 
 def _find_turns(row: dict[str, Any]) -> list[Any] | None:
-    """The list of turns of a row; None where it has none."""
+    """The list of turns of a row; None if it has none."""
     for name in TURNS:
         turns = _listed(row.get(name))
         if isinstance(turns, list):
@@ -139,50 +172,78 @@ def _find_turns(row: dict[str, Any]) -> list[Any] | None:
 
 
 def _find_tokens(row: dict[str, Any], turns: list[Any] | None) -> tuple[TokenRow, ...]:
-    """The token rows of a row. () where it has none, and for turns with tokens that do not tell which of them count.
+    """The token rows of a row. () if it has none, and for turns whose tokens come without a mask.
 
     Raises UnusableConversation for tokens that cannot be read.
     """
-    mask = next((name for name in MASKS if isinstance(row.get(name), list)), None)
-    if TOKENS not in row or (mask is None and turns is not None):
+    if TOKENS not in row:
         return ()
-    return _read_token_rows(row, mask)
+    for name in MASKS:
+        if isinstance(row.get(name), list):
+            return _read_token_rows(row, name)
+    if turns is not None:
+        return ()
+    raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
 
 
 def _is_nested(row: dict[str, Any]) -> bool:
     """Whether a row of tokens holds a list an answer."""
     ids = row[TOKENS]
-    return isinstance(ids, list) and bool(ids) and all(isinstance(one, list) for one in ids)
+    return _is_list_of_lists(ids) and len(ids) > 0
 
 
-def _read_token_rows(row: dict[str, Any], mask: str | None) -> tuple[TokenRow, ...]:
-    """The token rows of a row. mask: the field that tells which tokens count.
+def _is_list_of_lists(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(part, list) for part in value)
 
-    Raises UnusableConversation for a row that does not tell which tokens count.
-    """
-    if mask is None:
-        raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
-    if not _is_nested(row):
-        return (_read_token_row(row[TOKENS], row[mask], row.get("attention_mask"), mask),)
+
+def _read_token_rows(row: dict[str, Any], mask: str) -> tuple[TokenRow, ...]:
+    """The token rows of a row. mask: the field that tells which tokens count. Raises UnusableConversation."""
     ids = row[TOKENS]
     marks = row[mask]
-    if len(ids) != len(marks) or not all(isinstance(one, list) for one in marks):
+    if not _is_nested(row):
+        return (_read_token_row(ids, marks, row.get("attention_mask"), mask),)
+    if len(ids) != len(marks) or not _is_list_of_lists(marks):
         raise UnusableConversation(f"`{TOKENS}` and `{mask}` differ in length")
-    return tuple(_read_token_row(*pair, None, mask) for pair in zip(ids, marks, strict=True))
+    rows = []
+    for answer_ids, answer_marks in zip(ids, marks, strict=True):
+        rows.append(_read_token_row(answer_ids, answer_marks, None, mask))
+    return tuple(rows)
 
 
-def _read_token_row(ids: Any, marks: list[Any], seen: Any, mask: str) -> TokenRow:
-    """Token ids without padding, and which of them count. Raises UnusableConversation.
+def _read_token_row(ids: Any, marks: list[Any], attention_mask: Any, mask: str) -> TokenRow:
+    """Token ids without padding, and which of them count.
 
-    seen: an attention mask, or anything else for none. mask: the name of the field of `marks`.
+    Args:
+        ids: what stands under `input_ids`.
+        marks: of each token, whether it counts; of `labels`, the token itself or -100.
+        attention_mask: 0 at padding; anything but a list for a row without padding.
+        mask: the name of the field of `marks`.
+
+    Raises: UnusableConversation for what is no token id, and for lists of different lengths.
+
+        input_ids         1   9   5   7   0
+        attention_mask    1   1   1   1   0     the last token is padding
+        labels         -100 -100  5   7 -100
+                     -> ids [1, 9, 5, 7], counts [False, False, True, True]
     """
-    seen = seen if isinstance(seen, list) else [1] * len(marks)
-    if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
+    if not isinstance(attention_mask, list):
+        attention_mask = [1] * len(marks)
+    if not isinstance(ids, list) or not all(_is_token_id(value) for value in ids):
         raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
-    if not len(ids) == len(marks) == len(seen):
+    if not len(ids) == len(marks) == len(attention_mask):
         raise UnusableConversation(f"`{TOKENS}`, `{mask}` and the attention mask differ in length")
-    counts = [mark != IGNORED if mask == "labels" else bool(mark) for mark in marks]
-    return TokenRow(list(compress(ids, seen)), list(compress(counts, seen)))
+    if mask == "labels":
+        counts = [mark != IGNORED for mark in marks]
+    else:
+        counts = [bool(mark) for mark in marks]
+    return TokenRow(list(compress(ids, attention_mask)), list(compress(counts, attention_mask)))
+
+
+def _is_token_id(value: object) -> bool:
+    """False for True, which is an int to Python."""
+    return type(value) is int and value >= 0
 
 
 def messages_of(turns: object, answered: bool) -> list[Message]:
@@ -191,46 +252,69 @@ def messages_of(turns: object, answered: bool) -> list[Message]:
     Answers before the first question are dropped, as in FastChat and EAGLE. So is everything after
     the last answer where only `answered` questions are wanted.
     """
-    # 1. The list of turns; UltraChat's has texts alone.
+    # 1. Each turn. Answers before the first question, and an empty system turn, are dropped.
+    system: list[Message] = []
+    messages: list[Message] = []
+    for number, message in enumerate(_iter_turns(turns), 1):
+        if message["role"] in OPENING_ROLES and number == 1:
+            if message["content"].strip():
+                system.append(message)
+        elif messages or message["role"] != "assistant":
+            _check_due(messages, message, number)
+            messages.append(message)
+
+    # 2. Whole pairs of question and answer, if only answered questions count.
+    while answered and messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages and answered:
+        raise UnusableConversation("no assistant turn that answers a user turn")
+    if not messages:
+        raise UnusableConversation("no user turn")
+    return system + messages
+
+
+def _iter_turns(turns: object) -> Iterator[Message]:
+    """The messages of a list of turns; UltraChat's has only texts. Raises UnusableConversation."""
     if not isinstance(turns, list):
         raise UnusableConversation("no list under `conversations` or `messages`")
     if all(isinstance(turn, str) for turn in turns):
-        roles = cycle(("user", "assistant"))
-        turns = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        turns = _label_texts(turns)
+    for number, turn in enumerate(turns, 1):
+        yield _message(turn, f"turn {number}")
 
-    # 2. Each turn: its role, its content, and whether it is due.
-    system: list[Message] = []
-    messages: list[Message] = []
-    for i, turn in enumerate(turns, 1):
-        message = _message(turn, f"turn {i}")
-        role = message["role"]
-        said = message["content"].strip()
-        if role in OPENING_ROLES and i == 1:
-            system = [message] if said else []
-        elif messages or role != "assistant":
-            if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
-                problem = "user and assistant do not alternate"
-                raise UnusableConversation(problem, f"turn {i} is {role!r}")
-            if not (said or message.get("tool_calls") or role == "tool"):
-                raise UnusableConversation("a turn is empty", f"turn {i}")
-            messages.append(message)
 
-    # 3. Whole pairs of question and answer, if only answered questions count.
-    while answered and messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        kind = "assistant turn that answers a " if answered else ""
-        raise UnusableConversation(f"no {kind}user turn")
-    return system + messages
+def _label_texts(texts: list[str]) -> list[Message]:
+    """Texts as messages, of user and assistant in turns."""
+    roles = cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def _check_due(messages: list[Message], message: Message, number: int) -> None:
+    """Raises UnusableConversation for a message that may not follow the others, or says nothing.
+
+    messages: those before it, without the system's. number: of its turn.
+    """
+    role = message["role"]
+    previous_role = None
+    if messages:
+        previous_role = messages[-1]["role"]
+    if role not in MAY_FOLLOW[previous_role]:
+        problem = "user and assistant do not alternate"
+        raise UnusableConversation(problem, f"turn {number} is {role!r}")
+    if role != "tool" and not message["content"].strip() and not message.get("tool_calls"):
+        raise UnusableConversation("a turn is empty", f"turn {number}")
 
 
 def thought_of(message: Mapping[str, Any]) -> str:
     """The thoughts before an answer: in a field of their own, or inside <think>; "" for none."""
     for name in THOUGHTS:
-        if isinstance(thought := message.get(name), str) and thought.strip():
+        thought = message.get(name)
+        if isinstance(thought, str) and thought.strip():
             return thought.strip()
     before, end, _ = message["content"].rpartition("</think>")
-    return before.rpartition("<think>")[2].strip() if end else ""
+    if not end:
+        return ""
+    return before.rpartition("<think>")[2].strip()
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -244,40 +328,48 @@ def _message(turn: Any, where: str) -> Message:
         raise UnusableConversation("a turn has an unknown role", f"{where}, {name!r}")
 
     # 2. Its text, and what else a template may show. An answer that only calls tools has no text.
-    calls = _listed(turn.get("tool_calls")) or []
+    calls = _listed(turn.get("tool_calls"))
     message: Message = {"role": role, "content": _read_content(turn, bool(calls), where)}
-    message |= {name: turn[name] for name in FURTHER.get(role, ()) if turn.get(name)}
+    for name in FURTHER.get(role, ()):
+        if turn.get(name):
+            message[name] = turn[name]
     if role == "assistant":
         if isinstance(calls, list) and calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        message |= _read_weight(turn, where)
+        if _has_no_weight(turn, where):
+            message["weight"] = 0
     return message
 
 
 def _read_content(turn: dict[str, Any], has_calls: bool, where: str) -> str:
-    """The text of a turn. Raises UnusableConversation where it or its thoughts are none."""
+    """The text of a turn. Raises UnusableConversation if it or its thoughts are no valid text."""
     content = turn.get("content")
     if content is None and "value" in turn:
         content = turn["value"]
     try:
-        text = "" if content is None and has_calls else text_of(content)
-        for words in (text, *map(turn.get, THOUGHTS)):
-            well_formed(words if isinstance(words, str) else "", "which")
+        text = ""
+        if content is not None or not has_calls:
+            text = text_of(content)
+        well_formed(text, "which")
+        for name in THOUGHTS:
+            thought = turn.get(name)
+            if isinstance(thought, str):
+                well_formed(thought, "which")
     except ValueError as error:
         problem = "the content of a turn is not text"
         raise UnusableConversation(problem, f"{where} {error}") from None
     return text
 
 
-def _read_weight(turn: dict[str, Any], where: str) -> Message:
-    """The field `weight` of an answer that does not count, as OpenAI's files for fine-tuning have it, else none.
+def _has_no_weight(turn: dict[str, Any], where: str) -> bool:
+    """Whether an answer does not count: its `weight` is 0, as OpenAI's files for fine-tuning have it.
 
     Raises UnusableConversation for another weight than 0 and 1.
     """
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
         raise UnusableConversation("a turn's weight is neither 0 nor 1", where)
-    return {"weight": 0} if weight == 0 else {}
+    return weight == 0
 
 
 def _call(call: Any) -> Any:

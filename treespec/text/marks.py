@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treespec.errors import InputError
 from treespec.text.answers import Span, place_answer
 from treespec.text.entries import UnusableConversation
-from treespec.text.templates import Messages, Template
+from treespec.text.templates import Template
 from treespec.text.turns import (
     ANSWER,
     OPENED_THOUGHT,
@@ -42,11 +42,11 @@ class Marks:
 
 @lru_cache(maxsize=4)
 def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
-    """The marks of a template, "" for none. Raises InputError where it shows no answer, and as `render`."""
+    """The marks of a template, "" for none. Raises InputError if it shows no answer, and as `render`."""
     # 1. One conversation of a target that may think, with and without its answer.
     chat = Chat(tokenizer, template, thinks=True)
     asked = [{"role": "user", "content": QUESTION}]
-    answered = [*asked, {"role": "assistant", "content": ANSWER}]
+    answered = asked + [{"role": "assistant", "content": ANSWER}]
     whole = chat.render(answered)
     prompt = chat.render(asked, prompt=True)
     silent = chat.render(asked)
@@ -56,25 +56,33 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", template: Template) -> Marks:
 
     # 2. The header: the generation prompt without the thought that it opens. Without one, or where history
     #    shows another one, what stands between question and answer: up to the prompt's end where it is there.
-    header = prompt.removeprefix(silent) if prompt.startswith(silent) else ""
+    header = ""
+    if prompt.startswith(silent):
+        header = prompt.removeprefix(silent)
     header = OPENED_THOUGHT.sub("", header)
     if not header.strip() or not before.startswith(silent + header):
-        served = before.startswith(prompt) and not before[len(prompt) :].strip()
-        header = (prompt if served else before).rpartition(QUESTION)[2]
+        if before.startswith(prompt) and not before[len(prompt) :].strip():
+            before = prompt
+        header = before.rpartition(QUESTION)[2]
 
     # 3. The ends: special tokens, else all that follows.
-    following = chat.render([*answered, *asked]).partition(ANSWER)[2]
-    ends = [re.search(chat.turn_format.special, text) for text in (after, following)]
-    found = [end[0] for end in ends if end] + _call_end(chat, asked)
-    return Marks(header, tuple(dict.fromkeys(found or [after.strip(" ")])))
+    following = chat.render(answered + asked).partition(ANSWER)[2]
+    ends = []
+    for text in (after, following):
+        if end := re.search(chat.turn_format.special, text):
+            ends.append(end[0])
+    ends += _call_end(chat, asked)
+    if not ends:
+        ends.append(after.strip(" "))
+    return Marks(header, tuple(dict.fromkeys(ends)))
 
 
-def _call_end(chat: Chat, asked: Messages) -> list[str]:
+def _call_end(chat: Chat, asked: list[dict[str, Any]]) -> list[str]:
     """The special token that ends an answer which calls a tool, in a list; [] for none."""
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
     try:
-        answer = place_answer(chat, [*asked, call])
-        chat.render([*asked, call, PROBE_RESULT])
+        answer = place_answer(chat, asked + [call])
+        chat.render(asked + [call, PROBE_RESULT])
     except InputError:
         return []
     return re.findall(chat.turn_format.special, answer.said)[-1:]
@@ -84,7 +92,7 @@ def spans_in(text: str, marks: Marks) -> list[Span]:
     """[start, end) in characters of each answer in formatted text, with the mark that ends it.
 
     An answer in several parts, each behind the header right after another's end, is one. The last answer may
-    lack its end. Raises UnusableConversation for a text without an answer, and InputError where the template
+    lack its end. Raises UnusableConversation for a text without an answer, and InputError if the template
     marks none.
     """
     if not marks.header.strip() or not all(marks.ends):

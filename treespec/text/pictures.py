@@ -1,4 +1,4 @@
-"""Messages with pictures: token ids, with what the model's processor makes of the pictures."""
+"""Messages with pictures: token ids, and the tensors that the model's processor makes of the pictures."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,24 +17,31 @@ WORDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 @final
 class Pictured(list[int]):
-    """The token ids of a prompt with pictures. inputs: the processor's tensors; none without pictures."""
+    """The token ids of a prompt with pictures. inputs: the processor's tensors; {} without pictures."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
-        """inputs: `input_ids` among them. Raises InputError for several prompts, none, and padding."""
-        given = inputs.get("input_ids")
+        """inputs: with `input_ids` [1, P]. Raises InputError for any other number of prompts, and for padding."""
+        input_ids: Any = inputs.get("input_ids")
         mask = inputs.get("attention_mask")
-        if given is None or getattr(given, "ndim", 0) != 2 or len(given) != 1:
+        if getattr(input_ids, "ndim", 0) != 2 or len(input_ids) != 1:
             raise InputError("a prompt with pictures has input_ids of one row: [1, P]")
         if mask is not None and not mask.all():
             raise InputError("a prompt with pictures has padding: give its own tokens alone")
-        super().__init__(given[0].tolist())
-        self.inputs = inputs if {*inputs} - WORDS else {}
+        super().__init__(input_ids[0].tolist())
+        self.inputs: Mapping[str, Any] = {}
+        if not WORDS.issuperset(inputs):
+            self.inputs = inputs
 
 
 def has_pictures(messages: Sequence[Any]) -> bool:
-    contents = (one.get("content") for one in messages if isinstance(one, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") in PICTURES for part in parts)
+    """Whether a content of any message has a picture among its parts."""
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            continue
+        for part in message["content"]:
+            if isinstance(part, dict) and part.get("type") in PICTURES:
+                return True
+    return False
 
 
 def pictured(
@@ -48,29 +55,38 @@ def pictured(
     path = str(target.model.name_or_path)
     if not path:
         raise InputError("the target has no folder: give what its processor makes of the pictures")
-    talk = [{**one, "content": [*map(_part, _parts(one.get("content")))]} for one in messages]
+    chat = []
+    for message in messages:
+        parts = [_part(part) for part in _parts(message.get("content"))]
+        chat.append(message | {"content": parts})
     try:
         processor = _processor(path, target.trust_remote_code)
         if not hasattr(processor, "image_processor"):
             raise ValueError("it has no processor for them")
         options = dict(variables or {}) | {"tokenize": True, "return_dict": True}
         options |= {"return_tensors": "pt", "add_generation_prompt": True}
-        return Pictured(processor.apply_chat_template(talk, **options))
+        return Pictured(processor.apply_chat_template(chat, **options))
     except Exception as error:  # of a missing package, of the picture, of the template
         raise InputError(f"{path} cannot read these pictures: {first_line(error)}") from error
 
 
 def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    """The parts of a content; a text is one part."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content or ""}]
 
 
 def _part(part: Any) -> dict[str, Any]:
+    """A part as transformers takes it. Raises InputError for what is no part."""
     if not isinstance(part, dict):
         raise InputError(f"a part of a message is {part!r:.60}: give text or a picture")
     if part.get("type") != "image_url":
         return part
-    link = part.get("image_url")
-    return {"type": "image", "url": link.get("url") if isinstance(link, dict) else link}
+    url = part.get("image_url")
+    if isinstance(url, dict):
+        url = url.get("url")
+    return {"type": "image", "url": url}
 
 
 @lru_cache(maxsize=4)

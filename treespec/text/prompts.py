@@ -37,6 +37,7 @@ Prompts: TypeAlias = (
 )
 
 EMPTY = "the prompt is empty: give text, messages or token ids"
+NO_TOKENIZER_ERROR = "the target has no tokenizer: give token ids"
 
 
 def encode(
@@ -50,45 +51,19 @@ def encode(
     variables: of the chat template, for messages.
     """
     # 1. One prompt.
-    seen = isinstance(prompt, Mapping) and "input_ids" in prompt
-    given: Any = Pictured(cast(Mapping[str, Any], prompt)) if seen else prompt
-    several = prompts_of(prompt)
-    if several is not None:
-        if len(several) != 1 or isinstance(prompt, Sequence):
-            raise InputError(
-                f"{len(several)} prompts where one prompt is taken: use generate for several"
-            )
-        given = several[0]
-    if isinstance(given, Arrays):
-        given = given.tolist()  # a masked array holds None
-    if not isinstance(given, str) and not _is_list(given):
-        raise InputError(
-            f"a prompt is text, a list of messages or a list of token ids, not {given!r:.60}"
-        )
-    if not given:
-        raise InputError(EMPTY)
-
-    # 2. Its tokens.
-    if not isinstance(given, str | Pictured) and has_pictures(given):
+    single = _unpack_single(prompt)
+    if not isinstance(single, str | Pictured) and has_pictures(single):
         if template is not None:
             raise InputError("pictures go through the model's own chat template: no --template")
-        given = pictured(target, given, variables)
-    tokenizer = target.tokenizer
-    context = target.context_length
-    if not isinstance(given, str) and not isinstance(given[0], dict):
-        for place, token in enumerate(given, 1):
-            if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
-                raise InputError(f"token {place} of the prompt is {token!r:.40}: give token ids")
-        ids = given if isinstance(given, Pictured) else list(map(int, given))
-    elif tokenizer is None:
-        raise InputError("the target has no tokenizer: give token ids")
-    elif isinstance(given, str):
-        text = fitting(well_formed(given, "the prompt"), tokenizer, context)
-        ids = tokenizer.encode(text, verbose=False)
+        single = pictured(target, single, variables)
+
+    # 2. Its tokens.
+    if isinstance(single, str):
+        ids = _encode_text(target, single)
+    elif isinstance(single[0], dict):
+        ids = _encode_messages(target, single, template, variables)
     else:
-        messages = [_message(place, message) for place, message in enumerate(given, 1)]
-        options = {"chat_template_kwargs": variables}
-        ids = templates.encode(tokenizer, messages, template, context, **options)
+        ids = _check_ids(single)
     largest = max(ids, default=-1)
     if largest >= target.vocab_size:
         raise InputError(f"token id {largest} is outside the vocabulary of {target.vocab_size}")
@@ -97,30 +72,104 @@ def encode(
     return ids
 
 
-def prompts_of(given: object) -> list[Prompt] | None:
-    """The prompts in `given` where it holds several; None for one prompt or no prompt."""
-    if isinstance(given, Arrays):
-        return cast(list[Prompt], given.tolist()) if given.ndim == 2 else None
-    if not _is_list(given) or not given or isinstance(given[0], Integral):
+def _unpack_single(prompt: Prompt) -> Any:
+    """The prompt as text, or as a list of messages or token ids, with pictures as `Pictured`.
+
+    A batch of one row is its row. Raises InputError for several prompts, for an empty one, and for
+    anything else.
+    """
+    single: Any = prompt
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        single = Pictured(prompt)
+    prompts = prompts_of(prompt)
+    if prompts is not None:
+        if len(prompts) != 1 or isinstance(prompt, Sequence):
+            raise InputError(
+                f"{len(prompts)} prompts where one prompt is taken: use generate for several"
+            )
+        single = prompts[0]
+    if isinstance(single, Arrays):
+        single = single.tolist()  # a masked array holds None
+    if not isinstance(single, str) and not _is_list(single):
+        raise InputError(
+            f"a prompt is text, a list of messages or a list of token ids, not {single!r:.60}"
+        )
+    if not single:
+        raise InputError(EMPTY)
+    return single
+
+
+def _encode_text(target: "Target", text: str) -> list[int]:
+    """The token ids of a text, with the tokenizer's special tokens. Raises InputError."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise InputError(NO_TOKENIZER_ERROR)
+    fitting(well_formed(text, "the prompt"), tokenizer, target.context_length)
+    return tokenizer.encode(text, verbose=False)
+
+
+def _encode_messages(
+    target: "Target",
+    messages: Sequence[Any],
+    template: templates.Template,
+    variables: Mapping[str, object] | None,
+) -> list[int]:
+    """The token ids of messages, through the chat template. Raises InputError."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise InputError(NO_TOKENIZER_ERROR)
+    checked = [_message(number, message) for number, message in enumerate(messages, 1)]
+    return templates.encode(
+        tokenizer, checked, template, target.context_length, chat_template_kwargs=variables
+    )
+
+
+def _check_ids(ids: Sequence[Any]) -> list[int]:
+    """The token ids as Python's integers. Raises InputError for a value that is no token id."""
+    for number, token in enumerate(ids, 1):
+        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+            raise InputError(f"token {number} of the prompt is {token!r:.40}: give token ids")
+    if isinstance(ids, Pictured):
+        return ids
+    return [int(token) for token in ids]
+
+
+def prompts_of(prompt: object) -> list[Prompt] | None:
+    """The prompts of a list or batch of several; None for one prompt, and for what is no prompt."""
+    if isinstance(prompt, Arrays):
+        if prompt.ndim != 2:
+            return None
+        return cast(list[Prompt], prompt.tolist())
+    if not _is_list(prompt) or not prompt or isinstance(prompt[0], Integral):
         return None
-    if isinstance(given[0], Mapping):
-        return list(given) if "input_ids" in given[0] else None
-    holds_prompts = any(isinstance(one, str | Arrays) or _is_list(one) for one in given)
-    return list(given) if holds_prompts else None
+    if isinstance(prompt[0], Mapping):
+        is_batch = "input_ids" in prompt[0]
+    else:
+        is_batch = any(_is_prompt(part) for part in prompt)
+    if not is_batch:
+        return None
+    return list(prompt)
 
 
-def _message(place: int, message: Any) -> dict[str, Any]:
-    """Raises InputError for a message without a role or without text."""
+def _is_prompt(value: object) -> bool:
+    """Whether an item of a list is a prompt itself: a text, an array or a list."""
+    return isinstance(value, str | Arrays) or _is_list(value)
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    """A message with its content as text. Raises InputError for one without a role or without text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InputError(f"message {place} is {message!r:.60}: give role and content")
+        raise InputError(f"message {number} is {message!r:.60}: give role and content")
     try:
         content = text_of(message.get("content"))
     except ValueError as error:
-        raise InputError(f"message {place}: its content {error}") from None
-    well_formed(message["role"] + content, f"message {place}")
+        raise InputError(f"message {number}: its content {error}") from None
+    well_formed(message["role"] + content, f"message {number}")
     return {**message, "content": content}
 
 
-def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
-    no_list = str | bytes | bytearray | memoryview
-    return isinstance(given, Sequence) and not isinstance(given, no_list)
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a sequence of things, not of characters or bytes."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return False
+    return isinstance(value, Sequence)

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from io import BufferedReader, BytesIO, RawIOBase
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,11 +58,13 @@ def _open_unpacked(path: Path) -> Any:
         start = file.read(len(ZSTD_START))
     if start == ZSTD_START:
         return BufferedReader(_Parts(_unpack_zstd(path, load_zstandard(path))))
-    return gzip.open(path) if start.startswith(GZIP_START) else path.open("rb")
+    if start.startswith(GZIP_START):
+        return gzip.open(path)
+    return path.open("rb")
 
 
 def load_zstandard(path: Path) -> Any:
-    """The package `zstandard`. Raises InputError where it is not installed."""
+    """The package `zstandard`. Raises InputError if it is not installed."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:
@@ -73,7 +74,7 @@ def load_zstandard(path: Path) -> Any:
 
 
 def _unpack_zstd(path: Path, zstandard: Any) -> Iterator[bytes]:
-    """The unpacked bytes of a file's frames. Raises EOFError where the last one is cut off."""
+    """The unpacked bytes of a file's frames. Raises EOFError if the last one is cut off."""
     unpacker = zstandard.ZstdDecompressor().decompressobj()
     with path.open("rb") as file:
         while packed := file.read(1 << 20):
@@ -90,10 +91,11 @@ def _unpack_zstd(path: Path, zstandard: Any) -> Iterator[bytes]:
 
 
 class _Parts(RawIOBase):
-    """A file of the bytes that an iterator gives."""
+    """A file of the bytes that an iterator yields."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
-        self.parts, self.waiting = parts, memoryview(b"")
+        self.parts = parts
+        self.waiting = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -140,11 +142,14 @@ def _parquet_rows(path: Path, file: IO[bytes], name: str) -> Iterator[tuple[str,
             f"{path} is a parquet file, which needs pyarrow: pip install 'treespec[data]'"
         ) from error
     try:
-        table = ParquetFile(file if file.seekable() else BytesIO(file.read()))
-        batches = table.iter_batches(ROWS, columns=_chosen(path, table.schema_arrow.names))
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        for number, row in enumerate(rows, 1):
-            yield f"{name} row {number}", without_nulls(row)
+        if not file.seekable():
+            file = BytesIO(file.read())
+        table = ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(ROWS, columns=_chosen(path, table.schema_arrow.names)):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name} row {number}", without_nulls(row)
     except pyarrow.ArrowException as error:
         raise InputError(
             f"{path} is a damaged parquet file: {first_line(error)}; fetch it again"
@@ -157,7 +162,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, object]]:
     Raises InputError without the library, the data set or the split.
     """
     library = load_library(name)
-    (repository, configuration, split) = parts(name)
+    repository, configuration, split = parts(name)
     try:
         data: Any = library.load_dataset(repository, configuration, split=split or "train")
     except Exception as error:  # the library raises whatever the hub or the files gave it
@@ -192,13 +197,13 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, object]]:
 
 
 def _chosen(source: object, columns: Sequence[str]) -> list[str]:
-    """The columns that training reads. Raises InputError where none of them holds conversations."""
+    """The columns that training reads. Raises InputError if none of them holds conversations."""
     if not set(columns) & set(FORMS):
         raise InputError(
             f"{source} has no column of conversations, only {', '.join(sorted(columns))}; "
             f"name it one of {', '.join(FORMS)}"
         )
-    return [name for name in columns if name in (*FORMS, *WITH_ROWS)]
+    return [name for name in columns if name in FORMS or name in WITH_ROWS]
 
 
 def without_nulls(value: object) -> object:
@@ -211,7 +216,7 @@ def without_nulls(value: object) -> object:
 
 
 def load_library(name: str) -> Any:
-    """The package `datasets`. Raises InputError where it is not installed."""
+    """The package `datasets`. Raises InputError if it is not installed."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
@@ -222,16 +227,20 @@ def load_library(name: str) -> Any:
 
 
 def parts(name: str) -> tuple[str, str | None, str | None]:
-    """(repository, configuration, split); None where the name leaves it open."""
-    repository, *further = name.split(":")
-    configuration, split = [None, None, *further][-2:]
+    """(repository, configuration, split); None if the name leaves it open."""
+    match = FORM.fullmatch(name)
+    if match is None:
+        raise InputError(f"{name} is no data set of the hub: write owner/name:configuration:split")
+    repository, configuration, split = match.groups()
+    if split is None:  # one name after the repository is the split's
+        return repository, None, configuration
     return repository, configuration, split
 
 
 def digest(source: str | Path) -> str:
     """What tells data apart: SHA-256 of a file, or of a folder's files; the commit of a data set.
 
-    Raises InputError where it cannot be read.
+    Raises InputError if it cannot be read.
     """
     name = hub_name(source)
     if name:
@@ -267,11 +276,14 @@ def size(source: str | Path) -> int | None:
 
 
 def hub_name(source: str | Path) -> str | None:
-    """The source as the name of a data set of the hub; None where it is a path."""
+    """The source as the name of a data set of the hub; None if it is a path."""
     name = str(source)
     path = Path(source).expanduser()
-    is_path = not {*path.suffixes}.isdisjoint(SUFFIXES) or path.exists()
-    return name if FORM.fullmatch(name) and not is_path else None
+    if not set(path.suffixes).isdisjoint(SUFFIXES) or path.exists():
+        return None
+    if not FORM.fullmatch(name):
+        return None
+    return name
 
 
 def files_of(source: str | Path) -> dict[str, Path]:
@@ -291,14 +303,14 @@ def files_of(source: str | Path) -> dict[str, Path]:
             raise InputError(
                 f"{path} holds data sets that save_to_disk wrote: name the folder of one, as in {file}"
             )
-    found = {
-        name: file
-        for name, file in files.items()
-        if name.endswith(FILE_ENDINGS) and not re.search(r"(^|/)\.", name)
-    }
-    if not found:
+    data_files = {}
+    for name, file in files.items():
+        is_hidden = re.search(r"(^|/)\.", name) is not None
+        if name.endswith(FILE_ENDINGS) and not is_hidden:
+            data_files[name] = file
+    if not data_files:
         raise InputError(f"{path} holds no file named *{', *'.join(SUFFIXES)}")
-    return found
+    return data_files
 
 
 def sha256(path: Path) -> str:

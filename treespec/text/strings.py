@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError, TooLong
@@ -24,10 +23,11 @@ def text_of(content: object) -> str:
         raise ValueError("must be a string or a list of text parts")
     lines = []
     for part in content:
-        fields = part if isinstance(part, dict) else {}
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError(f"has a part that is no text: {part!r:.60}")
-        lines.append(fields["text"])
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"has a part that is no text: {part!r:.60}")
+        lines.append(part["text"])
     return "\n".join(lines)
 
 
@@ -44,17 +44,24 @@ def well_formed(text: str, where: str) -> str:
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of tokens or characters at the start that both share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    count = 0
+    for first, second in zip(a, b, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count
 
 
 def beginning(text: str, whole: str) -> int:
     """The number of characters at the end of the text that `whole`, which is longer, begins with."""
-    sizes = range(min(len(whole) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(whole[:size])), 0)
+    for size in range(min(len(whole) - 1, len(text)), 0, -1):
+        if text.endswith(whole[:size]):
+            return size
+    return 0
 
 
 def fitting(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:
-    """The text itself. Raises TooLong where each of `context` tokens were too short to hold it."""
+    """The text itself. Raises TooLong if `context` of the longest tokens do not hold it."""
     if context is not None and len(text) > context:
         least = -(-len(text) // longest_token(tokenizer))
         if least > context:
@@ -81,12 +88,13 @@ def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: 
         return text(token)
     left = text(before)
     both = text(before, token)
-    whole = both.startswith(left) and INCOMPLETE not in left
-    return both[len(left) :] if whole else text(token)
+    if INCOMPLETE in left or not both.startswith(left):
+        return text(token)
+    return both[len(left) :]
 
 
 def readable(text: str, name: str) -> str:
-    """A command-line text as UTF-8, whatever the locale. Raises InputError where it is not UTF-8.
+    """A command-line text as UTF-8, whatever the locale. Raises InputError if it is not UTF-8.
 
     Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.
 

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, first_line
@@ -50,14 +49,21 @@ def source_of(
     """The Jinja source of the tokenizer's template for these tools; "" for one of fschat's, and for none."""
     if tokenizer is None or template is not None or not getattr(tokenizer, "chat_template", None):
         return ""
-    return str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
+    schemas = None
+    if tools:
+        schemas = list(tools)
+    return str(tokenizer.get_chat_template(tools=schemas))
 
 
 def adapt_roles(messages: Messages, source: str) -> list[dict[str, Any]]:
     """The messages with OpenAI's role `developer` as `system`, unless the template's source names it."""
+    adapted = list(messages)
     if "developer" in source:
-        return [*messages]
-    return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        return adapted
+    for index, message in enumerate(adapted):
+        if message["role"] == "developer":
+            adapted[index] = message | {"role": "system"}
+    return adapted
 
 
 def render(
@@ -68,34 +74,72 @@ def render(
     tools: Tools = None,
     chat_template_kwargs: Variables = None,
 ) -> str:
-    """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
+    """The text of the messages.
+
+    Args:
+        tokenizer: whose chat template renders them.
+        messages: each with role and content.
+        template: the name of one of fschat's templates instead.
+        add_generation_prompt: end with the text that asks for an answer.
+        tools: JSON schemas of functions that the target may call.
+        chat_template_kwargs: variables of the chat template, such as enable_thinking.
+
+    Raises: InputError as `check` does, and if the template refuses the messages.
+
+    A question H and its answer Y, whose template begins turns with <s> and <|head|>; and the question
+    with the generation prompt, after which the target writes the answer:
+
+        <s>H<|head|>Y</s>
+        <s>H<|head|>
+    """
     if any(message["role"] == "developer" for message in messages):
         messages = adapt_roles(messages, source_of(tokenizer, template, tools))
-    if template is not None:
-        unused = "tools" if tools else "chat_template_kwargs" if chat_template_kwargs else ""
-        if unused:
-            raise InputError(f"the fschat template {template} has no place for {unused}")
-        text = _rendered(template, messages, add_generation_prompt)
+    if template is None:
+        text = _apply_chat_template(
+            tokenizer, messages, add_generation_prompt, tools, chat_template_kwargs
+        )
     else:
+        if tools:
+            raise InputError(f"the fschat template {template} has no place for tools")
+        if chat_template_kwargs:
+            raise InputError(
+                f"the fschat template {template} has no place for chat_template_kwargs"
+            )
+        text = _rendered(template, messages, add_generation_prompt)
+    return well_formed(text, "the text of the messages")
+
+
+def _apply_chat_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    add_generation_prompt: bool,
+    tools: Tools,
+    chat_template_kwargs: Variables,
+) -> str:
+    """The text of the messages by the tokenizer's own template. Raises InputError as `render` does."""
+    check(tokenizer)
+    variables: dict[str, Any] = {}
+    if chat_template_kwargs:
         # Names that transformers keeps to itself, such as chat_template, are no variables.
-        check(tokenizer)
-        variables = dict(chat_template_kwargs or {})
-        kept = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
-        names = variables.keys() & kept
+        reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
+        names = reserved & set(chat_template_kwargs)
         if names:
             raise InputError(
                 f"chat_template_kwargs: {min(names)} is no variable of a chat template"
             )
-        variables |= {"tools": list(tools) if tools else None, "tokenize": False}
-        variables["add_generation_prompt"] = add_generation_prompt
-        try:
-            text = str(tokenizer.apply_chat_template(list(messages), **variables))
-        except Exception as error:  # Jinja's, and those of the template's expressions
-            kind = type(error).__name__
-            raise InputError(
-                f"the chat template refuses these messages: {kind}: {first_line(error)}"
-            ) from error
-    return well_formed(text, "the text of the messages")
+        variables.update(chat_template_kwargs)
+    variables["tools"] = None
+    if tools:
+        variables["tools"] = list(tools)
+    variables["tokenize"] = False
+    variables["add_generation_prompt"] = add_generation_prompt
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), **variables))
+    except Exception as error:  # Jinja's, and those of the template's expressions
+        kind = type(error).__name__
+        raise InputError(
+            f"the chat template refuses these messages: {kind}: {first_line(error)}"
+        ) from error
 
 
 def encode(
@@ -115,8 +159,10 @@ def encode(
     """
     text = fitting(render(tokenizer, messages, template, **options), tokenizer, context)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    before = opening(tokenizer, template)
-    return ids if ids[: len(before)] == before else before + ids
+    start_tokens = opening(tokenizer, template)
+    if ids[: len(start_tokens)] == start_tokens:
+        return ids
+    return start_tokens + ids
 
 
 def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
@@ -124,8 +170,12 @@ def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> 
     if template is None:
         return []
     probe = tokenizer("a", return_special_tokens_mask=True)
-    pairs = zip(probe["input_ids"], probe["special_tokens_mask"], strict=True)
-    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
+    tokens = []
+    for token, is_special in zip(probe["input_ids"], probe["special_tokens_mask"], strict=True):
+        if not is_special:
+            break
+        tokens.append(token)
+    return tokens
 
 
 def stops(template: Template = None) -> Stops:
@@ -134,15 +184,19 @@ def stops(template: Template = None) -> Stops:
         return Stops()
     conversation = fschat_template(template)
     strings = conversation.stop_str or ()
-    strings = [strings] if isinstance(strings, str) else strings
-    return Stops(tuple(strings), tuple(conversation.stop_token_ids or ()))
+    if isinstance(strings, str):
+        strings = (strings,)
+    token_ids = conversation.stop_token_ids or ()
+    return Stops(tuple(strings), tuple(token_ids))
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """The special tokens and their ids."""
-    return {
-        token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    ids = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            ids[token.content] = token_id
+    return ids
 
 
 @lru_cache
@@ -165,13 +219,13 @@ def fschat_template(name: str) -> "Conversation":
 
 def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str:
     """The text of the messages. Raises InputError for what the template has no place for."""
-    text = fschat_template(name).copy()
-    roles = dict(zip(("user", "assistant"), text.roles, strict=False))
+    conversation = fschat_template(name).copy()
+    roles = dict(zip(("user", "assistant"), conversation.roles, strict=False))
     for number, message in enumerate(messages, 1):
         role = message["role"]
         content = message["content"]
         if role == "system" and number == 1:
-            text.set_system_message(content)
+            conversation.set_system_message(content)
         elif role not in roles:
             raise InputError(
                 f"the fschat template {name} has no place for role {role!r} at message {number}"
@@ -181,7 +235,7 @@ def _rendered(name: str, messages: Messages, add_generation_prompt: bool) -> str
                 f"message {number} is empty; fschat templates take an empty message for a prompt"
             )
         else:
-            text.append_message(roles[role], content)
+            conversation.append_message(roles[role], content)
     if add_generation_prompt:
-        text.append_message(roles["assistant"], None)
-    return str(text.get_prompt())
+        conversation.append_message(roles["assistant"], None)
+    return str(conversation.get_prompt())

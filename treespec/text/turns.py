@@ -67,21 +67,20 @@ class Chat:
         following: dict[str, Any] = {"role": "user", "content": QUESTION}
         calls = messages[-1].get("tool_calls")
         if calls:
-            first = calls[0] if isinstance(calls[0], dict) else {}
-            following = PROBE_RESULT | {"tool_call_id": first.get("id") or PROBE_CALL_ID}
-        return self.try_render([*messages, following])
+            following = dict(PROBE_RESULT)
+            if isinstance(calls[0], dict) and calls[0].get("id"):
+                following["tool_call_id"] = calls[0]["id"]
+        return self.try_render(list(messages) + [following])
 
     def render_header(self, before: Messages) -> str:
         """The messages, and what every answer to them without thoughts and calls begins with."""
-        texts = [
-            self.render([*before, {"role": "assistant", "content": words}])
-            for words in (ANSWER, "one")
-        ]
-        return texts[0][: common_prefix(*texts)]
+        first = self.render(list(before) + [{"role": "assistant", "content": ANSWER}])
+        second = self.render(list(before) + [{"role": "assistant", "content": "one"}])
+        return first[: common_prefix(first, second)]
 
     @property
     def turn_format(self) -> TurnFormat:
-        """How the template writes turns. Raises InputError where it refuses a plain question."""
+        """How the template writes turns. Raises InputError if it refuses a plain question."""
         source = str(getattr(self.tokenizer, "chat_template", ""))
         return read_turn_format(self.tokenizer, self.template, source)
 
@@ -96,7 +95,7 @@ def read_turn_format(
     special = "|".join(map(re.escape, names)) or "(?!)"
     chat = Chat(tokenizer, template)
     asked = [{"role": "user", "content": QUESTION}]
-    answered = [*asked, {"role": "assistant", "content": ANSWER}]
+    answered = asked + [{"role": "assistant", "content": ANSWER}]
     whole = chat.render(answered)
     following = chat.render_next_turn(answered)
 
@@ -107,26 +106,27 @@ def read_turn_format(
         next_turn = leading_token(special, following.removeprefix(whole))
     if next_turn == tokenizer.bos_token:
         next_turn = ""
-    return TurnFormat(
-        special, chat.render(asked, prompt=True) != chat.render(asked), closes, next_turn
-    )
+    asks = chat.render(asked, prompt=True) != chat.render(asked)
+    return TurnFormat(special, asks, closes, next_turn)
 
 
 def leading_token(special: str, text: str) -> str:
     """The special token that the text begins with; "" for none. special: a pattern of special tokens."""
-    begun = re.match(special, text)
-    return begun[0] if begun else ""
+    match = re.match(special, text)
+    if match is None:
+        return ""
+    return match[0]
 
 
 def split_thought(
     tokenizer: "PreTrainedTokenizerBase", template: Template, before: Messages, written: str
 ) -> tuple[str, str] | None:
-    """The thoughts and the words of a text that a target wrote after a prompt; None where it wrote no thoughts.
+    """The thoughts and the words of a text that a target wrote after a prompt; None if it wrote no thoughts.
 
     Args:
         tokenizer: whose chat template asked for the text.
         template: the name of one of fschat's templates instead.
-        before: the messages that the text answers. Raises InputError where the template refuses them.
+        before: the messages that the text answers. Raises InputError if the template refuses them.
         written: the text with its special tokens.
 
     The template shows what stands around thoughts and words. None too for a template that shows no thoughts, and
@@ -136,7 +136,8 @@ def split_thought(
     shown = {"role": "assistant", "content": ANSWER} | dict.fromkeys(THOUGHTS, QUESTION)
     prompt = render(tokenizer, before, template)
     try:
-        whole = render(tokenizer, [*before, shown], template, add_generation_prompt=False)
+        messages = list(before) + [shown]
+        whole = render(tokenizer, messages, template, add_generation_prompt=False)
     except InputError:
         return None
     opening, shows_thought, rest = whole.removeprefix(prompt).partition(QUESTION)

@@ -1,0 +1,228 @@
+"""The response to a request: one JSON object, or server-sent events as its answers come."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, final
+
+from fastapi.responses import StreamingResponse
+
+from treespec.engine.request import Piece
+from treespec.engine.stats import Stats
+from treespec.serve.answers import Answers
+from treespec.serve.errors import failed
+from treespec.serve.protocol import Delta, Fields, joined, told_of
+from treespec.serve.tools import Catcher
+
+
+@final
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How an endpoint writes its response.
+
+    build_choice: the fields of a choice, from a delta and whether it is the whole choice.
+    object_name, chunk_name: the field `object` of a whole response and of a chunk.
+    id_prefix: the first part of a response's id.
+    openings: for each prompt the text that its choices begin with, None for no first delta.
+    build_parser: makes the parser of tool calls of one choice.
+    """
+
+    build_choice: Callable[[Delta, bool], Fields]
+    object_name: str
+    chunk_name: str
+    id_prefix: str
+    openings: Sequence[str | None]
+    build_parser: Callable[[], Catcher]
+
+
+@final
+@dataclass
+class ChoiceStream:
+    """Turns the pieces of one answer into deltas of its choice.
+
+    previous_token: the token before the next piece. offset: characters of the tokens so far.
+    """
+
+    index: int
+    parser: Catcher
+    tokenizer: Any
+    hidden_tokens: frozenset[int]
+    return_token_ids: bool
+    previous_token: int
+    offset: int = 0
+
+    def add_piece(self, piece: Piece) -> Delta | None:
+        """The delta of a piece; None if it shows nothing yet."""
+        text = self.parser.show(piece)
+        tokens = told_of(self.tokenizer, piece, self.previous_token, self.hidden_tokens)
+        ids = None
+        if self.return_token_ids:
+            ids = piece.token_ids
+        delta = None
+        if text or tokens or ids:
+            delta = Delta(self.index, text, tokens, offset=self.offset, ids=ids)
+        self.previous_token = piece.token_ids[-1]
+        for token in tokens or []:
+            self.offset += len(token["token"])
+        return delta
+
+    def finish(self, truncated: bool) -> list[Delta]:
+        """The last deltas: text that was held back, calls of tools, and why the answer ended.
+
+        truncated: whether a limit ended it.
+        """
+        deltas = []
+        text, calls = self.parser.finish()
+        if text or calls:
+            fields = [call.fields for call in calls]
+            deltas.append(Delta(self.index, text or None, calls=fields))
+        reason = "stop"
+        if calls:
+            reason = "tool_calls"
+        elif truncated:
+            reason = "length"
+        deltas.append(Delta(self.index, end=reason))
+        return deltas
+
+
+@final
+@dataclass
+class Reply:
+    """The response to a request whose answers have been submitted.
+
+    include_usage: whether a stream ends with the token counts.
+    return_token_ids: whether choices hold their token ids.
+    hidden_tokens: tokens that are no part of the text, such as the end-of-sequence token.
+    """
+
+    answers: Answers
+    format: ReplyFormat
+    include_usage: bool
+    return_token_ids: bool
+    hidden_tokens: frozenset[int]
+
+    async def whole(self) -> Fields:
+        """The response as one object, once all answers have ended."""
+        deltas_by_choice: list[list[Delta]] = [[] for _ in self.answers.answers]
+        async for delta in self._deltas():
+            if delta is not None:
+                deltas_by_choice[delta.index].append(delta)
+        choices = []
+        for deltas in deltas_by_choice:
+            choices.append(self.format.build_choice(joined(deltas), True))
+        heading = self._heading(self.format.object_name)
+        return heading | {"choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[Fields | None]:
+        """The chunks of a stream; None after a while without one."""
+        heading = self._heading(self.format.chunk_name)
+        if self.include_usage:
+            heading["usage"] = None
+        async for delta in self._deltas():
+            if delta is None:
+                yield None
+            else:
+                yield heading | {"choices": [self.format.build_choice(delta, False)]}
+        if self.include_usage:
+            yield heading | {"choices": [], "usage": self._usage()}
+
+    def _heading(self, object_name: str) -> Fields:
+        """The fields that every object and chunk of one response begins with."""
+        return {
+            "id": f"{self.format.id_prefix}-{uuid.uuid4().hex}",
+            "object": object_name,
+            "created": int(time.time()),
+            "model": self.answers.state.name,
+            "system_fingerprint": f"treespec-{version('treespec')}",
+        }
+
+    async def _deltas(self) -> AsyncIterator[Delta | None]:
+        """Deltas of all choices as they come; None after a while without one."""
+        # 1. The role of every choice, or the echo of its prompt.
+        choices = []
+        for index in range(len(self.answers.answers)):
+            prompt_index = index // self.answers.samples
+            choices.append(self._open_choice(index, prompt_index))
+            opening = self.format.openings[prompt_index]
+            if opening is not None:
+                yield Delta(index, opening, begins=True)
+
+        # 2. Pieces as they come, and the end of each choice.
+        async for arrival in self.answers:
+            if arrival is None:
+                yield None
+                continue
+            index, piece = arrival
+            if piece is not None:
+                delta = choices[index].add_piece(piece)
+                if delta is not None:
+                    yield delta
+                continue
+            for delta in choices[index].finish(self.answers.answers[index].stats.truncated):
+                yield delta
+
+    def _open_choice(self, index: int, prompt_index: int) -> ChoiceStream:
+        return ChoiceStream(
+            index,
+            self.format.build_parser(),
+            self.answers.state.spec.target.tokenizer,
+            self.hidden_tokens,
+            self.return_token_ids,
+            previous_token=self.answers.prompts[prompt_index][-1],
+        )
+
+    def _usage(self) -> Fields:
+        """Token counts as OpenAI writes them, and those of the drafts. A prompt counts once."""
+        total = Stats()
+        answers = self.answers.answers
+        for answer in answers:
+            total.add(answer.stats)
+        prompt_tokens = 0
+        cached_tokens = 0
+        for answer in answers[:: self.answers.samples]:
+            prompt_tokens += answer.stats.prompt_tokens
+            cached_tokens += answer.stats.cached_tokens
+        accepted = sum(total.accepted)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": total.new_tokens,
+            "total_tokens": prompt_tokens + total.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {"accepted_prediction_tokens": accepted},
+            "treespec": {
+                "accepted_draft_tokens": accepted,
+                "draft_tokens": sum(total.drafted),
+                "cycles": total.cycles,
+                "acceptance_length": round(total.acceptance_length, 4),
+            },
+        }
+
+
+def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:
+    """Send chunks as server-sent events.
+
+    None is sent as a comment, so that nobody takes the connection for dead. An error amid the answer
+    is an event, too: the status has been sent.
+    """
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks:
+                if chunk is None:
+                    yield b": waiting\n\n"
+                else:
+                    yield format_event(chunk)
+        except Exception as error:
+            yield format_event(failed(error).body)
+        yield b"data: [DONE]\n\n"
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def format_event(fields: Fields) -> bytes:
+    """A server-sent event of one JSON object."""
+    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"

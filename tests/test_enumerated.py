@@ -11,6 +11,7 @@ from oracle import deviation, distribution, outcomes
 from tiny_pairs import NEW, PROMPT, WAYS, spec_of
 
 from treespec.draft import tree_drafter
+from treespec.draft.tree_assembly import ShapedDrafts
 from treespec.sampling.probs import SamplingParams
 from treespec.trees.static import StaticTree
 
@@ -104,7 +105,7 @@ def unshaped_below_the_first_level(monkeypatch):
     shape = tree_drafter.shape_drafts
 
     def first_level(law, paths, rows, *rest):
-        return rows if paths[0] else shape(law, paths, rows, *rest)
+        return ShapedDrafts(rows, rows) if paths[0] else shape(law, paths, rows, *rest)
 
     monkeypatch.setattr(tree_drafter, "shape_drafts", first_level)
 

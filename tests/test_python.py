@@ -17,6 +17,8 @@ from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.heads.proposers import EagleProposer
+from treespec.draft.lookup.guess import Guess
+from treespec.draft.lookup.one_hot import TextDrafter
 from treespec.draft.source import source_for
 from treespec.draft.spec import DrafterSpec
 from treespec.engine.options import Keywords
@@ -172,6 +174,60 @@ def test_a_drafter_of_ones_own_serves_texts_that_enter_and_leave(batch):
     spec = Spec(model, NoDrafts())
     as_undrafted(spec, texts, 10, batch=batch)
     assert "nodrafts" in repr(spec)
+
+
+class CountsInStates(NoDrafts):
+    """`NoDrafts` with an object for each text in `states`."""
+
+    per_text = ()
+    counts = property(lambda self: [state["positions"] for state in self.states])
+
+    def __init__(self):
+        self.states = [{"positions": 0}]
+
+    def observe(self, features, tokens):
+        for state, new in zip(self.states, tokens, strict=True):
+            state["positions"] += len(new) - 1
+
+    def rewind(self, lengths):
+        self.states = [{"positions": length} for length in lengths]
+
+    def new(self):
+        return CountsInStates()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_the_states_of_a_drafter_follow_the_texts_that_enter_and_leave(batch):
+    model = target("llama")
+    texts = [[5, 9, 7], [4], [8, 3, 11, 30], [21, 6]]
+    as_undrafted(Spec(model, CountsInStates()), texts, 10, batch=batch)
+
+
+class Learns(TextDrafter):
+    """It drafts what it has seen most, and counts in a list of its own."""
+
+    def __init__(self, store):
+        self.store = store
+        self.seen = []
+
+    def draft(self, text):
+        assert self.seen == text[: len(self.seen)].tolist()  # of one text alone
+        self.seen = text.tolist()
+        return Guess.chain([int(text[-1])])
+
+
+class SharesStore(Learns):
+    def new(self):
+        return SharesStore(self.store)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_text_gets_a_drafter_of_its_own_which_shares_what_new_gives_it(shared):
+    model = target("llama")
+    store = {}
+    spec = Spec(model, SharesStore(store) if shared else Learns(store), verifier="topk")
+    as_undrafted(spec, [[5, 9, 7], [4], [8, 3, 11, 30]], 10, batch=2)
+    assert all((state.drafter.store is store) == shared for state in spec.decoder.drafter.states)
 
 
 class Rows(PerText):

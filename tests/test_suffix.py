@@ -146,13 +146,13 @@ def test_an_answer_that_is_cut_off_is_not_remembered():
     spec = spec_of("llama", "suffix")
     with spec.stream(prompt(), max_new_tokens=24) as stream:
         next(stream)
-    assert spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist() == []
+    assert spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist() == []
 
 
 def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens():
     spec = spec_of("llama", "suffix")
     output = spec.generate(prompt(12), max_new_tokens=7)
-    kept = spec.decoder.drafter.rows[0].drafter.caches.named("").tokens.tolist()
+    kept = spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist()
     assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
 
 

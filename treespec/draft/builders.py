@@ -22,7 +22,7 @@ from treespec.sampling.probs import SamplingParams, largest, probs
 from treespec.trees.layout import layout
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree, columns, sent
+from treespec.trees.tree import Draws, TokenTree, columns, sent
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
@@ -30,13 +30,10 @@ from treespec.verify.topk import TopK
 class TreeBuilder:
     """The trees of one sequence by a policy.
 
-    scheme: makes the draws. calibration: of the head, where it has one. costs: the measured cost by
-    batch size; called where a cycle needs it.
-    choice: between its trees and a suffix cache's. ahead: gives the draft logits [D, N] of all levels
-    of the next tree, where a draft model has them at once.
+    scheme: makes the draws above temperature 0. calibration: of the head, where it has one. costs: the
+    measured cost by batch size; called where a cycle needs it.
+    choice: between its trees and a suffix cache's.
     """
-
-    ahead: Callable[[], Tensor] | None = None
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class TreeBuilder:
         costs: CostBy | None = None,
     ) -> None:
         self.policy = policy
-        self.drawing = scheme
+        self.scheme = scheme
         self.calibration = calibration
         self.costs = costs
         self.choice = Choice()
@@ -64,33 +61,55 @@ class TreeBuilder:
         return False
 
     def grow(
-        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+        self,
+        root: Tensor,
+        logits: Tensor,
+        params: SamplingParams,
+        generator: torch.Generator,
+        ahead: Callable[[], Tensor] | None = None,
     ) -> Growth:
         """Grow the tree of one cycle.
 
-        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
+        Args:
+            root: [1] int64, the last committed token; [B, 1] of a batch whose trees grow together.
+            logits: [1, V] draft logits of its children; [B, 1, V] of a batch.
+            params: how draft logits become the distribution that children are drawn from.
+            generator: of the draws.
+            ahead: gives the draft logits [D, N] of all levels, where a draft model has them at once.
         """
-        self.root = root
-        self.logits = logits
-        self.params = params
-        self.generator = generator
-        return (yield from self.shaped())
+        scheme = self.scheme
+        if params.greedy:  # the most likely tokens, whatever the scheme
+            scheme = TopK()
+        return self.shaped(CycleBuilder(root, logits, params, generator, scheme, ahead))
 
     def settled(self) -> Policy | None:
         """What shapes the tree of the cycle that runs, if that and the draft alone do."""
-        return self.policy if self.policy.repeats else None
+        if self.policy.repeats:
+            return self.policy
+        return None
 
-    def shaped(self) -> Growth:
+    def shaped(self, cycle: "CycleBuilder") -> Growth:
         """The tree of the cycle that runs."""
-        return self.policy.grow(self)
+        return self.policy.grow(cycle)
 
     def update(self, path: Sequence[int]) -> None:
         """Learn from a verdict. path: the accepted nodes, without the root."""
 
-    @property
-    def scheme(self) -> Scheme:
-        """Of a cycle: at temperature 0 the most likely tokens, whatever the scheme."""
-        return TopK() if self.params.greedy else self.drawing
+
+@dataclass(frozen=True)
+class CycleBuilder:
+    """Grows the tree of one sequence in one cycle, as its policy asks (`treespec.trees.shape.Builder`).
+
+    root, logits, params, generator, ahead: as `TreeBuilder.grow` takes them. scheme: makes the draws of
+    this cycle.
+    """
+
+    root: Tensor
+    logits: Tensor
+    params: SamplingParams
+    generator: torch.Generator
+    scheme: Scheme
+    ahead: Callable[[], Tensor] | None = None
 
     @property
     def one_hot(self) -> bool:
@@ -99,34 +118,48 @@ class TreeBuilder:
     def levels(self, depth: int, ranks: int) -> Growing[np.ndarray]:
         assert self.ahead
         levels = probs(self.ahead()[:depth], self.params)
-        most = min(ranks, self.scheme.max_draws or ranks, levels.shape[1])
-        return (yield largest(levels, most)[0].double()).numpy()
+        most = min(ranks, levels.shape[1])
+        if self.scheme.max_draws:
+            most = min(most, self.scheme.max_draws)
+        top = yield largest(levels, most)[0].double()
+        return top.numpy()
 
     def fixed(self, shape: StaticTree) -> Growth:
         """One draft step and one batch of draws for each level."""
         tokens = [self.root]
         levels = list[Drawn]()
         logits = self.logits
-        scheme = self.scheme
         fixed = layout(shape, logits.device)
-        for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
+        above = None
+        for level in fixed.levels:
             # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
             #    drafted for as token 0.
-            if above:
+            if above is not None:
                 last = tokens[-1][level.nodes - above.first].clamp_min(0)
                 logits = yield Frontier(last, level.parent_rows)
+            above = level
 
             # 2. The draws at all of these nodes.
-            q = logits if scheme.deterministic else probs(logits, self.params)
-            k = int(level.draws.max()) if scheme.deterministic else level.draws
-            drawn = scheme.draw(q, k, self.generator)  # [F, K]
+            q, drawn = self.draw(logits, level.draws)
 
             # 3. The children's tokens, and what the verifier needs.
             tokens.append(drawn.tokens[level.rows, level.columns])
-            levels.append((level.nodes, q, drawn))
-        drafts = None if scheme.deterministic else drafts_of(levels)
-        parts = fixed.parents, fixed.depth, fixed.ancestors
-        return TokenTree(torch.cat(tokens), *parts, drafts)
+            levels.append(Drawn(level.nodes, q, drawn))
+        drafts = None
+        if not self.scheme.deterministic:
+            drafts = drafts_of(levels)
+        return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+
+    def draw(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Draws]:
+        """q [F, V] at F nodes, and the draws from it [F, K].
+
+        logits: [F, V]. counts: [F] draws at each node. A scheme whose draws are a function of q takes the
+        logits for it, and as many draws at each node as the most that one has.
+        """
+        if self.scheme.deterministic:
+            return logits, self.scheme.draw(logits, int(counts.max()), self.generator)
+        q = probs(logits, self.params)
+        return q, self.scheme.draw(q, counts, self.generator)
 
     def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
         tree, _ = yield from Ranked(depth, topk, nodes).grow(self.root, self.logits)
@@ -152,15 +185,23 @@ class Ranked:
 
         above: [..., F] scores of the nodes; None for the root. logits: [..., F, V]. depth: of the nodes.
         """
-        *nodes, size = logits.shape
-        shared = nodes[-1] > 1 and logits.stride(-2) == 0  # one distribution for the whole level
-        rows = logits[..., :1, :] if shared else logits
-        best, tokens = largest(rows.log_softmax(-1, torch.float32), min(self.topk, size))
-        return tokens.expand(*nodes, -1), best if above is None else above[..., None] + best
+        rows = logits
+        if logits.shape[-2] > 1 and logits.stride(-2) == 0:  # one distribution for the whole level
+            rows = logits[..., :1, :]
+        topk = min(self.topk, logits.shape[-1])
+        scores, tokens = largest(rows.log_softmax(-1, torch.float32), topk)
+        tokens = tokens.expand(logits.shape[:-1] + (topk,))
+        if above is None:
+            return tokens, scores
+        return tokens, above[..., None] + scores
 
     def width(self, level: int, scores: list[Tensor]) -> int:
         """How many of the best nodes of a level to expand; 0 ends the tree. scores: of all levels."""
-        return (self.expanded or self.topk) if level < self.depth else 0
+        if level >= self.depth:
+            return 0
+        if self.expanded is None:
+            return self.topk
+        return self.expanded
 
     def grow(self, root: Tensor, logits: Tensor) -> Growing[tuple[TokenTree, Tensor]]:
         """The growth of the tree, and the columns [N] that it keeps (`best_tree`).

@@ -7,7 +7,6 @@ temperature 0) from its q, its rank and the depth. Rates and factors of the draf
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,12 +43,17 @@ class Calibration:
     sharpness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = chain(self.greedy, *self.rates.values(), self.sharpness)
-        above_zero = (*map(float, self.rates), *self.sharpness)
-        positive = all(map(len, self.rates.values())) and all(x > 0 for x in above_zero)
-        whole = len(self.greedy) in (0, FEATURES) and positive
-        if not whole or not all(map(math.isfinite, numbers)):
+        if len(self.greedy) not in (0, FEATURES) or not all(self.rates.values()):
             raise ValueError("weights or rates are missing")
+        above_zero = list(self.sharpness)
+        above_zero += map(float, self.rates)
+        if not all(number > 0 for number in above_zero):
+            raise ValueError("factors or temperatures are not above 0")
+        numbers = [*self.greedy, *self.sharpness]
+        for rates in self.rates.values():
+            numbers += rates
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("weights or rates are not numbers")
 
     def sure(self, top: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] Pr(the r-th most likely token is the target's choice at temperature 0), at a depth.
@@ -79,7 +83,9 @@ def features_of(top: np.ndarray, depth: int) -> np.ndarray:
 
 def sharpened(logits: "Tensor", depth: int, sharpness: tuple[float, ...]) -> "Tensor":
     """Draft logits of any shape for the children of nodes at a depth. sharpness: as of `Calibration`."""
-    return logits * sharpness[min(depth, len(sharpness) - 1)] if sharpness else logits
+    if not sharpness:
+        return logits
+    return logits * sharpness[min(depth, len(sharpness) - 1)]
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
@@ -97,8 +103,11 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         return None
     fields = read_json(file, AGAIN, FORMAT)
     try:
-        named = {name: tuple(map(float, fields[name])) for name in ("greedy", "sharpness")}
-        rates = {t: tuple(map(float, known)) for t, known in fields["rates"].items()}
-        return Calibration(**named, rates=rates)
+        greedy = tuple(map(float, fields["greedy"]))
+        sharpness = tuple(map(float, fields["sharpness"]))
+        rates = {}
+        for temperature, of_children in fields["rates"].items():
+            rates[temperature] = tuple(map(float, of_children))
+        return Calibration(greedy, rates, sharpness)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: {AGAIN}") from error

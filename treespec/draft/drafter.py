@@ -4,8 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,59 +13,78 @@ from treespec.draft.auto.cost import CostBy
 from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.sampling.sampler import Distribution
+from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import Distribution, Path
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
 PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
 
 
-class Renewed:
-    """It can be made again as it was made: `new` passes the same arguments to its class."""
+State = TypeVar("State")
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        made = super().__new__(cls)
-        object.__setattr__(made, "_made_with", (args, options))  # a frozen dataclass may be one
-        return made
 
-    def new(self) -> Self:
-        """Another one with the same models and options, for a new sequence."""
-        args, options = cast(Any, self)._made_with
-        return type(self)(*args, **options)
+def join_states(
+    states: Sequence[State], others: Sequence[Sequence[State]], row: int | None
+) -> list[State]:
+    """The states of one batch, then those of other batches. row: only that one of each other batch."""
+    joined = list(states)
+    for other in others:
+        joined += other if row is None else other[row : row + 1]
+    return joined
 
 
 class PerText:
-    """State of B sequences. `per_text` names the fields that hold it.
+    """State of B sequences in attributes that `per_text` names, for drafters written before `Observer.states`.
 
-    Such a field is a list with one entry a sequence, or an object with a `join` and a `select` of
+    Such an attribute is a list with one entry a sequence, or an object with a `join` and a `select` of
     its own: a cache, say.
     """
 
     per_text: tuple[str, ...] = ()
 
     def join(self, others: Sequence[Self], row: int | None = None) -> None:
-        """Append the sequences of others. row: that one of each alone."""
+        """Append the sequences of others. row: only that one of each."""
         for name in self.per_text:
-            own = getattr(self, name)
-            theirs = [getattr(other, name) for other in others]
-            if isinstance(own, list):
-                taken = theirs if row is None else [[rows[row]] for rows in theirs]
-                setattr(self, name, [*own, *chain.from_iterable(taken)])
+            rows = getattr(self, name)
+            other_rows = [getattr(other, name) for other in others]
+            if isinstance(rows, list):
+                setattr(self, name, join_states(rows, other_rows, row))
             else:
-                own.join(theirs, row)
+                rows.join(other_rows, row)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the sequences in these rows, in this order."""
         for name in self.per_text:
-            own = getattr(self, name)
-            if isinstance(own, list):
-                setattr(self, name, [own[row] for row in rows])
+            held = getattr(self, name)
+            if isinstance(held, list):
+                setattr(self, name, [held[row] for row in rows])
             else:
-                own.select(rows)
+                held.select(rows)
 
 
-class Observer(Renewed, PerText, ABC):
-    """Observes B sequences, one at first, and drafts for them."""
+class Observer(PerText, ABC):
+    """Observes B sequences, one at first, and drafts for them.
+
+    states: what it keeps of each sequence: an object a sequence, in the order of the batch's rows; empty
+    where it keeps nothing. What a class keeps for the batch as a whole, such as a cache, it joins and
+    selects next to them in a `join` and a `select` of its own.
+    """
+
+    states: Sequence[Any] = ()
+
+    @abstractmethod
+    def new(self) -> Self:
+        """Another one with the same models and options, for one sequence that is not yet observed."""
+
+    def join(self, others: Sequence[Self], row: int | None = None) -> None:
+        super().join(others, row)
+        self.states = join_states(self.states, [other.states for other in others], row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        if self.states:
+            self.states = [self.states[row] for row in rows]
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -108,6 +126,18 @@ class Frontier:
         return self.places if self.children == 1 else self.places // self.children
 
 
+@dataclass(frozen=True)
+class GrowthKey:
+    """What trees depend on besides roots, draft logits, noise and what was observed.
+
+    policies: of each sequence, what shapes its tree. noise_params: the sampling parameters of all sequences,
+    where the logits become scores by noise; None without noise.
+    """
+
+    policies: tuple[Policy, ...]
+    noise_params: SamplingParams | None = None
+
+
 Grow = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], list[TokenTree]]
 Frontiers = Sequence[Frontier | None]  # by sequence; None: it has no node to draft below
 
@@ -118,14 +148,20 @@ def aligned(frontiers: Frontiers, device: torch.device) -> tuple[Tensor, Tensor,
     Shorter frontiers are padded with 0. None counts as a frontier without nodes. Frontiers of a batch
     together count as one.
     """
-    whole = frontiers[0]
-    if whole and whole.tokens.dim() == 2:
-        return whole.tokens, whole.parent_rows, [whole.tokens.numel()]
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
-    parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
-    sizes = [len(row) for row in tokens]
-    return together(tokens), together(parents), sizes
+    first = frontiers[0]
+    if first and first.tokens.dim() == 2:
+        return first.tokens, first.parent_rows, [first.tokens.numel()]
+    no_nodes = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = []
+    parents = []
+    for frontier in frontiers:
+        if frontier:
+            tokens.append(frontier.tokens)
+            parents.append(frontier.parent_rows)
+        else:
+            tokens.append(no_nodes)
+            parents.append(no_nodes)
+    return together(tokens), together(parents), list(map(len, tokens))
 
 
 class Proposer(Observer):
@@ -184,12 +220,22 @@ class Proposer(Observer):
         """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
 
     def repeated(
-        self, grow: Grow, roots: Tensor, logits: list[Tensor], noise: Tensor | None, key: Any
+        self,
+        grow: Grow,
+        roots: Tensor,
+        logits: list[Tensor],
+        noise: Tensor | None,
+        key: GrowthKey,
     ) -> list[TokenTree]:
-        """The trees below the roots [B] int64, on the host, and `logits`, of `begin`.
+        """The trees below the roots, which a proposer may grow by a recorded CUDA graph.
 
-        grow: grows them by `extend`; they depend on these arguments, what was observed, and the key alone.
-        noise: [B, D, N] of the levels, where it decides with the logits.
+        Args:
+            grow: grows the trees by `extend`. They are a function of these arguments and of what was
+                observed.
+            roots: [B] int64, on the host.
+            logits: [1, N] of each sequence, which `begin` returned.
+            noise: [B, D, N] of the levels, where it decides with the logits.
+            key: what else the trees depend on: those of one key may repeat one graph.
         """
         return grow(roots, logits, noise)
 
@@ -244,6 +290,13 @@ class Drafter(Observer):
         committed sequences, and leaves the cache as it found it. now: the clock in seconds that
         times forwards.
         """
+
+    def draft_logits(self, row: int) -> dict[Path, Tensor]:
+        """The [V] draft logits of a row's tree of this cycle, by the path of each node with drafted children.
+
+        They are kept where `Distribution.listened` asks for them; from M draft models they are [M, V].
+        """
+        return {}
 
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         """Feedback after a cycle: accepted nodes of each tree, without the root."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from treespec.draft.registry import DRAFTERS
 from treespec.draft.spec import DrafterSpec
+from treespec.errors import InputError
 from treespec.heads.registry import kind_in, levels_in
-from treespec.options import MANY, refuse
 from treespec.trees.dynamic import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
@@ -42,30 +42,47 @@ ANY = DraftModel(at_once=True)  # a draft model that goes with every tree
 
 def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel = ANY) -> None:
     """Raises InputError where policy, scheme and draft model cannot be paired."""
-    # 1. What does not fit.
-    draws = policy.max_draws or 0
-    most = scheme.max_draws or MANY
-    deepest = model.deepest or MANY
-    by_level = policy.at_once and not model.at_once
-    biased = not (policy.may_draw or scheme.deterministic)
-    too_deep = policy.max_depth > deepest and not policy.at_once
-
-    # 2. What to do.
-    pair = f"the {policy.name} tree cannot go with verifier {scheme.name}"
-    narrower = "chain:5" if most == 1 else f"balanced:{most}x3"
-    form = "chain:" if policy.name == "static" else f"{policy.name}:depth="
-    refuse(
-        {
+    # 1. The draft model gives a level at a time.
+    if policy.at_once and not model.at_once:
+        raise InputError(
             f"the tree {policy.name} needs a head that drafts all levels at once ({AT_ONCE}): take "
-            "--tree dynamic with --verifier topk, or --tree eagle": by_level,
-            f"{pair}: it keeps children by the probability of what was drawn, which biases sampled "
-            "draws; take --tree eagle (or another static tree), or --verifier topk": biased,
-            f"verifier {scheme.name} answers at most {most} draws a node, this tree makes {draws}; "
-            f"take --tree {narrower}": draws > most,
-            f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: take --tree "
-            f"{form}{deepest}": too_deep,
-        }
-    )
+            "--tree dynamic with --verifier topk, or --tree eagle"
+        )
+
+    # 2. The children are draws, of which the policy would keep some.
+    if not policy.may_draw and not scheme.deterministic:
+        raise InputError(
+            f"the {policy.name} tree cannot go with verifier {scheme.name}: it keeps children by the "
+            "probability of what was drawn, which biases sampled draws; take --tree eagle (or another "
+            "static tree), or --verifier topk"
+        )
+
+    # 3. More draws at a node than the scheme answers.
+    draws = policy.max_draws
+    if draws and scheme.max_draws and draws > scheme.max_draws:
+        narrower = f"balanced:{scheme.max_draws}x3"
+        if scheme.max_draws == 1:
+            narrower = "chain:5"
+        raise InputError(
+            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes "
+            f"{draws}; take --tree {narrower}"
+        )
+
+    # 4. More levels than the head has.
+    if not policy.at_once:
+        check_depth(policy, model)
+
+
+def check_depth(policy: Policy, model: DraftModel) -> None:
+    """Raises InputError for a tree that is deeper than the draft model drafts."""
+    if model.deepest and policy.max_depth > model.deepest:
+        shallower = f"{policy.name}:depth={model.deepest}"
+        if policy.name == "static":
+            shallower = f"chain:{model.deepest}"
+        raise InputError(
+            f"the tree is {policy.max_depth} deep, the head drafts {model.deepest} tokens: take --tree "
+            f"{shallower}"
+        )
 
 
 def default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
@@ -74,8 +91,12 @@ def default_tree(scheme: "Scheme", deepest: int | None) -> Policy:
     deepest: levels that can be drafted; None: any number.
     """
     if scheme.deterministic:
-        return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
-    return scheme.default_tree.cut(deepest) if deepest else scheme.default_tree
+        if deepest:
+            return AutoTree(depth=min(AutoTree.depth, deepest))
+        return AutoTree()
+    if deepest:
+        return scheme.default_tree.cut(deepest)
+    return scheme.default_tree
 
 
 def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | None) -> None:
@@ -87,8 +108,9 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
     if spec.kind.one_hot:
         check_one_hot(spec.kind.name, verifier, tree)
         return
-    # a default tree fits its verifier and head
-    check_fit(tree or chain(1), verifier.scheme, model_of(spec))
+    if tree is None:
+        tree = chain(1)  # a default tree fits its verifier and head
+    check_fit(tree, verifier.scheme, model_of(spec))
 
 
 def model_of(spec: DrafterSpec) -> DraftModel:
@@ -96,10 +118,14 @@ def model_of(spec: DrafterSpec) -> DraftModel:
     if not spec.kind.is_head:
         return DraftModel()
     folder = Path(spec.place).expanduser()
-    kind = kind_in(folder) if spec.kind.name == "head" else spec.kind.name
-    here = folder.is_dir()  # else a hub id, which may hold anything
+    kind: str | None = spec.kind.name
+    if kind == "head":
+        kind = kind_in(folder)
+    deepest = None
+    if folder.is_dir():  # else a hub id, which may hold anything
+        deepest = levels_in(folder)
     at_once = kind is None or DRAFTERS[kind].at_once
-    return DraftModel(True, levels_in(folder) if here else None, at_once)
+    return DraftModel(True, deepest, at_once)
 
 
 def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None:
@@ -108,12 +134,12 @@ def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
     where all schemes agree.
     """
-    takes = verifier.scheme.deterministic
-    refuse(
-        {
+    if not verifier.scheme.deterministic:
+        raise InputError(
             f"{name} hands over given tokens, which have no draft distribution for verifier "
-            f"{verifier.name}: take --verifier topk, or auto": not takes,
-            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its "
-            "options": tree is not None,
-        }
-    )
+            f"{verifier.name}: take --verifier topk, or auto"
+        )
+    if tree is not None:
+        raise InputError(
+            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options"
+        )

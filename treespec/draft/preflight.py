@@ -65,7 +65,10 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
         folder = Path(name)
         if name and not folder.is_dir():
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        for file in sorted(folder.glob("*.safetensors")) if name else ():
+        files: list[Path] = []
+        if name:
+            files = sorted(folder.glob("*.safetensors"))
+        for file in files:
             with safe_open(file, framework="numpy") as stored:
                 found |= dict.fromkeys(stored.keys(), file)
     except Exception as error:  # a damaged file may raise anything
@@ -110,7 +113,11 @@ def number_in(folder: str, *names: str) -> int | None:
         return None  # on the hub, or damaged: loading says so
     if not isinstance(config, dict):
         return None
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
-    values = [part.get(name) for name in names for part in parts]
-    return next((value for value in values if isinstance(value, int)), None)
+    parts = [config]
+    if isinstance(config.get("text_config"), dict):
+        parts.append(config["text_config"])
+    for name in names:
+        for part in parts:
+            if isinstance(part.get(name), int):
+                return int(part[name])
+    return None

@@ -36,13 +36,19 @@ class Source:
     @property
     def name(self) -> str:
         """A word or two for people, such as `eagle head`, `skip` and `suffix and eagle head`."""
-        own = self.drafting.name or type(self.drafting).__name__.removesuffix("Proposer").lower()
-        return f"{self.cache.name} and {own}" if self.cache else own
+        name = self.drafting.name
+        if not name:
+            name = type(self.drafting).__name__.removesuffix("Proposer").lower()
+        if self.cache:
+            return f"{self.cache.name} and {name}"
+        return name
 
     @property
     def proposer(self) -> Proposer | None:
         """The draft model, if it has one."""
-        return self.drafting if isinstance(self.drafting, Proposer) else None
+        if isinstance(self.drafting, Proposer):
+            return self.drafting
+        return None
 
     @property
     def head(self) -> Head | None:
@@ -66,13 +72,25 @@ class Source:
         times: measures when it is called first. Raises InputError for a tree and verifier that do
         not go with it.
         """
-        if not isinstance(own := self.drafting, Proposer):
-            if own.one_hot:
+        # 1. A drafter of whole trees.
+        if not isinstance(self.drafting, Proposer):
+            if self.drafting.one_hot:
                 check_one_hot(self.name, verifier, tree)
-            return own.with_times(times) if verifier.coupled else own.new()
-        policy = tree or default_tree(verifier.scheme, own.max_depth)
-        cache = self.cache and (self.cache.with_times(times) if policy.timed else self.cache.new())
-        return TreeDrafter(own.new(), policy, verifier.scheme, calibration, times, cache)
+            if verifier.coupled:
+                return self.drafting.with_times(times)
+            return self.drafting.new()
+
+        # 2. A draft model, and a suffix cache next to it.
+        policy = tree
+        if policy is None:
+            policy = default_tree(verifier.scheme, self.drafting.max_depth)
+        cache = None
+        if self.cache and policy.timed:
+            cache = self.cache.with_times(times)
+        elif self.cache:
+            cache = self.cache.new()
+        proposer = self.drafting.new()
+        return TreeDrafter(proposer, policy, verifier.scheme, calibration, times, cache)
 
 
 Drafting: TypeAlias = Source | Head | Proposer | Drafter | TextDrafter
@@ -91,7 +109,8 @@ def source_for(drafting: Drafting, target: Target) -> Source:
 
 def load_source(spec: DrafterSpec, target: Target) -> Source:
     """Load what `--drafter` names. Raises InputError, and whatever loading raises."""
-    own = resolve_name(spec.kind.loads)(spec, target)
-    if spec.cache:
-        return Source(own, OneHotDrafter(resolve_name(spec.cache.kind.loads)(spec.cache, target)))
-    return source_for(own, target)
+    drafting = resolve_name(spec.kind.loads)(spec, target)
+    if not spec.cache:
+        return source_for(drafting, target)
+    suffix = resolve_name(spec.cache.kind.loads)(spec.cache, target)
+    return Source(drafting, OneHotDrafter(suffix))

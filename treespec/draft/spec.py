@@ -69,24 +69,26 @@ class DrafterSpec:
         if kind is None:
             hint = nearest(name.removeprefix("suffix+"), DRAFTERS)
             raise InputError(f"unknown drafter {text!r}{hint}: choose {FORMS}")
-        own, _, tree = text.partition("@")
-        path = text.removeprefix(f"{name}:")
-        if path != text and (kind.one_hot or Path(path).exists()):
-            own = text
-            tree = ""
-        value = own[len(name) + 1 :]
-        if name == "suffix" and (joined := re.search(r"\+([\w+-]*):", value)):
-            hint = nearest(joined[1], DRAFTERS)
-            raise InputError(f"--drafter {text}: unknown drafter {joined[1]!r}{hint}")
+        without_tree, tree = split_tree(text, kind)
+        value = without_tree[len(name) + 1 :]
+        if name == "suffix":
+            joined = re.search(r"\+([\w+-]*):", value)
+            if joined:
+                hint = nearest(joined[1], DRAFTERS)
+                raise InputError(f"--drafter {text}: unknown drafter {joined[1]!r}{hint}")
 
         # 2. The directory or file, and the options.
-        place, rest = parts_of(kind, value)
+        place, option_text = parts_of(kind, value)
         if kind.place == "must" and not place:
             raise InputError(f"--drafter {name} names no directory: write {name}:PATH")
-        if rest and not kind.options:
-            raise InputError(f"--drafter {own}: {name} takes no value")
-        options = kind.options and options_of(kind.options, rest, own)
-        return cls(kind, own, (kind.is_head and head_of(place)) or place, options, tree or None)
+        if option_text and not kind.options:
+            raise InputError(f"--drafter {without_tree}: {name} takes no value")
+        options = None
+        if kind.options:
+            options = options_of(kind.options, option_text, without_tree)
+        if kind.is_head:
+            place = head_of(place) or place
+        return cls(kind, without_tree, place, options, tree)
 
     @property
     def written(self) -> str:
@@ -95,25 +97,34 @@ class DrafterSpec:
 
     @property
     def members(self) -> tuple["DrafterSpec", ...]:
-        return (self.cache, replace(self, cache=None)) if self.cache else (self,)
+        if self.cache is None:
+            return (self,)
+        return (self.cache, replace(self, cache=None))
 
     @property
     def cache_folder(self) -> str:
         """The folder of its suffix cache; "" without one."""
         first = self.members[0]
-        return first.place if first.kind.name == "suffix" else ""
+        if first.kind.name != "suffix":
+            return ""
+        return first.place
 
     def tree_or(self, tree: Any) -> Any:
         """The tree that it names, or else `tree`. Raises InputError where both are given."""
         if tree is not None and self.tree is not None:
             raise InputError(f"both --tree {tree} and @{self.tree} are given: leave out one")
-        return self.tree if tree is None else tree
+        if tree is None:
+            return self.tree
+        return tree
 
     @property
     def short(self) -> str:
         """Its names, and the last part of each path, for tables: suffix+eagle:HEAD."""
-        parts = (member.own.partition(":") for member in self.members)
-        return "+".join(kind + colon + Path(value).name for kind, colon, value in parts)
+        names = []
+        for member in self.members:
+            kind, colon, value = member.own.partition(":")
+            names.append(kind + colon + Path(value).name)
+        return "+".join(names)
 
     def check(self, target: str) -> None:
         """Raises InputError for files that are missing, damaged or of another target.
@@ -125,6 +136,18 @@ class DrafterSpec:
                 resolve_name(member.kind.checks)(member, target)
 
 
+def split_tree(text: str, kind: DrafterKind) -> tuple[str, str | None]:
+    """A drafter's text without its tree, and the tree behind `@`; None without one.
+
+    A path that exists is no tree, and drafters that find their tokens take none.
+    """
+    path = text.removeprefix(f"{kind.name}:")
+    if path != text and (kind.one_hot or Path(path).exists()):
+        return text, None
+    without_tree, _, tree = text.partition("@")
+    return without_tree, tree or None
+
+
 def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
     """(directory or file, options) of a value such as `DIRECTORY,nodes=24`.
 
@@ -132,20 +155,26 @@ def parts_of(kind: DrafterKind, value: str) -> tuple[str, str]:
     mistake, `./nodes=x` a folder.
     """
     if not kind.options:
-        return (value, "") if kind.place else ("", value)
+        if kind.place:
+            return value, ""
+        return "", value
     if not kind.place or (kind.place == "may" and re.match(r"\w+=[^/\\]*(,|$)", value)):
         return "", value
-    place, *given = re.split(r",(?=\w+=)", value)
-    return place, ",".join(given)
+    place, *options = re.split(r",(?=\w+=)", value)
+    return place, ",".join(options)
 
 
 def options_of(group: type[Any], text: str, own: str) -> Any:
     """A row's options in `tokens=10,ngram=3`; the first one may go without its name. Raises InputError."""
     defaults = {field.name: field.default for field in fields(group)}
     values: dict[str, int] = {}
-    for number, part in enumerate(text.split(",") if text else ()):
+    parts = []
+    if text:
+        parts = text.split(",")
+    for number, part in enumerate(parts):
         name, _, value = part.rpartition("=")
-        name = name or (next(iter(defaults)) if number == 0 else "")
+        if not name and number == 0:
+            name = next(iter(defaults))
         if name not in defaults or not value.isdecimal():
             choice = ", ".join(f"{name}={value}" for name, value in defaults.items())
             raise InputError(

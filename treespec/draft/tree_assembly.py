@@ -5,7 +5,7 @@ which they leave no choice about, are a chain above the drafted tree.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +14,8 @@ from torch.nn.functional import one_hot, pad
 
 from treespec.draft.drafter import Drafter, Frontier, Frontiers
 from treespec.draft.vocabulary import spread
-from treespec.sampling.sampler import Distribution, Path
+from treespec.sampling.probs import to_float
+from treespec.sampling.sampler import Distribution, ForcedTokens, Path
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import (
     Drafts,
@@ -29,7 +30,16 @@ from treespec.trees.tree import (
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
-Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
+
+@dataclass(frozen=True)
+class Drawn:
+    """One level: its F inner nodes [F] int64, their q [F, V] and their draws [F, K]."""
+
+    nodes: Tensor
+    q: Tensor
+    draws: Draws
+
+
 Grown = TypeVar("Grown")
 # A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them, or a
 # tensor and is sent its numbers on the host.
@@ -126,20 +136,22 @@ def drafts_of(levels: list[Drawn]) -> Drafts | None:
     """The distributions and draws of all levels; None without any level."""
     if not levels:
         return None
-    nodes, distributions, draws = (list(parts) for parts in zip(*levels, strict=True))
-    return Drafts(torch.cat(nodes), table(distributions), stack(draws))
+    nodes = torch.cat([level.nodes for level in levels])
+    q = table([level.q for level in levels])
+    return Drafts(nodes, q, stack([level.draws for level in levels]))
 
 
 def stack(draws: list[Draws]) -> Draws:
     """The draws of several levels as one table. Absent draws pad the narrower levels."""
 
-    def joined(fields: list[Tensor | None], fill: float) -> Any:
-        return None if fields[0] is None else table(fields, fill)
-
-    sure = [level.sure for level in draws]
-    uniforms = [level.uniforms for level in draws]
     tokens = table([level.tokens for level in draws], -1)
-    return Draws(tokens, joined(sure, False), joined(uniforms, 0))
+    sure = None
+    if draws[0].sure is not None:
+        sure = table([level.sure for level in draws], False)
+    uniforms = None
+    if draws[0].uniforms is not None:
+        uniforms = table([level.uniforms for level in draws])
+    return Draws(tokens, sure, uniforms)
 
 
 def table(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
@@ -152,34 +164,53 @@ def table(levels: Sequence[Any], fill: float = 0.0) -> Tensor:
         f g            f g .
     """
     widest = max(level.shape[1] for level in levels)
-    missing = [(0, 0) * (level.dim() - 2) + (0, widest - level.shape[1]) for level in levels]
-    pairs = zip(levels, missing, strict=True)
-    return torch.cat(
-        [pad(level, more, value=fill) if any(more) else level for level, more in pairs]
-    )
+    padded = []
+    for level in levels:
+        missing = widest - level.shape[1]
+        if missing:
+            later_dimensions = (0, 0) * (level.dim() - 2)
+            level = pad(level, later_dimensions + (0, missing), value=fill)
+        padded.append(level)
+    return torch.cat(padded)
+
+
+@dataclass(frozen=True)
+class ShapedDrafts:
+    """Draft logits as a sequence's processors change them.
+
+    in_draft: [F, N] over the draft vocabulary, to draw from. A row whose tokens are all forbidden keeps its
+    logits: its draws must come from some distribution, and the target refuses them all.
+    in_target: [F, V] over the target's vocabulary, -inf where a token is forbidden or cannot be drafted.
+    """
+
+    in_draft: Tensor
+    in_target: Tensor
 
 
 def shape_drafts(
     by: Distribution, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
-) -> Tensor:
+) -> ShapedDrafts:
     """Draft logits as the target's are shaped, over a draft vocabulary of N tokens or all V = `size`.
 
-    A row whose tokens are all forbidden keeps its logits: its draws must come from some distribution,
-    and the target refuses them all. paths: F, in the target's tokens. logits: [F, N].
-    vocabulary: [N] the target's tokens.
+    Args:
+        by: the sequence's distribution, whose shapers these are.
+        paths: of the F nodes, in the target's tokens.
+        logits: [F, N] draft logits below the nodes.
+        vocabulary: [N] the target's token for each draft token; None: all V, in order.
+        size: V.
     """
     # 1. One row a path, over all V tokens.
-    rows = logits if logits.dtype == torch.float64 else logits.float()
-    whole = rows if vocabulary is None else spread(rows, vocabulary, size, -torch.inf)
+    rows = to_float(logits)
+    if vocabulary is None:
+        in_target = by.shape(paths, rows)
+        in_draft = in_target
+    else:
+        in_target = by.shape(paths, spread(rows, vocabulary, size, -torch.inf))
+        in_draft = in_target[:, vocabulary]
 
-    # 2. The same shapers as the target's, then the draft tokens alone.
-    shaped = by.shape(paths, whole)
-    if by.reported is not None:
-        by.reported.update(zip(paths, shaped, strict=True))
-    if vocabulary is not None:
-        shaped = shaped[:, vocabulary]
-    empty = shaped.amax(-1, keepdim=True) == -torch.inf
-    return torch.where(empty, rows, shaped)
+    # 2. Rows without an allowed token stay.
+    is_empty = in_draft.amax(-1, keepdim=True) == -torch.inf
+    return ShapedDrafts(torch.where(is_empty, rows, in_draft), in_target)
 
 
 def with_chain(
@@ -206,8 +237,9 @@ def with_chain(
 
     # 3. They stand before the tree's.
     nodes = torch.arange(len(chain), device=drafts.nodes.device)
-    both = [(nodes, q, drawn), (drafts.nodes, drafts.q, drafts.draws)]
-    return replace(hung, drafts=drafts_of(both))
+    of_chain = Drawn(nodes, q, drawn)
+    of_tree = Drawn(drafts.nodes, drafts.q, drafts.draws)
+    return replace(hung, drafts=drafts_of([of_chain, of_tree]))
 
 
 def in_drafts(
@@ -217,22 +249,27 @@ def in_drafts(
     tokens = sent(chain, device)
     if vocabulary is None:
         return tokens
-    places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
-    return places if torch.equal(vocabulary[places], tokens) else None
+    draft_tokens = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
+    if torch.equal(vocabulary[draft_tokens], tokens):
+        return draft_tokens
+    return None
 
 
 class ForcedDrafter(Drafter):
     """Drafts below the forced tokens of each sequence.
 
-    scheme: of the draws. chains: forced tokens of this cycle, by sequence.
+    scheme: of the draws. forced: the forced tokens of this cycle, by sequence.
     """
 
     scheme: Scheme = TopK()
-    chains: Sequence[Sequence[int]] = ()
+    forced: Sequence[ForcedTokens] = ()
 
     def end(self, row: int, root: int) -> int:
         """The token below which a sequence's tree is drafted."""
-        return [root, *self.chains[row]][-1]
+        chain = self.forced[row].ids
+        if not chain:
+            return root
+        return chain[-1]
 
     def hung(
         self, roots: Tensor, trees: Sequence[TokenTree], generators: Sequence[torch.Generator]
@@ -241,8 +278,11 @@ class ForcedDrafter(Drafter):
 
         roots: [B] int64, on the host.
         """
-        rows = zip(roots.split(1), self.chains, trees, generators, strict=True)
-        return [
-            with_chain(root, chain, tree, self.scheme, generator) if chain else tree
-            for root, chain, tree, generator in rows
-        ]
+        hung_trees = []
+        for root, forced, tree, generator in zip(
+            roots.split(1), self.forced, trees, generators, strict=True
+        ):
+            if forced.ids:
+                tree = with_chain(root, forced.ids, tree, self.scheme, generator)
+            hung_trees.append(tree)
+        return hung_trees

@@ -7,6 +7,7 @@ tree of the cache has one-hot distributions. So every verifier stays lossless.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -16,7 +17,7 @@ from treespec.draft.auto.builder import AutoBuilder
 from treespec.draft.auto.cost import CostBy
 from treespec.draft.builders import TreeBuilder
 from treespec.draft.calibration import Calibration, sharpened
-from treespec.draft.drafter import Frontier, Frontiers, Proposer
+from treespec.draft.drafter import Frontier, Frontiers, GrowthKey, Proposer, join_states
 from treespec.draft.lookup.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.tree_assembly import (
@@ -48,12 +49,12 @@ class TreeDrafter(ForcedDrafter):
     Raises InputError for a policy and scheme that may not go together, and for a tree deeper than
     the proposer drafts.
 
-    builders: one a text; each shapes the trees of its text and keeps what it learns there.
+    states: the builder of each text, which shapes its trees and keeps what it learns there.
     cache: a suffix cache that drafts for the same sequences, with probabilities. offers: its trees of
     this cycle, where they are preferred.
     """
 
-    per_text: tuple[str, ...] = ("proposer", "builders")
+    states: list[TreeBuilder]
 
     def __init__(
         self,
@@ -64,19 +65,20 @@ class TreeDrafter(ForcedDrafter):
         times: CostBy | None = None,
         cache: OneHotDrafter | None = None,
     ) -> None:
-        facts = proposer.head is not None, proposer.max_depth, proposer.at_once
-        check_fit(policy, scheme, DraftModel(*facts))
+        has_head = proposer.head is not None
+        draft_model = DraftModel(has_head, proposer.max_depth, proposer.at_once)
+        check_fit(policy, scheme, draft_model)
         self.proposer = proposer
         self.scheme = scheme
         self.calibration = calibration
         self.policy: Policy = policy
-        self.sharpness = calibration.sharpness if calibration else ()
+        self.sharpness: tuple[float, ...] = ()
+        if calibration:
+            self.sharpness = calibration.sharpness
         self.times = times
         self.now = time.perf_counter
         self.cache = cache
-        self.builders = [self._new_builder()]
-        if cache:
-            self.per_text = (*self.per_text, "cache")
+        self.states = [self._new_builder()]
 
     @torch.no_grad()
     def draft_trees(
@@ -87,10 +89,11 @@ class TreeDrafter(ForcedDrafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        self.chains = [distribution.forced() for distribution in distributions]
+        self.forced = [distribution.forced() for distribution in distributions]
         self.distributions = distributions
         self.now = now
         self.paths: list[list[Path]] = [[] for _ in distributions]
+        self.heard: list[dict[Path, Tensor]] = [{} for _ in distributions]  # see `draft_logits`
         self.depths = dict[int, int]()  # of the nodes whose children a sequence's tree gets next
         self.noise: Tensor | None = None  # of all levels, where they have been made
 
@@ -99,8 +102,10 @@ class TreeDrafter(ForcedDrafter):
         device = generators[0].device
         self.offers = [self._offer(row, root, device) for row, root in enumerate(each)]
         pauses = [
-            offer is not None or builder.pauses(by.params, len(each)) or by.over
-            for offer, builder, by in zip(self.offers, self.builders, distributions, strict=True)
+            offer is not None or builder.pauses(by.params, len(each)) or forced.ends
+            for offer, builder, by, forced in zip(
+                self.offers, self.states, distributions, self.forced, strict=True
+            )
         ]
 
         # 2. Draft logits for the children of the roots.
@@ -115,8 +120,9 @@ class TreeDrafter(ForcedDrafter):
         logits = [row for row in begun if row is not None]
         noises = [by.noise for by in distributions if by.noise]
         params = distributions[0].params
-        apart = any(by.shapers or by.reported is not None for by in distributions)
-        apart = apart or any(self.chains) or self.proposer.at_once or len(logits) < len(each)
+        apart = any(by.shapers or by.listened for by in distributions)
+        apart = apart or any(forced.ids for forced in self.forced)
+        apart = apart or self.proposer.at_once or len(logits) < len(each)
         if noises:  # a CPU makes the noise of a level when the tree gets there
             same = len(noises) == len(each) and all(by.params == params for by in distributions)
             apart = apart or not same or device.type == "cpu"
@@ -131,7 +137,7 @@ class TreeDrafter(ForcedDrafter):
                 root, self.depths[0] = sent(ends[:, None], whole.device), -1
                 as_scored = params if noise is None else SamplingParams(1.0)
                 first = self._scored(0, whole)
-                growths = [self.builders[0].grow(root, first, as_scored, generators[0])]
+                growths = [self.states[0].grow(root, first, as_scored, generators[0])]
             else:
                 by_row = zip(sent(ends, device).split(1), begun, generators, strict=True)
                 growths = [self._growth(row, *parts) for row, parts in enumerate(by_row)]
@@ -144,14 +150,20 @@ class TreeDrafter(ForcedDrafter):
         # 4. By a graph, where nothing else decides them.
         noise = None if apart or not noises else self._noise(noises)
         greedy = self.scheme.deterministic or all(by.params.greedy for by in distributions)
-        settled = [builder.settled() for builder in self.builders] if greedy and not apart else []
+        settled = [builder.settled() for builder in self.states] if greedy and not apart else []
         if settled and all(settled):
-            by_noise = params if noises else None
-            trees = self.proposer.repeated(grown, roots, logits, noise, (*settled, by_noise))
+            policies = tuple(policy for policy in settled if policy)
+            noise_params = None
+            if noises:
+                noise_params = params
+            key = GrowthKey(policies, noise_params)
+            trees = self.proposer.repeated(grown, roots, logits, noise, key)
         else:
             ends = torch.tensor(list(map(self.end, range(len(each)), each)))
-            alone = all(pauses) and sent(ends, device).split(1)
-            trees = [*map(root_only, alone)] if alone else grown(ends, begun, noise)
+            if all(pauses):
+                trees = list(map(root_only, sent(ends, device).split(1)))
+            else:
+                trees = grown(ends, begun, noise)
         if alike:
             (tree,) = trees
             parts = zip(tree.tokens, tree.parents, tree.depth, tree.ancestors, strict=True)
@@ -161,14 +173,15 @@ class TreeDrafter(ForcedDrafter):
 
     def _offer(self, row: int, root: int, device: torch.device) -> TokenTree | None:
         """The cache's tree, if it is preferred to the draft model's. root: its token."""
-        by = self.distributions[row]
-        if not self.cache or by.over:
+        forced = self.forced[row]
+        if not self.cache or forced.ends:
             return None
-        guess = self.cache.guess(row, [root, *self.chains[row]])
+        guess = self.cache.guess(row, [root, *forced.ids])
         nodes = 1 + len(guess.tokens)
-        choice = self.builders[row].choice
-        preferred = nodes > 1 and choice.prefers_cache(guess.score, nodes, self.cache.cost)
-        return guess.tree(self.end(row, root), device) if preferred else None
+        choice = self.states[row].choice
+        if nodes > 1 and choice.prefers_cache(guess.score, nodes, self.cache.cost):
+            return guess.tree(self.end(row, root), device)
+        return None
 
     def _growth(
         self, row: int, root: Tensor, logits: Tensor | None, generator: torch.Generator
@@ -180,9 +193,9 @@ class TreeDrafter(ForcedDrafter):
         """
         if logits is None:
             return root_only(root)
-        builder = self.builders[row]
+        builder = self.states[row]
         proposer = self.proposer
-        chain = self.chains[row]
+        chain = self.forced[row].ids
         by = self.distributions[row]
         root = root.to(logits.device)
 
@@ -191,21 +204,25 @@ class TreeDrafter(ForcedDrafter):
         levels = len(chain) + self.policy.max_depth
         if chain:
             drafted = in_drafts(chain, proposer.vocabulary, logits.device)
-            too_deep = len(chain) > MOST_STEPS or levels > (deepest or levels)
-            if too_deep or drafted is None:
+            too_deep = deepest is not None and levels > deepest
+            if len(chain) > MOST_STEPS or too_deep or drafted is None:
                 return root_only(root)
             for token in drafted.split(1):
                 logits = yield Frontier(token, torch.zeros_like(token))
 
         # 2. The tree below them, from logits that the sequence's processors change and listeners hear.
-        if by.shapers or by.reported is not None:
+        if by.shapers or by.listened:
             self.paths[row] = [tuple(chain)]
             logits = self._shaped(row, logits)
+        ahead = None
         if proposer.at_once:
-            builder.ahead = lambda: self._ahead(row)
-        params = SamplingParams(1.0) if by.noise else by.params
+            ahead = partial(self._ahead, row)
+        params = by.params
+        if by.noise:
+            params = SamplingParams(1.0)  # what `_scored` gives is sampled already
         self.depths[row] = len(chain) - 1
-        return (yield from builder.grow(root, self._scored(row, logits), params, generator))
+        scores = self._scored(row, logits)
+        return (yield from builder.grow(root, scores, params, generator, ahead))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         """Draft one level of all trees, time it, and shape the logits by the path to each node."""
@@ -214,8 +231,9 @@ class TreeDrafter(ForcedDrafter):
         self.forward_seconds += self.now() - started
         for row, frontier in enumerate(frontiers):
             if frontier and (above := self.paths[row]):
-                vocabulary = self.proposer.vocabulary
-                tokens = frontier.tokens if vocabulary is None else vocabulary[frontier.tokens]
+                tokens = frontier.tokens
+                if self.proposer.vocabulary is not None:
+                    tokens = self.proposer.vocabulary[tokens]
                 links = zip(frontier.parent_rows.tolist(), tokens.tolist(), strict=True)
                 self.paths[row] = [(*above[parent], token) for parent, token in links]
                 logits[row] = self._shaped(row, logits[row])
@@ -240,30 +258,46 @@ class TreeDrafter(ForcedDrafter):
     def _sharpened(self, row: int, logits: Tensor, depth: int) -> Tensor:
         """Draft logits below nodes of a depth, times the calibration's factor above temperature 0."""
         params = self.distributions[row].params
-        return sharpened(logits, depth, () if params.greedy else self.sharpness)
+        if params.greedy:
+            return logits
+        return sharpened(logits, depth, self.sharpness)
 
     def _noise(self, noises: Sequence[Noise]) -> Tensor:
         """[B, D, N] the noise of all levels that a tree may have."""
         deep = self.policy.max_depth
         vocabulary = self.proposer.vocabulary
-        noise = torch.stack([own.at(depth) for own in noises for depth in range(deep)])
-        noise = noise if vocabulary is None else noise[:, vocabulary]
+        levels: list[Tensor] = []
+        for of_sequence in noises:
+            levels += map(of_sequence.at, range(deep))
+        noise = torch.stack(levels)  # [B D, V]
+        if vocabulary is not None:
+            noise = noise[:, vocabulary]
         return noise.unflatten(0, (-1, deep))
 
     def _ahead(self, row: int) -> Tensor:
         """[D, N] draft logits or scores of all levels of a sequence's tree."""
-        above = len(self.chains[row])
+        above = len(self.forced[row].ids)
         by = self.distributions[row]
-        levels = enumerate(self.proposer.levels(row)[above:].split(1), above)
-        rows = [(depth, self._sharpened(row, own, depth)) for depth, own in levels]
-        if by.noise:
-            rows = [(depth, by.scores(own, depth, self.proposer.vocabulary)) for depth, own in rows]
-        return torch.cat([own for _, own in rows])
+        levels = []
+        for depth, logits in enumerate(self.proposer.levels(row)[above:].split(1), above):
+            scores = self._sharpened(row, logits, depth)
+            if by.noise:
+                scores = by.scores(scores, depth, self.proposer.vocabulary)
+            levels.append(scores)
+        return torch.cat(levels)
 
     def _shaped(self, row: int, logits: Tensor) -> Tensor:
         """[F, N] a sequence's draft logits below the nodes of `paths`, as its processors change them."""
-        of_draft = self.proposer.vocabulary, self.proposer.vocab_size
-        return shape_drafts(self.distributions[row], self.paths[row], logits, *of_draft)
+        by = self.distributions[row]
+        paths = self.paths[row]
+        vocabulary = self.proposer.vocabulary
+        shaped = shape_drafts(by, paths, logits, vocabulary, self.proposer.vocab_size)
+        if by.listened:
+            self.heard[row].update(zip(paths, shaped.in_target, strict=True))
+        return shaped.in_draft
+
+    def draft_logits(self, row: int) -> dict[Path, Tensor]:
+        return self.heard[row]
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -281,15 +315,15 @@ class TreeDrafter(ForcedDrafter):
     def update(self, paths: Sequence[Sequence[int]]) -> None:
         for row, path in enumerate(paths):
             if not self.offers[row]:
-                builder = self.builders[row]
-                above = len(self.chains[row])
+                builder = self.states[row]
+                above = len(self.forced[row].ids)
                 if self.cache:
                     builder.choice.update(len(path), builder.seconds)
                 builder.update([node - above for node in path[above:]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
-        self.builders = [self._new_builder() for _ in lengths]
+        self.states = [self._new_builder() for _ in lengths]
         if self.cache:
             self.cache.rewind(lengths)
 
@@ -302,10 +336,26 @@ class TreeDrafter(ForcedDrafter):
             self.cache.remember(memory, answer)
 
     def new(self) -> "TreeDrafter":
-        cache = self.cache and self.cache.new()
-        parts = (self.policy, self.scheme, self.calibration, self.times, cache)
-        return TreeDrafter(self.proposer.new(), *parts)
+        cache = None
+        if self.cache:
+            cache = self.cache.new()
+        proposer = self.proposer.new()
+        return TreeDrafter(proposer, self.policy, self.scheme, self.calibration, self.times, cache)
+
+    def join(self, others: Sequence["TreeDrafter"], row: int | None = None) -> None:
+        self.states = join_states(self.states, [other.states for other in others], row)
+        self.proposer.join([other.proposer for other in others], row)
+        if self.cache:
+            self.cache.join([other.cache for other in others if other.cache], row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.proposer.select(rows)
+        if self.cache:
+            self.cache.select(rows)
 
     def _new_builder(self) -> TreeBuilder:
-        kind = AutoBuilder if self.policy.timed else TreeBuilder
-        return kind(self.policy, self.scheme, self.calibration, self.times)
+        builder_class = TreeBuilder
+        if self.policy.timed:
+            builder_class = AutoBuilder
+        return builder_class(self.policy, self.scheme, self.calibration, self.times)

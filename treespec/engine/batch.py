@@ -45,8 +45,9 @@ class Own:
     def new(self) -> bool:
         """Whether all of its prompt is left, and it shares none."""
         text = self.text
-        alone = text.samples or text.pictures
-        return self.begun and not text.committed and not alone and self.left > 0
+        if text.samples or text.pictures or text.committed:
+            return False
+        return self.begun and self.left > 0
 
 
 @final
@@ -144,11 +145,15 @@ class Batch:
 
     def _make_room(self) -> None:
         """Forget the oldest of what is kept, where the texts may need its memory."""
-        texts = [*self.running, *(own.text for own in self.entering)]
-        if self.columns is not None:
-            room = self.columns - len(texts) * max((text.columns for text in texts), default=0)
-            while self.kept and sum(len(kept.text.committed) for kept in self.kept) > room:
-                del self.kept[0]
+        if self.columns is None:
+            return
+        texts = self.running + [own.text for own in self.entering]
+        longest = max((text.columns for text in texts), default=0)
+        room = self.columns - len(texts) * longest
+        kept_columns = sum(len(kept.text.committed) for kept in self.kept)
+        while self.kept and kept_columns > room:
+            kept_columns -= len(self.kept[0].text.committed)
+            del self.kept[0]
 
     def _prefilled(self, most: int | None) -> list[Own]:
         """Prefill up to `most` tokens, a stretch of each prompt in turn. Returns complete ones."""
@@ -158,24 +163,13 @@ class Batch:
             # 1. The next text. Samples wait for the first one, whose prefill they share.
             own = self.entering.popleft()
             text = own.text
-            samples = own.text.samples
-            begun = (other for other in self.entering if other.begun)
-            waits = samples and not (samples.cache or own.begun or text.ended)
-            if waits and any(other.text.samples is samples for other in begun):
+            if self._is_waiting_for_sample(own):
                 self.entering.append(own)
                 continue
 
-            # 2. A stretch of its prompt. Of an error, such as memory that ran out, it alone ends.
-            sharing = [text.stats]
-            with shared(sharing, "total"), shared(sharing, "prefill"), text.failing():
-                if not text.ended:
-                    if not own.begun:
-                        self._begin(own)
-                    if self.target.graphs and own.new:
-                        group = self._group(own, TOGETHER if most is None else most - spent)
-                        sharing += [other.text.stats for other in group[1:]]
-                        spent += self._together(group) if len(group) > 1 else 0
-                    spent += self._advance(own, STRETCH if most is None else most - spent)
+            # 2. A stretch of its prompt.
+            if not text.ended:
+                spent = self._prefill_stretch(own, most, spent)
 
             # 3. It has ended, goes on, or is complete.
             if text.ended:
@@ -187,6 +181,31 @@ class Batch:
                 complete.append(own)
         return complete
 
+    def _prefill_stretch(self, own: Own, most: int | None, spent: int) -> int:
+        """A stretch of a prompt; where it is new, with it other new prompts. Returns all tokens spent so far.
+
+        An error, such as memory that ran out, ends this text alone. most: tokens that may be spent; None:
+        any number.
+        """
+        sharing = [own.text.stats]  # grows with the texts that are prefilled with it
+        with shared(sharing, "total"), shared(sharing, "prefill"), own.text.failing():
+            if not own.begun:
+                self._begin(own)
+            if self.target.graphs and own.new:
+                group = self._group(own, limit_tokens(most, spent, TOGETHER))
+                sharing += [other.text.stats for other in group[1:]]
+                if len(group) > 1:
+                    spent += self._together(group)
+            spent += self._advance(own, limit_tokens(most, spent, STRETCH))
+        return spent
+
+    def _is_waiting_for_sample(self, own: Own) -> bool:
+        """Whether a text waits until another sample of its prompt is prefilled, whose cache it takes."""
+        samples = own.text.samples
+        if samples is None or samples.cache or own.begun or own.text.ended:
+            return False
+        return any(other.begun and other.text.samples is samples for other in self.entering)
+
     def _begin(self, own: Own) -> None:
         """Begin a prompt behind the longest prefix that is kept of it, or behind that of its samples.
 
@@ -197,43 +216,53 @@ class Batch:
         # features, and the others take them.
         text = own.text
         samples = own.text.samples
-        best = None
-        most = 0
-        for kept in [] if samples or text.pictures else self.kept:
-            common = common_prefix(text.prompt[:-1], kept.text.committed)
-            reused = common - 1
-            # A shorter prefix may be worth more to another one.
-            worth_it = self.keep == 1 or 2 * reused >= len(kept.text.prompt)
-            # Without a common prefix a text takes the storage, which graphs are recorded over.
-            fits = self.keep == 1 and kept.cache.tree_layers[0].capacity <= max(
-                512, 2 * text.columns
-            )
-            if (reused > most or fits) and worth_it and kept.text.memory == text.memory:
-                best = kept
-                most = max(0, reused)
-
-        # 2. Cut them to it: recurrent layers may have to go back further.
-        if best:
-            self.kept.remove(best)
-            own.cache = best.cache
-            own.drafter = best.drafter
-            own.cache.rewind([most])
-            text.committed = best.text.committed[: own.cache.lengths[0]]
-            if own.drafter:
-                own.drafter.rewind(own.cache.lengths)
+        if not samples and not text.pictures:
+            self._reuse_kept(own)
         if own.drafter:
             own.drafter.enter(text.recalled)
         if samples and samples.cache:
             own.cache, own.drafter = copied(samples.cache, samples.drafter)
             text.committed = text.prompt[:-1]
 
-        # 3. Its pictures, and its counts.
+        # 2. Its pictures, and its counts.
         if text.pictures and own.left:
             own.shown = shown(self.target, text.pictures)
         text.root = text.prompt[-1]
         own.begun = True
-        text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), len(text.committed)
+        text.stats.prompt_tokens = len(text.prompt)
+        text.stats.cached_tokens = len(text.committed)
         own.cache.reserve(len(text.prompt))
+
+    def _reuse_kept(self, own: Own) -> None:
+        """Take the kept cache and drafter that share most with a prompt, cut to the shared prefix."""
+        # 1. The longest prefix that is worth taking.
+        text = own.text
+        best = None
+        best_reused = 0
+        for kept in self.kept:
+            if kept.text.memory != text.memory:
+                continue
+            reused = common_prefix(text.prompt[:-1], kept.text.committed) - 1
+            fits = False
+            if self.keep == 1:
+                # Without a common prefix a text takes the storage, which graphs are recorded over.
+                fits = kept.cache.tree_layers[0].capacity <= max(512, 2 * text.columns)
+            elif 2 * reused < len(kept.text.prompt):
+                continue  # a shorter prefix may be worth more to another text
+            if reused > best_reused or fits:
+                best = kept
+                best_reused = max(0, reused)
+        if best is None:
+            return
+
+        # 2. Cut them to it: recurrent layers may have to go back further.
+        self.kept.remove(best)
+        own.cache = best.cache
+        own.drafter = best.drafter
+        own.cache.rewind([best_reused])
+        text.committed = best.text.committed[: own.cache.lengths[0]]
+        if own.drafter:
+            own.drafter.rewind(own.cache.lengths)
 
     def _group(self, own: Own, room: int) -> list[Own]:
         """A new prompt and the next new ones that fit in: a GPU takes as long for one as for many.
@@ -241,13 +270,15 @@ class Batch:
         room: the most of their tokens, with padding.
         """
         group = [own]
-        for other in [*self.entering]:
+        longest = own.left
+        for other in list(self.entering):
             with other.text.failing():
                 if not other.begun and not other.text.samples and not other.text.ended:
                     self._begin(other)
-            longest = max(other.left, *(each.left for each in group))
-            if other.new and longest * (1 + len(group)) <= room:
+            longest_with_it = max(longest, other.left)
+            if other.new and longest_with_it * (1 + len(group)) <= room:
                 group.append(other)
+                longest = longest_with_it
         return group
 
     def _together(self, group: Sequence[Own]) -> int:
@@ -258,8 +289,7 @@ class Batch:
         cache.rewind([0] * len(group))
         prompts = [torch.tensor(each.text.prompt) for each in group]
         tokens = pad_sequence(prompts, batch_first=True)[:, :-1]
-        aux_layers = drafter.aux_layers if drafter else ()
-        features = self.target.prefill(cache, tokens, aux_layers, counts)
+        features = self.target.prefill(cache, tokens, get_aux_layers(drafter), counts)
         for row, each in enumerate(group):
             each.cache = cache.alone(row, each.cache.tree_layers[0].capacity)
             each.text.committed = each.text.prompt[:-1]
@@ -275,15 +305,30 @@ class Batch:
         count = min(most, STRETCH, own.left)
         if count:
             tokens = torch.tensor(text.prompt[start : start + count + 1])
-            aux_layers = drafter.aux_layers if drafter else ()
-            given = tokens[None, :-1], aux_layers, None, own.shown, own.left - count
-            features = self.target.prefill(own.cache, *given)
+            ahead = own.left - count
+            features = self.target.prefill(
+                own.cache, tokens[None, :-1], get_aux_layers(drafter), None, own.shown, ahead
+            )
             if drafter:
                 drafter.observe([features[0]], [tokens])
             text.committed = text.prompt[: start + count]
         if text.samples and not own.left:
             text.samples.begin(own.cache, drafter)
         return count
+
+
+def get_aux_layers(drafter: Drafter | None) -> tuple[int, ...]:
+    """The target layers that a drafter observes; without a drafter none."""
+    if drafter is None:
+        return ()
+    return drafter.aux_layers
+
+
+def limit_tokens(most: int | None, spent: int, without_limit: int) -> int:
+    """The prompt tokens that may still be prefilled. most: in all; None: there is no such limit."""
+    if most is None:
+        return without_limit
+    return most - spent
 
 
 def admitted(

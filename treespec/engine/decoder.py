@@ -7,7 +7,7 @@ from threading import RLock
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treespec.draft.drafter import Drafter
 from treespec.engine.batch import Batch, admitted
@@ -19,7 +19,7 @@ from treespec.kernels import ops as kernels
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise
-from treespec.sampling.sampler import node_paths
+from treespec.sampling.sampler import Path, node_paths
 from treespec.trees.tree import TokenTree, cut_below, root_only, sent
 from treespec.verify.walk import Verdict, Verifier, judge_all
 
@@ -78,8 +78,10 @@ class Decoder:
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.latest = object()
-            for text in (*self.rows.texts, *(own.text for own in self.rows.entering)):
+            for text in self.rows.texts:
                 text.cancelled = True
+            for own in self.rows.entering:
+                own.text.cancelled = True
         waiting = deque(texts)
         running = False
         while waiting or running:
@@ -91,7 +93,7 @@ class Decoder:
                 pieces = self.step(entering)
                 running = bool(self.rows.running or self.rows.entering)
             yield from pieces
-            for text in (*entering, *begun):
+            for text in entering + begun:
                 if text.error:
                     raise text.error
 
@@ -109,14 +111,18 @@ class Decoder:
         began = time.perf_counter()
         size = self.target.vocab_size
         device = self.target.output_device
-        kernel = kernels.noise if device.type == "cpu" and kernels.library() else None
+        kernel = None
+        if device.type == "cpu" and kernels.library():
+            kernel = kernels.noise
         for text in entering:
             if self.verifier.coupled and not text.distribution.greedy:
                 seed = text.generator.initial_seed()
                 text.distribution.noise = Noise(seed, size, device, kernel)
         rows.exchange(entering, self.stretch)
         entered = time.perf_counter()
-        pieces = self._cycle() if rows.running else []
+        pieces: list[tuple[Request, Piece]] = []
+        if rows.running:
+            pieces = self._cycle()
         self.seconds = entered - began, time.perf_counter() - entered
         if not rows.running:
             rows.exchange(most=0)  # frees the rows
@@ -137,7 +143,7 @@ class Decoder:
                 roots = torch.tensor([text.root for text in texts])
                 if drafter:
                     for text in texts:
-                        text.distribution.reported = {} if text.listener else None
+                        text.distribution.listened = text.listener is not None
                     before = drafter.forward_seconds
                     now = stats[0].now
                     trees = drafter.draft_trees(roots, distributions, generators, self.cache, now)
@@ -198,7 +204,9 @@ class Decoder:
         # 6. Listeners get the cycle. A drafter may draft from answers that have ended.
         for row, text in enumerate(texts):
             if text.listener and answers[row]:
-                drafts = text.distribution.reported or {}
+                drafts: dict[Path, Tensor] = {}
+                if drafter:
+                    drafts = drafter.draft_logits(row)
                 with text.failing():
                     cycle = Recorded(trees[row], shaped[row], drafts, verdicts[row], answers[row])
                     text.listener(cycle)

@@ -24,6 +24,7 @@ from treespec.text.strings import text_after
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -77,7 +78,12 @@ class Cycle:
 
     def held(self, node: int) -> float:
         """The share of the target's distribution that the children of a node hold."""
-        return sum(self.p[child] or 0.0 for child in self.children(node))
+        share = 0.0
+        for child in self.children(node):
+            p = self.p[child]
+            if p is not None:
+                share += p
+        return share
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,24 +108,36 @@ def explained(cycle: Cycle) -> str:
     said = f"said “{visible(own.text)}” (p {percent(own.p)})"
     if not drafted:
         return f"Nothing was drafted; the target {said}."
-    accepted = f"{count} of {drafted} drafted nodes {'is' if count == 1 else 'are'} accepted"
+    verb = "are"
+    if count == 1:
+        verb = "is"
+    accepted = f"{count} of {drafted} drafted nodes {verb} accepted"
     if not children:
         return f"{accepted}, down to a leaf; then the target {said}."
 
     # 2. Where the target went elsewhere, and how far the draft model was from it.
-    after = f"after “{visible(cycle.texts[own.at])}”" if own.at else "at once"
-    verb = "one child there holds" if len(children) == 1 else f"{len(children)} children there hold"
-    ranked = "" if own.rank is None else f", the draft model's choice number {own.rank}"
-    likely = "" if own.q is None else f" (q {percent(own.q)})"
+    after = "at once"
+    if own.at:
+        after = f"after “{visible(cycle.texts[own.at])}”"
+    they_hold = f"{len(children)} children there hold"
+    if len(children) == 1:
+        they_hold = "one child there holds"
+    of_draft = ""
+    if own.rank is not None:
+        of_draft = f", the draft model's choice number {own.rank}"
+    if own.q is not None:
+        of_draft += f" (q {percent(own.q)})"
     return (
-        f"{accepted}. The target went elsewhere {after}: the {verb} {percent(cycle.held(own.at))} of "
-        f"its distribution, and it {said}{ranked}{likely}."
+        f"{accepted}. The target went elsewhere {after}: the {they_hold} "
+        f"{percent(cycle.held(own.at))} of its distribution, and it {said}{of_draft}."
     )
 
 
 def percent(value: float) -> str:
     """A probability in two digits: 0.62, and < 0.01 for what is not 0 but would look so."""
-    return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
+    if 0 < value < 0.005:
+        return "< 0.01"
+    return f"{value:.2f}"
 
 
 STAGES = ("draft", "head", "target", "verify", "commit")
@@ -135,9 +153,10 @@ def reporting(
     before = dict.fromkeys(STAGES, 0.0)
 
     def report(seen: Recorded) -> None:
-        now = {stage: stats.seconds[stage] for stage in STAGES}
-        spent = {stage: now[stage] - before[stage] for stage in STAGES}
-        before.update(now)
+        spent = {}
+        for stage in STAGES:
+            spent[stage] = stats.seconds[stage] - before[stage]
+            before[stage] = stats.seconds[stage]
         on_cycle(cycle_of(stats.cycles, seen, spent, tokenizer, params))
 
     return report
@@ -164,31 +183,49 @@ def cycle_of(
         paths.append((*paths[parents[node]], tokens[node]))
 
     # 2. Distributions of draft and target. At temperature 0 they would be one-hot.
-    shown = SamplingParams(1.0) if params.greedy else params
-    p = probs(seen.logits[kept], shown)  # [N, V]
-    q = {  # by path [V]; of several draft models the mean
-        at: probs(rows, shown).reshape(-1, rows.shape[-1]).mean(0)
-        for at, rows in seen.draft_logits.items()
-    }
+    if params.greedy:
+        params = SamplingParams(1.0)
+    p = probs(seen.logits[kept], params)  # [N, V]
+    q: dict[Path, Tensor] = {}  # [V] by path; of several draft models the mean
+    for path_above, rows in seen.draft_logits.items():
+        q[path_above] = probs(rows, params).reshape(-1, rows.shape[-1]).mean(0)
 
-    def words(before: int | None, token: int) -> str:
-        return f"#{token}" if tokenizer is None else text_after(tokenizer, before, token)
+    # 3. The nodes below the root.
+    texts = [decode_token_after(tokenizer, None, tokens[0])]
+    p_of: list[float | None] = [None]
+    q_of: list[float | None] = [None]
+    for node in range(1, len(kept)):
+        parent = parents[node]
+        texts.append(decode_token_after(tokenizer, tokens[parent], tokens[node]))
+        p_of.append(float(p[parent, tokens[node]]))
+        q_above = q.get(paths[parent])
+        if q_above is None:
+            q_of.append(None)
+        else:
+            q_of.append(float(q_above[tokens[node]]))
 
-    def after(node: int, token: int) -> tuple[str, float, float | None]:
-        """(text, p, q) of a token after a node."""
-        probabilities = q.get(paths[node])
-        likely = None if probabilities is None else float(probabilities[token])
-        return words(tokens[node], token), float(p[node, token]), likely
-
-    # 3. The nodes below the root, and what the target said after the path.
-    root = (words(None, tokens[0]), None, None)
-    nodes = zip(root, *map(after, parents[1:], tokens[1:]), strict=True)
-    texts, p_of, q_of = map(list[Any], nodes)
-    at = path[-1] if path else 0
-    probabilities = q.get(paths[at])
-    rank = None if probabilities is None else 1 + int((probabilities > probabilities[token]).sum())
-    own = OwnToken(at, token, *after(at, token), rank)
+    # 4. What the target said after the path.
+    last = 0
+    if path:
+        last = path[-1]
+    own_q = None
+    rank = None
+    q_last = q.get(paths[last])
+    if q_last is not None:
+        own_q = float(q_last[token])
+        rank = 1 + int((q_last > q_last[token]).sum())
+    text = decode_token_after(tokenizer, tokens[last], token)
+    own = OwnToken(last, token, text, float(p[last, token]), own_q, rank)
     return Cycle(number, tokens, texts, parents, q_of, p_of, path, own, seen.answer, seconds)
+
+
+def decode_token_after(
+    tokenizer: "PreTrainedTokenizerBase | None", before: int | None, token: int
+) -> str:
+    """The text of a token after another one; its number without a tokenizer."""
+    if tokenizer is None:
+        return f"#{token}"
+    return text_after(tokenizer, before, token)
 
 
 def reachable(tree: TokenTree) -> list[int]:

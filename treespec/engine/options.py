@@ -5,7 +5,7 @@ torch.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -90,21 +90,27 @@ class RequestOptions(SamplingParams, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 1. Values of other types than numbers and names.
-        variables = self.chat_template_kwargs or {}
-        stop = self.stop
-        if not isinstance(variables, Mapping) or not all(isinstance(v, str) for v in variables):
+        self._check_types()
+        self._check_exclusions()
+
+    def _check_types(self) -> None:
+        """Values of other types than numbers and names. Raises InputError."""
+        variables = self.chat_template_kwargs
+        if variables and not (isinstance(variables, Mapping) and has_only_strings(variables)):
             raise InputError(
                 f"chat_template_kwargs is {variables!r:.40}, must be a dict of named values"
             )
-        if not callable(self.on_cycle or print):
+        if self.on_cycle and not callable(self.on_cycle):
             raise InputError(f"on_cycle is {self.on_cycle!r:.40}, must be a function")
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, Sequence) or not all(isinstance(string, str) for string in stop):
+        stop = self.stop
+        if isinstance(stop, str):
+            stop = [stop]
+        if not isinstance(stop, Sequence) or not has_only_strings(stop):
             raise InputError(f"stop is {stop!r:.40}, must be a string or a list of strings")
         object.__setattr__(self, "stop", tuple(stop))
 
-        # 2. Options that exclude each other.
+    def _check_exclusions(self) -> None:
+        """Options that exclude each other. Raises InputError."""
         if self.min_tokens > self.max_new_tokens:
             raise InputError(
                 f"{self.named('min_tokens')} is {self.min_tokens}, must be at most "
@@ -119,12 +125,16 @@ class RequestOptions(SamplingParams, LogitOptions):
             )
 
 
+def has_only_strings(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
 NAMES = tuple(known.name for known in fields(RequestOptions))
 
 
 def requested(options: Mapping[str, Any], *more: str) -> RequestOptions:
     """The checked options of a request. more: names known besides. Raises InputError."""
-    known = (*NAMES, *more)
+    known = NAMES + more
     for name in options:
         if name not in known:
             hint = nearest(name, known)

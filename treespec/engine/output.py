@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from threading import Condition, Event, RLock
 from typing import final
 
@@ -63,9 +62,12 @@ class Stream:
                 self._seen.append(next(self._pieces))
             except StopIteration:
                 raise
+            except InputError as error:
+                self._failed = error
+                raise
             except BaseException as error:
                 why = f"this stream was interrupted by {type(error).__name__}: begin another"
-                self._failed = error if isinstance(error, InputError) else InputError(why)
+                self._failed = InputError(why)
                 raise
             return self._seen[-1]
 
@@ -87,9 +89,14 @@ class Stream:
 
 def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
     """The pieces as one answer."""
-    token_ids = [token for piece in pieces for token in piece.token_ids]
-    told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    logprobs = list(chain.from_iterable(told)) if told else None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    for piece in pieces:
+        token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            if logprobs is None:
+                logprobs = []
+            logprobs += piece.logprobs
     return Output("".join(piece.text for piece in pieces), token_ids, stats, logprobs)
 
 
@@ -113,7 +120,8 @@ class Completion:
         self.stats = text.stats  # counts and seconds of the answer so far
         self._pieces: list[Piece] = []
         self._read = 0  # pieces that the consumer has got
-        self._changed, self._ended = Condition(), Event()
+        self._changed = Condition()
+        self._ended = Event()
 
     def __iter__(self) -> "Completion":
         return self

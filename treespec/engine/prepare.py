@@ -40,63 +40,109 @@ def requests_for(
     if count > 1 and wanted.on_cycle:
         raise InputError("on_cycle hears of one answer at a time: leave out n")
     first = seed_of(seed, count)
-    samples = Samples(count) if count > 1 else None
-    texts = []
+    is_seeded = not isinstance(seed, torch.Generator | None)
+    samples = None
+    if count > 1:
+        samples = Samples(count)
+    requests = []
     for number in range(count):
-        text = request_for(target, template, ids, wanted, seed_of(first + number))
-        text.samples = samples
-        text.distribution.seeded = not isinstance(seed, torch.Generator | None)
-        texts.append(text)
-    return texts
+        ends = find_end_tokens(target, template, wanted)
+        ending = build_ending(target, template, ids, wanted, ends)
+        distribution = build_distribution(target, ids, wanted, ends, ending.eos, is_seeded)
+        generator = generator_of(seed_of(first + number), ids, target.output_device)
+        request = Request(ids, ending, generator, Stats(), distribution)
+        request.samples = samples
+        request.memory = wanted.memory
+        request.remember = wanted.remember
+        if wanted.logprobs or wanted.top_logprobs:
+            request.top_logprobs = wanted.top_logprobs
+        if isinstance(ids, Pictured):
+            request.pictures = ids.inputs
+        if wanted.on_cycle:
+            request.listener = reporting(
+                wanted.on_cycle, target.tokenizer, distribution.params, request.stats
+            )
+        requests.append(request)
+    return requests
 
 
-def request_for(
-    target: Target, template: str | None, ids: list[int], wanted: RequestOptions, seed: int
-) -> Request:
-    """One of `requests_for`."""
-    # 1. Where the answer ends.
+def build_ending(
+    target: Target,
+    template: str | None,
+    ids: list[int],
+    wanted: RequestOptions,
+    ends: frozenset[int],
+) -> Ending:
+    """Where an answer to these prompt tokens ends.
+
+    Args:
+        target: whose context bounds the answer.
+        template: of the chat, which may have stop strings of its own.
+        ids: the prompt's tokens.
+        wanted: the request's options.
+        ends: the end-of-sequence tokens (`find_end_tokens`).
+
+    Raises:
+        InputError: where the answer has no room for `min_tokens`.
+    """
     room = room_of(target, ids)
     if wanted.min_tokens > room:
         raise InputError(
             f"min_tokens is {wanted.min_tokens}, after the prompt the context holds {room}"
         )
-    own = templates.Stops() if wanted.ignore_eos else templates.stops(template)
-    ends = frozenset() if wanted.ignore_eos else target.eos | set(own.token_ids)
-    stop = (*wanted.stop, *own.strings)
+    stop_strings = tuple(wanted.stop)
+    if not wanted.ignore_eos:
+        stop_strings += templates.stops(template).strings
     most = min(wanted.max_new_tokens, room)
-    ending = Ending(target.tokenizer, ends, stop, most, wanted.min_tokens)
+    return Ending(target.tokenizer, ends, stop_strings, most, wanted.min_tokens)
 
-    # 2. The distribution of its tokens.
-    largest = max(wanted.logit_bias or (), default=-1)
-    if largest >= target.vocab_size:
+
+def find_end_tokens(target: Target, template: str | None, wanted: RequestOptions) -> frozenset[int]:
+    """The tokens that end an answer: the target's and the template's, or none with `ignore_eos`."""
+    if wanted.ignore_eos:
+        return frozenset()
+    return target.eos | set(templates.stops(template).token_ids)
+
+
+def build_distribution(
+    target: Target,
+    ids: list[int],
+    wanted: RequestOptions,
+    ends: frozenset[int],
+    withheld: frozenset[int],
+    is_seeded: bool,
+) -> Distribution:
+    """The distribution of an answer's tokens.
+
+    Args:
+        target: whose vocabulary it is over.
+        ids: the prompt's tokens, with which the processors begin.
+        wanted: the request's options.
+        ends: end-of-sequence tokens, which a grammar allows where the answer is complete.
+        withheld: these and the special tokens among the stop strings, which `min_tokens` forbids at first.
+        is_seeded: whether the caller chose the seed of the draws.
+
+    Raises:
+        InputError: for a bias outside the vocabulary and for a grammar that cannot be compiled.
+    """
+    if wanted.logit_bias and max(wanted.logit_bias) >= target.vocab_size:
         raise InputError(
-            f"logit_bias has token id {largest}, which is outside the vocabulary of "
+            f"logit_bias has token id {max(wanted.logit_bias)}, which is outside the vocabulary of "
             f"{target.vocab_size}"
         )
     shapers = [shaper.begin(ids) for shaper in shapers_of(wanted)]
-    forcing = None
+    grammar = None
     for kind in KINDS:
         source = getattr(wanted, kind)
         if source is not None:
-            grammar = compiled(kind, source, target.tokenizer, target.vocab_size, ends)
-            shapers.append(forcing := GrammarShaper(grammar))
+            grammar = GrammarShaper(
+                compiled(kind, source, target.tokenizer, target.vocab_size, ends)
+            )
+            shapers.append(grammar)
     if wanted.min_tokens:
-        shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(ending.eos))))
+        shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(withheld))))
     params = SamplingParams(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
-    distribution = Distribution(params, shapers)
-    distribution.grammar = forcing
-
-    # 3. The sequence.
-    generator = generator_of(seed, ids, target.output_device)
-    text = Request(ids, ending, generator, Stats(), distribution)
-    if wanted.logprobs or wanted.top_logprobs:
-        text.top_logprobs = wanted.top_logprobs
-    text.memory = wanted.memory
-    text.remember = wanted.remember
-    text.pictures = ids.inputs if isinstance(ids, Pictured) else None
-    if wanted.on_cycle:
-        text.listener = reporting(wanted.on_cycle, target.tokenizer, params, text.stats)
-    return text
+    return Distribution(params, shapers, is_seeded, grammar)
 
 
 def room_of(target: Target, prompt: Sequence[int]) -> int:

@@ -50,10 +50,12 @@ def logprobs(
 
     # 2. By token.
     told = []
-    for token, (own, *others) in zip(tokens, numbers, strict=True):
-        half = len(others) // 2
-        most_likely = zip(map(int, others[half:]), others[:half], strict=True)
-        told.append(TokenLogprob(token, own, tuple(most_likely)))
+    count = values.shape[1]
+    for token, row in zip(tokens, numbers, strict=True):
+        top_logprobs = row[1 : 1 + count]
+        top_tokens = map(int, row[1 + count :])
+        most_likely = zip(top_tokens, top_logprobs, strict=True)
+        told.append(TokenLogprob(token, row[0], tuple(most_likely)))
     return told
 
 
@@ -73,7 +75,8 @@ class Samples:
         """One sequence more has begun. cache, drafter: its own, with the prompt alone."""
         self.left -= 1
         if self.left <= 0:
-            self.cache = self.drafter = None
+            self.cache = None
+            self.drafter = None
         elif self.cache is None:
             self.cache, self.drafter = copied(cache, drafter)
 
@@ -82,13 +85,14 @@ def copied(
     cache: TreeCache, drafter: Drafter | None, row: int = 0
 ) -> tuple[TreeCache, Drafter | None]:
     """A row's cache and drafter, as copies of their own."""
-    alone = cache.alone(row)
-    own = drafter.new() if drafter else None
-    if own and drafter:
-        own.join([drafter], row)
-        own.select([1])  # behind the row of a new one
-        own.rewind(alone.lengths)  # what it learns of its trees is its own, too
-    return alone, own
+    row_cache = cache.alone(row)
+    if drafter is None:
+        return row_cache, None
+    row_drafter = drafter.new()
+    row_drafter.join([drafter], row)
+    row_drafter.select([1])  # behind the row of a new one
+    row_drafter.rewind(row_cache.lengths)  # what it learns of its trees is its own, too
+    return row_cache, row_drafter
 
 
 LEAD = 8  # tokens of the prompt that an answer is remembered with
@@ -193,7 +197,8 @@ class Request:
         """The last tokens of the prompt, which are the context of the first, and the answer."""
         start = max(len(self.prompt) - LEAD, 0)
         end = len(self.prompt) + self.stats.new_tokens
-        return [*self.committed, self.root][start:end]
+        tokens = self.committed + [self.root]
+        return tokens[start:end]
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -217,17 +222,23 @@ def take(text: Request, verdict: Verdict, logits: Tensor) -> list[Piece]:
     text.stats.truncated = text.ending.truncated
     text.stats.count_drafted(verdict.drafted)
 
-    if text.distribution.stuck is not None and len(drafted) + len(own) > text.distribution.stuck:
+    if verdict.forbidden_at is not None and len(drafted) + len(own) > verdict.forbidden_at:
         raise InputError(FORBIDDEN)
 
     # 2. Log-probabilities of the tokens that it keeps.
-    told = None
+    drafted_logprobs = None
+    own_logprobs = None
     if text.top_logprobs is not None:
-        kept = [*drafted, *own]
+        kept = drafted + own
         nodes = [0, *verdict.path][: len(kept)]
-        told = logprobs(logits, nodes, kept, text.top_logprobs)
+        all_logprobs = logprobs(logits, nodes, kept, text.top_logprobs)
+        drafted_logprobs = all_logprobs[: len(drafted)]
+        own_logprobs = all_logprobs[len(drafted) :]
 
     # 3. The pieces.
-    size = len(drafted)
-    pieces = [Piece(drafted_words, drafted, True, told and told[:size])] if drafted else []
-    return [*pieces, Piece(own_words, own, False, told and told[size:])] if own else pieces
+    pieces = []
+    if drafted:
+        pieces.append(Piece(drafted_words, drafted, True, drafted_logprobs))
+    if own:
+        pieces.append(Piece(own_words, own, False, own_logprobs))
+    return pieces

@@ -37,16 +37,24 @@ class Stats:
     @property
     def acceptance_length(self) -> float:
         """τ: tokens committed per target forward."""
-        return self.new_tokens / self.cycles if self.cycles else 0.0
+        if not self.cycles:
+            return 0.0
+        return self.new_tokens / self.cycles
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds["total"] if self.seconds["total"] else 0.0
+        if not self.seconds["total"]:
+            return 0.0
+        return self.new_tokens / self.seconds["total"]
 
     @property
     def accepted_by_depth(self) -> list[int]:
         """Cycles that accepted a node at depth 1, 2, …"""
-        return [sum(a >= d for a in self.accepted) for d in range(1, len(self.drafted) + 1)]
+        counts = [0] * len(self.drafted)
+        for accepted in self.accepted:
+            for depth in range(min(accepted, len(counts))):
+                counts[depth] += 1
+        return counts
 
     @property
     def acceptance_by_depth(self) -> list[float]:

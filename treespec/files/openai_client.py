@@ -43,8 +43,10 @@ class Reply:
         Raises LookupError, TypeError or AttributeError for what is no chunk.
         """
         has_untold_text = False
-        self.usage = chunk.get("usage") or self.usage
-        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        if chunk.get("usage"):
+            self.usage = chunk["usage"]
+        if chunk.get("prompt_token_ids"):
+            self.prompt_ids = chunk["prompt_token_ids"]
         for choice in chunk["choices"]:
             text, thought, ids = read_delta(choice)
             if text:
@@ -52,9 +54,12 @@ class Reply:
             self.text += text
             self.thought += thought
             self.token_ids += ids
-            self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
-            self.cut |= choice.get("finish_reason") == "length"
-            has_untold_text |= bool((text or thought) and not ids)
+            if choice.get("prompt_token_ids"):
+                self.prompt_ids = choice["prompt_token_ids"]
+            if choice.get("finish_reason") == "length":
+                self.cut = True
+            if (text or thought) and not ids:
+                has_untold_text = True
         return has_untold_text
 
 
@@ -87,7 +92,9 @@ def opened(url: str, body: Mapping[str, object] | None = None) -> Any:
     key = os.environ.get(KEY)
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
 
 
@@ -142,7 +149,9 @@ def _replace_half_characters(text: str) -> str:
 def said_by(error: Exception) -> str:
     """What a server, or the connection to it, had to say."""
     if isinstance(error, urllib.error.HTTPError):
-        hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
+        hint = ""
+        if error.code in (401, 403):
+            hint = f"; its key is taken from {KEY}"
         told = one_line(error.read(2000).decode(errors="replace"))[:200]
         return f"the server refuses with HTTP {error.code}: {told}{hint}"
     if isinstance(error, ValueError):

@@ -63,8 +63,11 @@ def text_of(kind: str, source: object) -> str:
     """The source as text. Raises InputError for the wrong type and for text that is no JSON."""
     if kind == "json_schema":
         try:
-            schema = json.loads(source) if isinstance(source, str) else source
-            schema = {} if schema is True else schema
+            schema = source
+            if isinstance(source, str):
+                schema = json.loads(source)
+            if schema is True:  # any JSON
+                schema = {}
             source = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"json_schema is no JSON: {error}") from None
@@ -110,7 +113,7 @@ def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, 
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    size = max(vocab_size, len(tokenizer), *(token + 1 for token in ends))
+    size = max(vocab_size, len(tokenizer), 1 + max(ends, default=-1))
     return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": sorted(ends)}
 
 
@@ -166,9 +169,11 @@ class Trial:
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> None:
         """As for `compiled`. A large tokenizer is copied now: the copy holds up other threads."""
-        self.given = (tokenizer, vocab_size, ends)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.ends = ends
         with suppress(InputError):  # a request by grammar will hear of it
-            tokens_of(*self.given)
+            tokens_of(tokenizer, vocab_size, ends)
         self.pipe: Connection | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 
@@ -180,7 +185,7 @@ class Trial:
         text = text_of(kind, source)
         if len(text) > MOST:
             raise InputError(f"{kind} has {len(text)} characters, at most {MOST} are taken")
-        tokens_of(*self.given)
+        tokens_of(self.tokenizer, self.vocab_size, self.ends)
         self.check(kind, text)
 
     def _check(self, kind: str, text: str) -> None:
@@ -202,12 +207,11 @@ class Trial:
 
     def _begin(self) -> None:
         context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, copy_of(*self.given)), daemon=True
-        )
+        self.pipe, child_pipe = context.Pipe()
+        fields = copy_of(self.tokenizer, self.vocab_size, self.ends)
+        self.process = context.Process(target=_serve, args=(child_pipe, fields), daemon=True)
         self.process.start()
-        theirs.close()
+        child_pipe.close()
         self.pipe.recv()  # it is ready
 
 
@@ -242,11 +246,14 @@ def _fault(kind: str, text: str, tokens: "LLTokenizer") -> str:
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             break
-        place = coins.choice([place for place, byte in enumerate(mask) if byte])
+        allowing = [place for place, byte in enumerate(mask) if byte]
+        place = coins.choice(allowing)
         token = 8 * place + mask[place].bit_length() - 1
         if token in tokens.eos_tokens:
             break
         matcher.consume_token(token)
         if time.thread_time() - begun > STEP:
             return f"{kind} is too complex: a token takes longer than {STEP:g} s"
-    return str(too_complex(kind, matcher)) if matcher.is_error() else ""
+    if matcher.is_error():
+        return str(too_complex(kind, matcher))
+    return ""

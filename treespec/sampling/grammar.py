@@ -69,8 +69,10 @@ class GrammarShaper:
         self._follow(answer)
         self._reach(())
         forced: list[int] = self.matcher.compute_ff_tokens()[:MOST_FORCED]
-        if len(self.ends) == 1 and len(forced) < MOST_FORCED and self._reach(forced):
-            forced += self.ends if self.matcher.is_stopped() else ()
+        if len(self.ends) != 1 or len(forced) == MOST_FORCED or not self._reach(forced):
+            return forced
+        if self.matcher.is_stopped():
+            forced += self.ends
         return forced
 
     def _follow(self, answer: Sequence[int]) -> None:

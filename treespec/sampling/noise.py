@@ -17,15 +17,10 @@ from treespec.trees.tree import sent
 
 KEPT = 64  # positions whose noise is kept: more than a tree is deep
 TOGETHER = 8  # positions made at once on an accelerator, where they take no longer than one
-STEP, SKIP = (
-    0x9E3779B97F4A7C15,
-    0xD1342543DE82EF95,
-)  # odd: from token to token, from position to position
-MIX = (
-    (30, 0xBF58476D1CE4E5B9),
-    (27, 0x94D049BB133111EB),
-    (31, 1),
-)  # SplitMix64 (Steele et al. 2014)
+STEP = 0x9E3779B97F4A7C15  # odd: from token to token
+SKIP = 0xD1342543DE82EF95  # odd: from position to position
+# SplitMix64 (Steele et al. 2014): shift and factor of each round.
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 Kernel = Callable[[Sequence[int], int], Tensor]
 
@@ -49,7 +44,9 @@ class Noise:
         self.size = size
         self.device = device
         self.position = 0
-        self.make = kernel or partial(gumbel, device=device)
+        self.make: Kernel = partial(gumbel, device=device)
+        if kernel:
+            self.make = kernel
         self.made: dict[int, Tensor] = {}
 
     def at(self, depth: int) -> Tensor:
@@ -58,7 +55,10 @@ class Noise:
         if place not in self.made:
             if len(self.made) >= KEPT:
                 self.made = {at: noise for at, noise in self.made.items() if at >= self.position}
-            places = range(place, place + (1 if self.device.type == "cpu" else TOGETHER))
+            count = TOGETHER
+            if self.device.type == "cpu":
+                count = 1
+            places = range(place, place + count)
             starts = [signed(self.seed + at * SKIP) for at in places]
             self.made.update(zip(places, self.make(starts, self.size), strict=True))
         return self.made[place]

@@ -17,6 +17,13 @@ NARROW = 64  # tokens a block, for the largest scores
 FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do
 
 
+def to_float(logits: Tensor) -> Tensor:
+    """The logits in float32; float64 ones stay."""
+    if logits.dtype == torch.float64:
+        return logits
+    return logits.float()
+
+
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that is sampled: temperature, then top-k, top-p, min-p, each on the distribution before it.
 
@@ -24,7 +31,7 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     float32. Subnormal probabilities become 0.
     """
     # 1. Greedy: one-hot.
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = to_float(logits)
     if params.greedy:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
@@ -59,7 +66,10 @@ def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def greedy_choice(logits: Tensor) -> Tensor:
     """[N] int64 the most likely token of each row; V, which is no token, for NaN. logits: [N, V]."""
-    values, indices = logits.max(-1, keepdim=True) if logits.numel() <= FEW else largest(logits, 1)
+    if logits.numel() <= FEW:
+        values, indices = logits.max(-1, keepdim=True)
+    else:
+        values, indices = largest(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 
 
@@ -71,16 +81,17 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     They lie in the k blocks with the largest maxima; on a CPU, finding those is faster than `topk` over
     long rows. Elsewhere `topk` is one launch.
     """
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = to_float(scores)
     v = scores.shape[-1]
     if v < 4 * NARROW * k or scores.numel() <= FEW or scores.device.type != "cpu":
         values, indices = scores.topk(k)
         return values, indices
-    blocks = (pad(scores, (0, -v % NARROW), value=-math.inf) if v % NARROW else scores).unflatten(
-        -1, (-1, NARROW)
-    )
-    block = blocks.amax(-1).topk(k).indices
-    inside = blocks.gather(-2, block[..., None].expand(*block.shape, NARROW)).flatten(-2)
+    if v % NARROW:
+        scores = pad(scores, (0, -v % NARROW), value=-math.inf)
+    blocks = scores.unflatten(-1, (-1, NARROW))
+    block = blocks.amax(-1).topk(k).indices  # [..., k]
+    columns = block[..., None].expand(block.shape + (NARROW,))
+    inside = blocks.gather(-2, columns).flatten(-2)
     values, place = inside.topk(k)
     return values, block.gather(-1, place // NARROW) * NARROW + place % NARROW
 
@@ -91,7 +102,8 @@ def sample(masses: Tensor, generator: torch.Generator) -> Tensor:
 
     masses: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
-    return invert(masses, uniforms((*masses.shape[:-1], 1), generator, masses.device)).squeeze(-1)
+    uniform = uniforms(masses.shape[:-1] + (1,), generator, masses.device)
+    return invert(masses, uniform).squeeze(-1)
 
 
 def sample_each(masses: Tensor, number: int, generator: torch.Generator) -> Tensor:

@@ -101,17 +101,20 @@ class Penalties:
     prompt: tuple[int, ...] = ()
 
     def begin(self, prompt: Sequence[int]) -> "Penalties":
-        return replace(self, prompt=tuple(dict.fromkeys(prompt)) if self.repetition != 1 else ())
+        if self.repetition == 1:
+            return replace(self, prompt=())
+        return replace(self, prompt=tuple(dict.fromkeys(prompt)))
 
     def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         # 1. A column for each token that occurred, the prompt's first.
-        occurring = dict.fromkeys(chain(self.prompt, answer, *paths))
-        column = {token: i for i, token in enumerate(occurring)}
+        column: dict[int, int] = {}
+        for token in chain(self.prompt, answer, chain.from_iterable(paths)):
+            column.setdefault(token, len(column))
         tokens = sent(torch.tensor(list(column), dtype=torch.int64), logits.device)
 
         # 2. How often the answer and a row's own path hold it [N, C].
         in_answer = Counter(answer)
-        counts = torch.tensor([in_answer[token] for token in column], dtype=logits.dtype)
+        counts = torch.tensor(list(map(in_answer.__getitem__, column)), dtype=logits.dtype)
         counts = counts.repeat(len(paths), 1)
         for row, path in enumerate(paths):
             for token in path:
@@ -153,8 +156,9 @@ class Processed:
         for row, path in enumerate(paths):
             by_length[len(path)].append(row)
         for rows in by_length.values():
-            known = [[*self.prompt, *answer, *paths[row]] for row in rows]
-            tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)  # [B, T]
+            text = list(self.prompt) + list(answer)
+            texts = [text + list(paths[row]) for row in rows]
+            tokens = torch.tensor(texts, dtype=torch.int64, device=logits.device)  # [B, T]
             scores = self.processor(tokens, logits[rows])  # it may change its logits in place
             shape = (len(rows), logits.shape[1])
             if not isinstance(scores, Tensor) or scores.shape != shape:
@@ -179,10 +183,15 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
     )
     if penalties != Penalties():
         yield penalties
-    given = options.logits_processor
-    for one in given if isinstance(given, Sequence) else [given]:
-        if not isinstance(one, Shaper) and not callable(one):
+    processors = options.logits_processor
+    if not isinstance(processors, Sequence):
+        processors = [processors]
+    for processor in processors:
+        if isinstance(processor, Shaper):
+            yield processor
+        elif callable(processor):
+            yield Processed(processor)
+        else:
             raise InputError(
-                f"logits_processor is {one!r:.40}, must be a function of token ids and scores"
+                f"logits_processor is {processor!r:.40}, must be a function of token ids and scores"
             )
-        yield one if isinstance(one, Shaper) else Processed(one)

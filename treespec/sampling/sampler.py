@@ -1,6 +1,7 @@
 """The distribution of one sequence's tokens, and how it shapes the logits of a tree."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -8,11 +9,19 @@ from torch import Tensor
 
 from treespec.sampling.grammar import GrammarShaper
 from treespec.sampling.noise import Noise
-from treespec.sampling.probs import SamplingParams, greedy_choice, probs, truncated
+from treespec.sampling.probs import SamplingParams, greedy_choice, probs, to_float, truncated
 from treespec.sampling.processors import Shaper
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
+
+
+@dataclass(frozen=True)
+class ForcedTokens:
+    """Tokens that must follow the answer. ends: whether the last of them ends it."""
+
+    ids: Sequence[int] = ()
+    ends: bool = False
 
 
 @final
@@ -20,26 +29,28 @@ class Distribution:
     """How logits become the distribution of a sequence's next token: the shapers, then the params.
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
-    after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
-    logits stay as they are, until the decoder ends the text. reported: the shaped draft logits of the
-    present cycle by path, where someone listens; None where nobody does. noise: by which it is sampled;
-    None: by draws, or not at all. stuck: tokens of the present cycle before the one at which every token
-    is forbidden; None: there is none. over:
-    whether the present cycle's forced tokens end the text.
+    after the prompt, kept only for shapers. error: the first error of a shaper; from then on the logits
+    stay as they are, until the decoder ends the text. noise: the Gumbel noise that the sequence is
+    sampled by, which the decoder gives it as the sequence enters; None: it is sampled by draws, or is
+    greedy. listened: whether someone asks for the draft logits of its cycles (`Drafter.draft_logits`).
     """
 
     def __init__(
-        self, params: SamplingParams, shapers: Sequence[Shaper] = (), seeded: bool = False
+        self,
+        params: SamplingParams,
+        shapers: Sequence[Shaper] = (),
+        seeded: bool = False,
+        grammar: GrammarShaper | None = None,
     ) -> None:
-        """seeded: whether the caller chose the seed of the draws."""
-        self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
+        """seeded: whether the caller chose the seed of the draws. grammar: the shaper that forces tokens."""
+        self.params = params
+        self.shapers = tuple(shapers)
+        self.seeded = seeded
+        self.grammar = grammar
         self.noise: Noise | None = None
-        self.grammar: GrammarShaper | None = None  # the one among the shapers that forces tokens
         self.answer: list[int] = []
         self.error: Exception | None = None
-        self.over = False
-        self.reported: dict[Path, Tensor] | None = None
-        self.stuck: int | None = None
+        self.listened = False
 
     @property
     def greedy(self) -> bool:
@@ -64,36 +75,37 @@ class Distribution:
         logits: [F, N] shaped. vocabulary: [N] the tokens, in order; None: all V.
         """
         assert self.noise
-        rows = logits[:1] if logits.stride(0) == 0 else logits
+        rows = logits
+        if logits.stride(0) == 0:  # one distribution for all rows
+            rows = logits[:1]
         noise = self.noise.at(depth)
         noise = noise if vocabulary is None else noise[vocabulary]
         return self.noisy(rows, noise).expand_as(logits)
 
     def noisy(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[..., N] log-probabilities up to a constant, with noise that fits their shape."""
-        rows = logits if logits.dtype == torch.float64 else logits.float()
-        return truncated(rows, self.params) + noise
+        return truncated(to_float(logits), self.params) + noise
 
-    def forced(self) -> list[int]:
-        """The tokens that must follow the answer, as far as a grammar leaves no choice.
-
-        Only a grammar knows them. Sets `over`: whether the last forced token ends the answer.
-        """
+    def forced(self) -> ForcedTokens:
+        """The tokens that must follow the answer, as far as a grammar leaves no choice."""
         if self.grammar is None or self.error:
-            return []
+            return ForcedTokens()
         try:
             tokens = self.grammar.forced(self.answer)
         except Exception as error:
             self.error = error
-            return []
-        self.over = bool(tokens) and tokens[-1] in self.grammar.ends
-        return tokens
+            return ForcedTokens()
+        if not tokens:
+            return ForcedTokens()
+        return ForcedTokens(tokens, tokens[-1] in self.grammar.ends)
 
     def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
-        shaped = logits if logits.dtype == torch.float64 else logits.float()
+        shaped = to_float(logits)
+        if self.error:
+            return shaped
         try:
-            for shaper in () if self.error else self.shapers:
+            for shaper in self.shapers:
                 shaped = shaper.shape(self.answer, paths, shaped)
         except Exception as error:
             self.error = error
@@ -112,8 +124,10 @@ class TargetDistributions:
         """logits: [N, V]. tree: needed where there are processors."""
         self.raw = logits
         self.by = by
-        self.paths = node_paths(tree) if tree and by.shapers else []
+        self.paths: list[Path] = []
         self.forbidden: set[int] = set()
+        if tree and by.shapers:
+            self.paths = node_paths(tree)
 
     def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
         return probs(self.logits(rows), self.by.params)
@@ -125,17 +139,23 @@ class TargetDistributions:
         logits = self.raw[rows]
         if not self.paths:
             return logits
-        every = range(len(self.paths))
-        nodes = list(every[rows]) if isinstance(rows, slice) else rows.tolist()
+        if isinstance(rows, slice):
+            nodes = list(range(len(self.paths))[rows])
+        else:
+            nodes = rows.tolist()
         shaped = self.by.shape([self.paths[node] for node in nodes], logits)
         empty = shaped.amax(-1) == -torch.inf  # [M]
-        self.forbidden |= {node for node, none in zip(nodes, empty.tolist(), strict=True) if none}
+        for node, is_empty in zip(nodes, empty.tolist(), strict=True):
+            if is_empty:
+                self.forbidden.add(node)
         return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
 
     def choice(self, node: int, depth: int) -> int:
         """The output at a node, without draws: the most likely token, or by the noise."""
-        logits = self.logits(slice(node, node + 1))
-        return int(greedy_choice(self.by.scores(logits, depth) if self.by.noise else logits))
+        scores = self.logits(slice(node, node + 1))
+        if self.by.noise:
+            scores = self.by.scores(scores, depth)
+        return int(greedy_choice(scores))
 
     def __len__(self) -> int:
         return len(self.raw)

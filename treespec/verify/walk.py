@@ -25,11 +25,14 @@ class Verdict:
     path: the accepted nodes from the root down, without the root.
     tokens: their tokens, then one more token from the target's distribution.
     drafted: the tree's nodes at depth 1, 2, …, where `judge_all` counted them.
+    forbidden_at: the place in `tokens` of the first at which the sequence's processors allow no token,
+    where `judge_all` met one.
     """
 
     path: list[int]
     tokens: list[int]
     drafted: list[int] = field(default_factory=list, compare=False)
+    forbidden_at: int | None = field(default=None, compare=False)
 
 
 # A coroutine: it yields a device tensor, is sent that tensor's copy on the host, and returns the verdict. So
@@ -257,12 +260,11 @@ def judge_all(
 
     # 3. What they say, and where every token is forbidden.
     verdicts = list[Verdict | Exception]()
-    results = zip(distributions, targets, judgements, counts, strict=True)
-    for by, p, verdict, drafted in results:
+    for p, verdict, drafted in zip(targets, judgements, counts, strict=True):
         if not isinstance(verdict, Exception):
             path = [0, *verdict.path]
-            by.stuck = next((at for at, node in enumerate(path) if node in p.forbidden), None)
-            verdict = replace(verdict, drafted=drafted)
+            forbidden_at = next((at for at, node in enumerate(path) if node in p.forbidden), None)
+            verdict = replace(verdict, drafted=drafted, forbidden_at=forbidden_at)
         verdicts.append(verdict)
     return verdicts
 

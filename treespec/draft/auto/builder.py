@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import final
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from treespec.draft.auto.cost import Cost, best_size
 from treespec.draft.auto.cost_model import CERTAIN, CostModel, CostModels, Prediction, bounded
-from treespec.draft.builders import Ranked, TreeBuilder
+from treespec.draft.builders import CycleBuilder, Ranked, TreeBuilder
 from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.tree_assembly import Growth
 from treespec.sampling.probs import SamplingParams, largest, probs
@@ -43,52 +42,72 @@ class Shape:
 
 def shape_for(model: CostModel, tree: AutoTree) -> Shape:
     """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far."""
-    grains = np.rint(np.log(model.by_rates.factors) / GRAINS)
-    return _shape(model.cost, model.rates, (*grains.flat,), tree)
+    grains = np.rint(np.log(model.by_rates.factors) / GRAINS)  # [2, 2]
+    return _shape(model.cost, model.rates, tuple(grains.flat), tree)
 
 
 @lru_cache(4096)
 def _shape(
     cost: Cost, rates: tuple[float, ...], grains: tuple[float, ...], tree: AutoTree
 ) -> Shape:
-    """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them."""
+    """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them.
+
+    The point lies between solved ones. Of the trees of those around it, the fastest at the point is taken.
+    """
     point = np.reshape(grains, (2, 2)) / SOLVED
     corrected = _at(rates, point)
-    found = list[Shape]()
-    for firsts in product(*([math.floor(x), math.ceil(x)] for x in point[:, 0])):
-        near = (*zip(firsts, map(round, point[:, 1]), strict=True),)
-        shape = _solved(cost, rates, near, tree)
-        table = corrected[[0, *[1] * (shape.tree.max_depth - 1)]].tolist()
-        speed = expected_length(shape.tree, table) / shape.prediction.seconds
-        found.append(replace(shape, speed=speed))
-    return max(found, key=lambda shape: shape.speed)
+    root_rates = corrected[0].tolist()
+    deeper_rates = corrected[1].tolist()
+    (root_first, root_others), (deeper_first, deeper_others) = point.tolist()
+    shapes = list[Shape]()
+    for root in (math.floor(root_first), math.ceil(root_first)):
+        for deeper in (math.floor(deeper_first), math.ceil(deeper_first)):
+            solved_point = ((root, round(root_others)), (deeper, round(deeper_others)))
+            shape = _solved(cost, rates, solved_point, tree)
+            table = [root_rates]
+            while len(table) < shape.tree.max_depth:
+                table.append(deeper_rates)
+            speed = expected_length(shape.tree, table) / shape.prediction.seconds
+            shapes.append(replace(shape, speed=speed))
+    return max(shapes, key=lambda shape: shape.speed)
 
 
 @lru_cache(1024)
 def _solved(
     cost: Cost, rates: tuple[float, ...], point: tuple[tuple[int, int], ...], tree: AutoTree
 ) -> Shape:
-    """The fastest chain at a point where trees are solved, or the fastest tree if that is faster."""
+    """The fastest chain at a point where trees are solved, or the fastest tree if that is faster.
+
+    point: of the grid of trees, the root's children and deeper ones; of each the first child and the others.
+    """
     # 1. The tree.
     corrected = _at(rates, np.array(point))
     most = min(cost.nodes[-1], tree.nodes)
-    found = []
-    for width in {1, len(rates)}:
-        found.append(cost.best(corrected[:, :width], most, tree.depth))
-    fastest, speed = max(found, key=lambda entry: entry[1])
+    fastest, speed = cost.best(corrected[:, :1], most, tree.depth)
+    if len(rates) > 1:
+        branching, branching_speed = cost.best(corrected, most, tree.depth)
+        if branching_speed > speed:
+            fastest = branching
+            speed = branching_speed
 
     # 2. What it predicts.
     parents = layout(fastest, torch.device("cpu")).parents.numpy()
-    predicted = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
+    predicted = np.ones(len(fastest.paths))
+    for node, path in enumerate(fastest.paths[1:], start=1):
+        predicted[node] = rates[path[-1]]
     inner = len(np.unique(parents)) - 1
     seconds = float(cost.seconds(fastest.size, fastest.max_depth, inner))
     return Shape(fastest, speed, Prediction(seconds, parents, predicted))
 
 
 def _at(rates: tuple[float, ...], point: np.ndarray) -> np.ndarray:
-    """[2, K] the rates at a point of the grid of trees, of the root's children and of deeper ones."""
+    """[2, K] the rates at a point of the grid of trees, of the root's children and of deeper ones.
+
+    point: [2, 2] of the root's children and of deeper ones; of each the first child and the others.
+    """
     factors = np.exp(GRAINS * SOLVED * point)
-    return bounded(np.array(rates) * factors[:, [0, *[1] * (len(rates) - 1)]])
+    is_other = np.arange(len(rates)).clip(max=1)
+    return bounded(np.array(rates) * factors[:, is_other])
 
 
 @final
@@ -115,15 +134,19 @@ class Profitable(Ranked):
         self.tops = model.rates[0]  # of the most likely child of each level
 
     def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        greedy = self.params.greedy
-        probabilities = logits.float().softmax(-1) if greedy else probs(logits, self.params)
+        if self.params.greedy:
+            probabilities = logits.float().softmax(-1)
+        else:
+            probabilities = probs(logits, self.params)
         best, tokens = largest(probabilities, min(self.topk, logits.shape[-1]))
         predicted = best.double().cpu().numpy()
-        if self.calibration and greedy:
+        if self.calibration and self.params.greedy:
             predicted = self.calibration.sure(predicted, depth)
         self.predicted.append(predicted)
         reach = self.model.by_law.corrected(predicted, depth)
-        return tokens, torch.from_numpy(reach if above is None else above.numpy()[:, None] * reach)
+        if above is not None:
+            reach = above.numpy()[:, None] * reach
+        return tokens, torch.from_numpy(reach)
 
     def width(self, level: int, scores: list[Tensor]) -> int:
         # 1. The best size of all candidates so far, and what one more node costs there.
@@ -141,13 +164,18 @@ class Profitable(Ranked):
         self.tops += float(self.predicted[-1][0, 0])
         next_one = self.tops / (level + 1) * float(model.by_law.factors[1, 0])
         best = np.sort(scores[-1].numpy())[::-1][: self.topk]
-        dear = price, rate * cost.level, rate * cost.row
-        left = self.depth - level
-        return expansion(best, min(next_one, CERTAIN), *dear, left) if left else 0
+        levels_left = self.depth - level
+        if not levels_left:
+            return 0
+        child_rate = min(next_one, CERTAIN)
+        return expansion(best, child_rate, price, rate * cost.level, rate * cost.row, levels_left)
 
     def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
         """Of the tree of the kept columns [N] of `best_tree`. parents: [N]."""
-        probabilities = np.concatenate([[1.0, 1.0], *(level.ravel() for level in self.predicted)])
+        columns = [np.ones(2)]  # of nothing and the root
+        for level in self.predicted:
+            columns.append(level.ravel())
+        probabilities = np.concatenate(columns)
         inner = sum(map(len, self.predicted))
         seconds = float(self.model.cost.seconds(len(kept), len(self.predicted), inner))
         return Prediction(seconds, parents, probabilities[kept])
@@ -170,8 +198,10 @@ def expansion(
     gain = (reach[:, None] * rate**depth - price).clip(min=0) - row  # [M, L]
     gain[0] += row - step
     worth = gain.cumsum(1).cumsum(0)
+    if worth.max() <= 0:
+        return 0
     nodes, _ = np.unravel_index(int(worth.argmax()), worth.shape)
-    return int(nodes) + 1 if worth.max() > 0 else 0
+    return int(nodes) + 1
 
 
 @final
@@ -193,17 +223,20 @@ class AutoBuilder(TreeBuilder):
 
     def pauses(self, params: SamplingParams, batch: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""
-        self.params = params
         if not self.models:
             assert self.costs
-            known = self.calibration.rates if self.calibration else {}
-            rates = nearest(known, max(params.temperature, COLDEST)) if known else None
+            rates = None
+            if self.calibration and self.calibration.rates:
+                temperature = max(params.temperature, COLDEST)
+                rates = nearest(self.calibration.rates, temperature)
             self.models = CostModels(self.costs, rates)
         model = self.models.among(batch)
         self.shape = shape_for(model, self.policy)
         model.start(self.shape.speed)
-        speeds = self.shape.speed, model.speed if self.by_level else 0.0
-        return model.pauses(max(speeds))
+        fastest = self.shape.speed
+        if self.by_level:
+            fastest = max(fastest, model.speed)
+        return model.pauses(fastest)
 
     def settled(self) -> StaticTree | None:
         assert self.models
@@ -213,17 +246,18 @@ class AutoBuilder(TreeBuilder):
         model.predict(self.shape.prediction, model.by_rates)
         return self.shape.tree
 
-    def shaped(self) -> Growth:
+    def shaped(self, cycle: CycleBuilder) -> Growth:
         """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
         assert self.models
         model = self.models.present
-        self.by_level = self.logits.device.type == "cpu"
+        self.by_level = cycle.logits.device.type == "cpu"
         shape = self.settled()
         if shape:
-            return (yield from self.fixed(shape))
-        by = Profitable(self.policy, model, self.params, self.calibration)
-        tree, kept = yield from by.grow(self.root, self.logits)
-        model.predict(by.prediction(kept.cpu().numpy(), tree.parents.cpu().numpy()), model.by_law)
+            return (yield from cycle.fixed(shape))
+        ranking = Profitable(self.policy, model, cycle.params, self.calibration)
+        tree, kept = yield from ranking.grow(cycle.root, cycle.logits)
+        prediction = ranking.prediction(kept.cpu().numpy(), tree.parents.cpu().numpy())
+        model.predict(prediction, model.by_law)
         return tree
 
     def update(self, path: Sequence[int]) -> None:

@@ -47,27 +47,36 @@ class Cost:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (*self.forward, self.level, self.begin, self.overhead)
-        shaped = len(self.nodes) == len(self.forward) > 1
-        if not shaped or not all(0 <= number < math.inf for number in numbers):
+        seconds = list(self.forward) + [self.level, self.begin, self.overhead]
+        is_possible = len(self.nodes) == len(self.forward) > 1
+        for number in seconds:
+            is_possible = is_possible and 0 <= number < math.inf
+        if not is_possible:
             raise ValueError("no such seconds")
 
     @cached_property
     def _line(self) -> tuple[np.ndarray, np.ndarray]:
         """Corners of T: sizes and seconds, which never fall."""
-        at = np.array(self.nodes, dtype=float)
-        known = np.maximum.accumulate(self.forward)
-        slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
-        return np.append(at, FAR), np.append(known, known[-1] + slope * (FAR - at[-1]))
+        sizes = np.array(self.nodes, dtype=float)
+        seconds = np.maximum.accumulate(self.forward)
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        last = seconds[-1] + slope * (FAR - sizes[-1])
+        return np.append(sizes, FAR), np.append(seconds, last)
+
+    def interpolate_forward(self, nodes: Any) -> Any:
+        """T at any sizes: a float, or an array for an array of them."""
+        sizes, seconds = self._line
+        return np.interp(nodes, sizes, seconds)
 
     def line(self, most: int) -> np.ndarray:
         """[most] T over 1, 2, … nodes."""
-        return np.interp(np.arange(1, most + 1), *self._line)
+        seconds: np.ndarray = self.interpolate_forward(np.arange(1, most + 1))
+        return seconds
 
     @cached_property
     def row(self) -> float:
         """Seconds of each further node that a draft level expands: as the target's forward grows."""
-        one, several = np.interp([1, SMALL], *self._line)
+        one, several = self.interpolate_forward([1, SMALL])
         return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (SMALL - 1)
 
     def among(self, batch: int) -> "Cost":
@@ -75,7 +84,7 @@ class Cost:
 
         A level of drafts takes longer as the target's forward does; the rest is done for each.
         """
-        forward = tuple(np.interp(np.multiply(self.nodes, batch), *self._line).tolist())
+        forward = tuple(self.interpolate_forward(np.multiply(self.nodes, batch)).tolist())
         grows = forward[0] / max(self.forward[0], math.ulp(1.0))
         level = self.level * grows
         begin = self.begin * grows
@@ -91,7 +100,7 @@ class Cost:
 
         levels: 0 where no draft model runs. inner: nodes with children.
         """
-        tree = np.interp(nodes, *self._line) + self.overhead * (np.asarray(nodes) > 1)
+        tree = self.interpolate_forward(nodes) + self.overhead * (np.asarray(nodes) > 1)
         drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
         return tree + drafts + self.row * np.maximum(inner - levels, 0)
 
@@ -104,10 +113,13 @@ class Cost:
         trees = best_trees(rates[1], nodes, depth, rates[0])
         size = np.arange(2, nodes + 1)
         levels = np.arange(1, depth + 1)[:, None]
-        inner = np.maximum(size / 2, levels) if rates.shape[1] > 1 else levels
+        inner = levels
+        if rates.shape[1] > 1:
+            inner = np.maximum(size / 2, levels)
         speed = trees.tokens[1:, 2:] / self.seconds(size, levels, inner)
-        place = np.unravel_index(int(speed.argmax()), speed.shape)
-        return trees.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
+        row, column = np.unravel_index(int(speed.argmax()), speed.shape)
+        fastest = trees.tree(int(size[column]), int(row) + 1)
+        return fastest, float(speed[row, column])
 
 
 def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> int:

@@ -56,7 +56,8 @@ class Correction:
 
     def __init__(self, weight: float) -> None:
         """weight: acceptances that the predictions themselves count for."""
-        self.predicted, self.accepted = np.full((2, 2), weight), np.full((2, 2), weight)
+        self.predicted = np.full((2, 2), weight)
+        self.accepted = np.full((2, 2), weight)
 
     @property
     def factors(self) -> np.ndarray:
@@ -75,13 +76,16 @@ class Correction:
         """A tree was verified. path: its accepted nodes, without the root."""
         self.predicted = FORGET * self.predicted
         self.accepted = FORGET * self.accepted
-        for depth, (node, taken) in enumerate(zip((0, *path), (*path, None), strict=True)):
+        for depth, node in enumerate([0, *path]):
             (children,) = np.nonzero(prediction.parents == node)
-            if len(children):
-                first, *others = prediction.probabilities[children]
-                self.predicted[min(depth, 1)] += first, sum(others)
-                if taken is not None:
-                    self.accepted[min(depth, 1), int(taken != children[0])] += 1
+            if not len(children):
+                continue
+            row = min(depth, 1)
+            probabilities = prediction.probabilities[children]
+            self.predicted[row] += probabilities[0], sum(probabilities[1:])
+            if depth < len(path):
+                is_other = path[depth] != children[0]
+                self.accepted[row, int(is_other)] += 1
 
 
 @dataclass(frozen=True)
@@ -111,21 +115,27 @@ class CostModel:
         self,
         cost: Cost,
         rates: tuple[float, ...] | None = None,
-        corrections: tuple[Correction, Correction] | None = None,
+        corrections: "Corrections | None" = None,
         batch: int = 1,
     ) -> None:
-        """rates: None where nobody knows them. corrections: by_rates and by_law of the sequence.
+        """rates: None where nobody knows them. corrections: those of the sequence; None: new ones.
 
         batch: sequences that decode together. All of them wait while one tries whether drafting pays, so
         each tries more rarely.
         """
+        if corrections is None:
+            corrections = corrections_of(rates)
         self.cost = cost
-        self.rates = rates or GUESS
+        self.rates: tuple[float, ...] = GUESS
+        if rates:
+            self.rates = rates
         self.plain = cost.plain
         self.forward = cost.line(cost.nodes[-1])  # [M] seconds over 1, 2, … nodes
-        self.by_rates, self.by_law = corrections or corrections_of(rates)
+        self.by_rates = corrections.by_rates
+        self.by_law = corrections.by_law
         self.corrects = self.by_law
-        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
+        self.tokens = 0.0  # of cycles whose tree was chosen level by level
+        self.seconds = 0.0
         self.idle = 0
         self.trials = 0
         self.trying = False
@@ -134,7 +144,9 @@ class CostModel:
     @property
     def cycle_seconds(self) -> float:
         """Modelled seconds of the cycle that runs."""
-        return self.prediction.seconds if self.prediction else 1 / self.plain
+        if self.prediction is None:
+            return 1 / self.plain
+        return self.prediction.seconds
 
     def start(self, speed: float) -> None:
         """An estimate of the speed of trees chosen level by level, in tokens per second, for some cycles."""
@@ -155,12 +167,16 @@ class CostModel:
         self.prediction = None
         self.trying = False
         if speed > self.plain:
-            self.idle = self.trials = 0
+            self.idle = 0
+            self.trials = 0
             return False
         far = (self.plain / max(speed, self.plain / 8)) ** STEEP
         self.trying = self.idle >= self.gap * 2**self.trials * far
-        self.idle = 0 if self.trying else self.idle + 1
-        self.trials += self.trying
+        if self.trying:
+            self.idle = 0
+            self.trials += 1
+        else:
+            self.idle += 1
         return not self.trying
 
     def predict(self, prediction: Prediction, corrects: Correction) -> None:
@@ -180,10 +196,20 @@ class CostModel:
             self.trials = 0
 
 
-def corrections_of(rates: tuple[float, ...] | None) -> tuple[Correction, Correction]:
-    """The corrections of a sequence at its start, of rates and of draft distributions."""
-    weight = FITTED if rates else GUESSED
-    return Correction(weight), Correction(weight)
+@dataclass(frozen=True)
+class Corrections:
+    """Of one sequence. by_rates: of the rates of a cost model. by_law: of draft distributions."""
+
+    by_rates: Correction
+    by_law: Correction
+
+
+def corrections_of(rates: tuple[float, ...] | None) -> Corrections:
+    """The corrections of a sequence at its start. rates: None where nobody knows them."""
+    weight = GUESSED
+    if rates:
+        weight = FITTED
+    return Corrections(Correction(weight), Correction(weight))
 
 
 @final
@@ -200,7 +226,9 @@ class CostModels:
     present: CostModel
 
     def __init__(self, costs: CostBy, rates: tuple[float, ...] | None = None) -> None:
-        self.costs, self.rates, self.corrections = costs, rates, corrections_of(rates)
+        self.costs = costs
+        self.rates = rates
+        self.corrections = corrections_of(rates)
         self._by_cost: dict[Cost, CostModel] = {}
 
     def among(self, batch: int) -> CostModel:
@@ -238,8 +266,11 @@ class Choice:
         if cost is None:
             return 1 + score > self.tokens / self.cycles
         # Before the draft model's first cycle it costs what a chain of two does.
-        own = self.tokens / (self.seconds or CYCLES * cost.seconds(3, 2))
-        return (1 + score) / cost.seconds(nodes, 0) > max(cost.plain, own)
+        seconds = self.seconds
+        if not seconds:
+            seconds = CYCLES * cost.seconds(3, 2)
+        model_speed = self.tokens / seconds
+        return (1 + score) / cost.seconds(nodes, 0) > max(cost.plain, model_speed)
 
     def update(self, accepted: int, seconds: float | None) -> None:
         """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""

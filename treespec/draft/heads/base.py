@@ -9,7 +9,8 @@ EAGLE's heads, block heads and MTP layers read a sequence as pairs. Five tokens,
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,15 +23,39 @@ from treespec.model.target import Target
 from treespec.trees.tree import sent
 
 
+@dataclass(frozen=True)
+class WaitingPairs:
+    """The observed pairs of one sequence that the layers have not yet run over.
+
+    features: [n, F] the target's. tokens: [n] int64, the token after each of these positions.
+    """
+
+    features: Tensor
+    tokens: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, pairs: slice) -> "WaitingPairs":
+        return WaitingPairs(self.features[pairs], self.tokens[pairs])
+
+    def append(self, later: "WaitingPairs") -> "WaitingPairs":
+        """These pairs, then later ones."""
+        if not len(self):
+            return later
+        features = torch.cat([self.features, later.features])
+        return WaitingPairs(features, torch.cat([self.tokens, later.tokens]))
+
+
 class PairProposer(Proposer):
     """Drafts with a head's layers, which take pairs and keep keys and values of them.
 
-    Observed pairs wait until `begin` runs the layers over them. Of a prompt only the last pair
-    waits. waiting: by sequence, features [n, F] and the tokens after them [n].
+    Observed pairs wait in `states` until `begin` runs the layers over them. A long prompt is run at once;
+    only its last pair waits. cache: keys and values of the pairs that the layers have run over.
     """
 
     head: Any  # of the class that the proposer is for
-    per_text: tuple[str, ...] = ("waiting", "cache")
+    states: list[WaitingPairs]
 
     def __init__(self, head: Any, target: Target) -> None:
         self.head = head
@@ -39,8 +64,19 @@ class PairProposer(Proposer):
         self.cache = TreeCache(head.cached_layers)
         self.graphs = Graphs(type(head).__name__) if target.graphs else None
         nothing = torch.empty(0, head.feature_size, dtype=target.dtype, device=target.output_device)
-        self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
-        self.waiting = [self.nothing]
+        self.nothing = WaitingPairs(nothing, nothing.new_empty(0, dtype=torch.int64))
+        self.states = [self.nothing]
+
+    def new(self) -> Self:
+        return type(self)(self.head, self.target)
+
+    def join(self, others: Sequence[Self], row: int | None = None) -> None:
+        super().join(others, row)
+        self.cache.join([other.cache for other in others], row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cache.select(rows)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
         """Run the layers over new pairs. Returns their states [B, n, H]; without layers the features.
@@ -58,11 +94,14 @@ class PairProposer(Proposer):
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        if not any(len(tokens) for _, tokens in self.waiting):
-            return [None] * len(self.waiting)
+        if not any(map(len, self.states)):
+            return [None] * len(self.states)
         roots = sent(roots, self.target.output_device)
-        logits = self.first(self.run(roots), roots)
-        return [row if n else None for row, n in zip(logits, self.cache.lengths, strict=True)]
+        logits: list[Tensor | None] = list(self.first(self.run(roots), roots))
+        for row, length in enumerate(self.cache.lengths):
+            if not length:
+                logits[row] = None
+        return logits
 
     @torch.no_grad()
     def run(self, roots: Tensor | None = None) -> Tensor:
@@ -71,36 +110,41 @@ class PairProposer(Proposer):
         Returns [B, H] the states of the sequences' last pairs.
         """
         self.cache.rewind(self.cache.lengths)
-        features, tokens = (together(rows) for rows in zip(*self.waiting, strict=True))
+        features = together([pairs.features for pairs in self.states])
+        tokens = together([pairs.tokens for pairs in self.states])
+        counts = list(map(len, self.states))
         last: list[Tensor] = []
-        counts = [len(row) for _, row in self.waiting]
         for chunk in causal_chunks(self.cache, counts, self.target.rows_beside, tokens.device):
-            ends = roots if chunk.columns.stop >= max(counts) else None
+            is_last = chunk.columns.stop >= max(counts)
+            ends = None
+            if is_last:
+                ends = roots
             states = self.pairs(chunk, features[:, chunk.columns], tokens[:, chunk.columns], ends)
-            rows = zip(states, last or states[:, 0], chunk.taken, strict=True)
-            last = [new[taken - 1] if taken else old for new, old, taken in rows]
-        self.waiting = [self.nothing] * len(counts)
-        return torch.stack(last) if len(last) > 1 else last[0][None]
+            if not last:
+                last = list(states[:, 0])
+            for row, taken in enumerate(chunk.taken):
+                if taken:
+                    last[row] = states[row, taken - 1]
+        self.states = [self.nothing] * len(counts)
+        if len(last) == 1:
+            return last[0][None]
+        return torch.stack(last)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            (states, following) = self.waiting[row]
-            after = sent(known[1:], new.device)
-            if len(following):
-                new = torch.cat([states, new])
-                after = torch.cat([following, after])
-            self.waiting[row] = new, after
-        if max(len(known) for _, known in self.waiting) > PREFILL_AT:
-            ends = [(states[-1:], known[-1:]) for states, known in self.waiting]
-            self.waiting = [(states[:-1], known[:-1]) for states, known in self.waiting]
+        for row, (new_features, new_tokens) in enumerate(zip(features, tokens, strict=True)):
+            following = sent(new_tokens[1:], new_features.device)
+            self.states[row] = self.states[row].append(WaitingPairs(new_features, following))
+        if max(map(len, self.states)) > PREFILL_AT:
+            last_pairs = [pairs[-1:] for pairs in self.states]
+            self.states = [pairs[:-1] for pairs in self.states]
             self.run()
-            self.waiting = ends
+            self.states = last_pairs
 
     def rewind(self, lengths: Sequence[int]) -> None:
         cached = self.cache.lengths
-        kept = [max(0, length - done) for length, done in zip(lengths, cached, strict=True)]
-        self.waiting = [(f[:n], t[:n]) for (f, t), n in zip(self.waiting, kept, strict=True)]
-        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
+        for row, length in enumerate(lengths):
+            self.states[row] = self.states[row][: max(0, length - cached[row])]
+        self.cache.rewind(list(map(min, cached, lengths)))
 
 
 class DeepeningProposer(PairProposer):
@@ -120,8 +164,8 @@ class DeepeningProposer(PairProposer):
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.target.output_device)
-        drafted = self.vocabulary
-        tokens = tokens if drafted is None else drafted[tokens]
+        if self.vocabulary is not None:
+            tokens = self.vocabulary[tokens]
         states = unpadded(self.deeper(tokens, above), sizes)
         return list(self.logits(states).split(sizes))
 
@@ -131,22 +175,27 @@ class AtOnceProposer(PairProposer):
 
     at_once = True
     level = 0
-    draft_logits: Tensor  # [B, D, N] of all levels of this cycle
+    level_logits: Tensor  # [B, D, N] of all levels of this cycle
 
     @abstractmethod
     def all_levels(self, last: Tensor) -> Tensor:
         """[B, D, N] draft logits of all levels. last: [B, H] the states of the last pairs."""
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
-        self.level, self.draft_logits = 0, self.all_levels(last)
-        return self.draft_logits[:, :1]
+        self.level = 0
+        self.level_logits = self.all_levels(last)
+        return self.level_logits[:, :1]
 
     def levels(self, row: int) -> Tensor:
-        return self.draft_logits[row]
+        return self.level_logits[row]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         self.level += 1
-        sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
-        rows = self.draft_logits[:, self.level, None]
-        return [row.expand(size, -1) for row, size in zip(rows, sizes, strict=True)]
+        logits = []
+        for rows, frontier in zip(self.level_logits[:, self.level, None], frontiers, strict=True):
+            nodes = 0
+            if frontier:
+                nodes = len(frontier.tokens)
+            logits.append(rows.expand(nodes, -1))
+        return logits

@@ -116,7 +116,9 @@ def draft_along(
 
 def draft_steps(head: Head, steps: int) -> int:
     """`steps`, or the head's `max_depth` where that is less."""
-    return min(steps, head.max_depth or steps)
+    if not head.max_depth:
+        return steps
+    return min(steps, head.max_depth)
 
 
 def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
@@ -190,7 +192,10 @@ def fit(head: Head, target: Target, name: str) -> None:
         if plain or not here or target.embed_scale != 1.0:
             weight = embedding_of(target).to(target.output_device)
             head.share_embedding(nn.Parameter(weight, requires_grad=False))
-    head.share_embedding(embedding.weight if plain else embedding)
+    if plain:
+        head.share_embedding(embedding.weight)
+    else:
+        head.share_embedding(embedding)
 
 
 def with_tokens(config: Config, target: Target) -> Config:
@@ -213,7 +218,9 @@ def check_tokens(head: Head, target: Target, name: str) -> None:
     differing = [number for number in stored if theirs.get(number) != stored[number]]
     if 2 * len(differing) > len(stored):
         first = differing[0]
-        there = f"is {theirs[first]!r}" if first in theirs else "does not exist"
+        there = "does not exist"
+        if first in theirs:
+            there = f"is {theirs[first]!r}"
         raise InputError(
             f"head {name} is for a target whose token {first} is {stored[first]!r}, this target's "
             f"{there}: it was trained with another tokenizer"
@@ -222,6 +229,10 @@ def check_tokens(head: Head, target: Target, name: str) -> None:
 
 def tokens_at(tokenizer: Any, numbers: Iterable[int]) -> dict[str, str]:
     """Tokens by number, as the vocabulary spells them; without those that it does not have."""
-    within = (number for number in numbers if number < len(tokenizer))
-    tokens = ((str(number), tokenizer.convert_ids_to_tokens(number)) for number in within)
-    return {number: token for number, token in tokens if isinstance(token, str) and token}
+    spelled = {}
+    for number in numbers:
+        if number < len(tokenizer):
+            token = tokenizer.convert_ids_to_tokens(number)
+            if isinstance(token, str) and token:
+                spelled[str(number)] = token
+    return spelled

@@ -16,8 +16,9 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from safetensors import safe_open
@@ -52,8 +53,9 @@ class MtpLayer(nn.Module):
         width = self.feature_size = config.hidden_size
         norm = like.input_layernorm.__class__
         eps = config.rms_norm_eps
-        norms = (norm(width, eps=eps) for _ in range(3))
-        self.token_norm, self.hidden_norm, self.final_norm = norms
+        self.token_norm = norm(width, eps=eps)
+        self.hidden_norm = norm(width, eps=eps)
+        self.final_norm = norm(width, eps=eps)
         self.project = nn.Linear(2 * width, width, bias=False)
         self.block = like.__class__(config, config.num_hidden_layers - 1)
         self.embedding_first = embedding_first
@@ -66,10 +68,13 @@ class MtpLayer(nn.Module):
 
         options: of the decoder layer: mask, positions and cache.
         """
-        both = [self.token_norm(embeddings), self.hidden_norm(hidden)]
-        x = self.project(torch.cat(both if self.embedding_first else both[::-1], dim=-1))
-        out = self.block(x, **options)
-        return self.final_norm(out[0] if isinstance(out, tuple) else out)
+        parts = [self.token_norm(embeddings), self.hidden_norm(hidden)]
+        if not self.embedding_first:
+            parts.reverse()
+        states = self.block(self.project(torch.cat(parts, dim=-1)), **options)
+        if isinstance(states, tuple):
+            states = states[0]
+        return self.final_norm(states)
 
 
 @final
@@ -82,6 +87,9 @@ class MtpProposer(EagleProposer):
         super().__init__(layer, target)
         self.layer = layer
         self.head = None
+
+    def new(self) -> Self:
+        return type(self)(self.layer, self.target)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -98,12 +106,15 @@ class MtpProposer(EagleProposer):
         target = self.target
         positions = seen.sum(-1) - 1
         rotary = getattr(target.decoder, "rotary_emb", None)
+        angles = None
+        if rotary:
+            angles = rotary(features, positions)
         hidden: Tensor = self.layer(
             target.embeddings(tokens).to(features.dtype),
             features,
             attention_mask=additive(seen, target.dtype)[:, None],
             position_ids=positions,
-            position_embeddings=rotary(features, positions) if rotary else None,
+            position_embeddings=angles,
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -192,8 +203,15 @@ def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     found = [EXPERT.fullmatch(name) for name in tensors]
     for start, count in Counter(match[1] for match in found if match).items():
-        names = [[f"{start}{i}.{part}.weight" for i in range(count)] for part in PARTS]
-        if tensors.keys() >= {name for part in names for name in part}:
-            gate, up, down = (torch.stack([tensors.pop(name) for name in part]) for part in names)
-            tensors |= {f"{start}gate_up_proj": torch.cat([gate, up], 1), f"{start}down_proj": down}
+        names = {}
+        for part in PARTS:
+            names[part] = [f"{start}{expert}.{part}.weight" for expert in range(count)]
+        if not tensors.keys() >= set(chain.from_iterable(names.values())):
+            continue
+        stacked = {}
+        for part, of_experts in names.items():
+            stacked[part] = torch.stack([tensors.pop(name) for name in of_experts])
+        gate_up = torch.cat([stacked["gate_proj"], stacked["up_proj"]], 1)
+        tensors[f"{start}gate_up_proj"] = gate_up
+        tensors[f"{start}down_proj"] = stacked["down_proj"]
     return tensors

@@ -6,15 +6,14 @@ position: Medusa's logits of a level are the same at all its nodes, Hydra's depe
 path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.drafter import Grow
+from treespec.draft.drafter import Grow, GrowthKey
 from treespec.draft.heads.base import AtOnceProposer, DeepeningProposer
 from treespec.draft.models.branch import Levels
 from treespec.heads.eagle import FeatureHead
@@ -23,6 +22,8 @@ from treespec.heads.llama import BlockHead, Pairs
 from treespec.heads.medusa import MedusaHead
 from treespec.model.masks import Chunk, rows_of
 from treespec.trees.mask import committed
+from treespec.trees.shape import Policy
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree, columns, made, sent
 
 AHEAD = 128  # levels whose places are made together: more than a tree has below forced tokens
@@ -50,17 +51,19 @@ class EagleProposer(DeepeningProposer):
         tokens: [B, T]. features: [B, T, H]. places: of T positions or one. seen: [B, T, P + T].
         """
         layers = self.cache.tree_layers
-        inputs = {"tokens": tokens, "features": features}
+        inputs = {"tokens": tokens, "features": features, "places": places}
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor]:
-            known = given["tokens"], given["features"], given["places"].unbind(1), given["mask"]
-            return (self.head.step(*known, layers),)
+            rotary = given["places"].unbind(1)
+            step = self.head.step(given["tokens"], given["features"], rotary, given["mask"], layers)
+            return (step,)
 
         if self.graphs and layers[0].columns is None:
-            known = {"mask": (None, seen[:, None])}
-            how = (tokens.shape[1], tokens.shape[1], ("texts",), places.shape[1:])
-            return self.graphs(layers, run, inputs | {"places": places}, known, how)[0]
-        return run(inputs | {"places": places, "mask": seen[:, None]})[0]
+            masks = {"mask": (None, seen[:, None])}
+            rows = tokens.shape[1]
+            how = (rows, rows, ("texts",), places.shape[1:])
+            return self.graphs(layers, run, inputs, masks, how)[0]
+        return run(inputs | {"mask": seen[:, None]})[0]
 
     def placed(self, count: int) -> Tensor:
         """What `forward` takes of the `count` positions after each sequence's pairs: rotary angles.
@@ -72,7 +75,7 @@ class EagleProposer(DeepeningProposer):
         table = self.head.rotary.table(max(starts) + count, self.target.dtype, device)
         if len(starts) == 1:
             return table[None, :, None, -count:]
-        rows = made(sent, (*starts,), device)[:, None] + columns(count, device)
+        rows = made(sent, tuple(starts), device)[:, None] + columns(count, device)
         return table[:, rows].unsqueeze(2).transpose(0, 1)
 
     def pairs(self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None) -> Tensor:
@@ -84,39 +87,58 @@ class EagleProposer(DeepeningProposer):
         return self.head.fuse(features)
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
-        self.frontiers, self.places = [last[:, None]], self.placed(AHEAD)
+        self.frontiers = [last[:, None]]
+        self.places = self.placed(AHEAD)
         self.drafted = Levels(committed(self.cache.lengths, last.device))
         return self.logits(self.frontiers[0])
 
     def repeated(
-        self, grow: Grow, roots: Tensor, logits: list[Tensor], noise: Tensor | None, key: Any
+        self,
+        grow: Grow,
+        roots: Tensor,
+        logits: list[Tensor],
+        noise: Tensor | None,
+        key: GrowthKey,
     ) -> list[TokenTree]:
         if not self.graphs:
             return grow(roots, logits, noise)
         layers = self.cache.tree_layers
 
-        def run(given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            """The features of the first drafted level, and the fields of all trees."""
-            self.frontiers = [given["frontier"]]
-            self.places = given["places"]
-            self.drafted = Levels(given["mask"][:, 0], layers[0].columns)
-            rows = given["logits"].unbind(0)
-            trees = grow(given["tokens"][:, 0], rows, given.get("noise"))
-            fields = [(t.tokens, t.parents, t.depth, t.ancestors) for t in trees]
-            return (self.frontiers[:2][-1], *chain.from_iterable(fields))
+        def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+            """The features of the first drafted level, and the tensors of all trees."""
+            self.frontiers = [inputs["frontier"]]
+            self.places = inputs["places"]
+            self.drafted = Levels(inputs["mask"][:, 0], layers[0].columns)
+            rows = inputs["logits"].unbind(0)
+            trees = grow(inputs["tokens"][:, 0], rows, inputs.get("noise"))
+            first_level = self.frontiers[min(1, len(self.frontiers) - 1)]
+            return (first_level, *flatten_trees(trees))
 
-        inputs = {"tokens": sent(roots[:, None], logits[0].device), "logits": torch.stack(logits)}
-        inputs |= {"frontier": self.frontiers[0], "places": self.places}
-        inputs |= {} if noise is None else {"noise": noise}
-        policies = {*key[:-1]}
-        sizes = [p.max_depth * p.max_draws if p.reranks else p.size for p in policies]
-        known = {"mask": (None, self.drafted.seen[:, None])}
-        alike = all(p.reranks for p in policies)
-        key = (*policies, key[-1]) if alike else key  # for any number of texts
-        how = (1, sum(sizes), ("texts",) if alike and len(roots) > 1 else (), key)
-        _, *fields = self.graphs(layers, run, inputs, known, how)
-        by_field = (fields[i::4] for i in range(4))
-        return [TokenTree(*parts) for parts in zip(*by_field, strict=True)]
+        # 1. What the graph reads.
+        inputs = {
+            "tokens": sent(roots[:, None], logits[0].device),
+            "logits": torch.stack(logits),
+            "frontier": self.frontiers[0],
+            "places": self.places,
+        }
+        if noise is not None:
+            inputs["noise"] = noise
+        masks = {"mask": (None, self.drafted.seen[:, None])}
+
+        # 2. The columns that it writes. One graph serves any number of texts whose trees grow as one.
+        policies = frozenset(key.policies)
+        columns_written = sum(map(count_written_columns, policies))
+        more: tuple[str, ...] = ()
+        graph_key: Any = key
+        if all(policy.reranks for policy in policies):
+            graph_key = (policies, key.noise_params)
+            if len(roots) > 1:
+                more = ("texts",)
+        how = (1, columns_written, more, graph_key)
+
+        # 3. The trees.
+        outputs = self.graphs(layers, run, inputs, masks, how)
+        return rebuild_trees(outputs[1:])
 
     def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         self.drafted.extend(above)
@@ -161,7 +183,8 @@ class HydraProposer(DeepeningProposer):
         return features
 
     def first(self, last: Tensor, roots: Tensor) -> Tensor:
-        self.level, embedded = 0, self.target.embeddings(roots).to(last.dtype)
+        self.level = 0
+        embedded = self.target.embeddings(roots).to(last.dtype)
         self.inputs = torch.cat([last, embedded], dim=-1)[:, None]
         return self.logits(self.inputs)
 
@@ -200,7 +223,10 @@ class BlockProposer(AtOnceProposer):
         """
         # 1. Positions [B, T]: the block's follow the sequence's last pair.
         b, n = tokens.shape
-        size = 0 if roots is None else self.head.block
+        size = 0
+        if roots is not None:
+            size = self.head.block
+            roots = roots.to(self.target.output_device)
         device = chunk.seen.device
         taken = sent(chunk.taken, device)[:, None]
         after = chunk.positions[:, :1] + taken + torch.arange(size, device=device)
@@ -212,9 +238,33 @@ class BlockProposer(AtOnceProposer):
         seen = torch.cat([pad(chunk.seen, (0, size)), rows.expand(-1, size, -1)], dim=1)
 
         # 3. The forward.
-        below = None if roots is None else roots.to(self.target.output_device)
         given = Pairs(tokens, features.to(self.head.dtype), places, seen)
-        own, self.block = self.head.run(
-            given, below, self.cache.tree_layers, self.target.embeddings
+        states, self.block = self.head.run(
+            given, roots, self.cache.tree_layers, self.target.embeddings
         )
-        return own
+        return states
+
+
+def count_written_columns(policy: Policy) -> int:
+    """The columns that the levels of a tree write at most."""
+    if isinstance(policy, StaticTree):
+        return policy.size
+    assert policy.max_draws is not None  # nodes that each level expands
+    return policy.max_depth * policy.max_draws
+
+
+def flatten_trees(trees: Sequence[TokenTree]) -> list[Tensor]:
+    """The tensors of trees without draft distributions, one tree's after another's."""
+    tensors = []
+    for tree in trees:
+        tensors += [tree.tokens, tree.parents, tree.depth, tree.ancestors]
+    return tensors
+
+
+def rebuild_trees(tensors: Sequence[Tensor]) -> list[TokenTree]:
+    """The trees of which `flatten_trees` gave the tensors."""
+    trees = []
+    for first in range(0, len(tensors), 4):
+        tokens, parents, depth, ancestors = tensors[first : first + 4]
+        trees.append(TokenTree(tokens, parents, depth, ancestors))
+    return trees

@@ -47,7 +47,9 @@ class Guess:
     @property
     def score(self) -> float:
         """Expected accepted tokens."""
-        return 0.0 if self.probabilities is None else self.reach(self.probabilities)[1:].sum()
+        if self.probabilities is None:
+            return 0.0
+        return float(self.reach(self.probabilities)[1:].sum())
 
     def part(self, kept: np.ndarray) -> "Guess":
         """The tree of some nodes. kept: [M] ascending numbers, first the root's 0; with a node its parent is kept."""

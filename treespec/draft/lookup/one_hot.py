@@ -7,18 +7,18 @@ them.
 `--verifier auto` lets the target score no more than pays, where a guess has probabilities.
 """
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treespec.draft.auto.cost import Cost, CostBy, best_size
-from treespec.draft.drafter import Renewed
 from treespec.draft.lookup.guess import Guess
 from treespec.draft.tree_assembly import ForcedDrafter
 from treespec.model.cache import TreeCache
@@ -26,8 +26,16 @@ from treespec.sampling.sampler import Distribution
 from treespec.trees.tree import TokenTree
 
 
-class TextDrafter(Renewed, ABC):
+class TextDrafter(ABC):
     """Drafts for one sequence."""
+
+    def new(self) -> Self:
+        """A drafter with the same options, for another sequence.
+
+        It is asked of a drafter that has not drafted yet. So a deep copy does, unless sequences share
+        something, such as a model or a store: a class that holds one returns a drafter that shares it.
+        """
+        return copy.deepcopy(self)
 
     @abstractmethod
     def draft(self, text: np.ndarray) -> Guess:
@@ -54,16 +62,18 @@ class Row:
 class OneHotDrafter(ForcedDrafter):
     """A `TextDrafter` for each of B sequences; one at first.
 
-    times: with them it drafts only the part of a tree that pays (`part`); None: whole trees.
+    unused: the drafter that those of sequences are made from (`TextDrafter.new`); it drafts nothing
+    itself. times: with them only the part of a tree that pays is drafted (`part`); None: whole trees.
     """
 
-    per_text = ("rows",)
     one_hot = True
+    states: list[Row]
 
     def __init__(self, drafter: TextDrafter, times: CostBy | None = None) -> None:
         self.name = type(drafter).__name__.lower()
+        self.unused = drafter
         self.times = times
-        self.rows = [Row(drafter, np.empty(0, dtype=np.int64))]
+        self.states = [Row(drafter.new(), np.empty(0, dtype=np.int64))]
 
     @property
     def timed(self) -> bool:
@@ -72,7 +82,9 @@ class OneHotDrafter(ForcedDrafter):
     @property
     def cost(self) -> Cost | None:
         """What a cycle of these sequences costs; None: it drafts whole trees."""
-        return self.times and self.times(len(self.rows))
+        if self.times is None:
+            return None
+        return self.times(len(self.states))
 
     def draft_trees(
         self,
@@ -82,39 +94,45 @@ class OneHotDrafter(ForcedDrafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        self.chains = [distribution.forced() for distribution in distributions]
+        self.forced = [distribution.forced() for distribution in distributions]
         trees = []
-        for number, (root, by) in enumerate(zip(roots.tolist(), distributions, strict=True)):
-            last = [root, *self.chains[number]]
-            guess = Guess() if by.over else self.guess(number, last)
-            trees.append(guess.tree(last[-1], generators[number].device))
+        for row, (root, forced) in enumerate(zip(roots.tolist(), self.forced, strict=True)):
+            last_tokens = [root, *forced.ids]
+            guess = Guess()
+            if not forced.ends:
+                guess = self.guess(row, last_tokens)
+            trees.append(guess.tree(last_tokens[-1], generators[row].device))
         return self.hung(roots, trees, generators)
 
     def guess(self, row: int, last: list[int]) -> Guess:
         """What it drafts for a sequence, or the part that pays. last: the root and the forced tokens."""
-        guess = self.rows[row].drafter.draft(np.append(self.rows[row].text, last))
-        return part(guess, self.cost) if self.cost else guess
+        state = self.states[row]
+        guess = state.drafter.draft(np.append(state.text, last))
+        cost = self.cost
+        if cost is None:
+            return guess
+        return part(guess, cost)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for row, new in zip(self.rows, tokens, strict=True):
-            row.text = np.append(row.text, new[:-1].numpy())
+        for state, new_tokens in zip(self.states, tokens, strict=True):
+            state.text = np.append(state.text, new_tokens[:-1].numpy())
 
     def enter(self, memory: str | None) -> None:
-        self.rows[0].drafter.enter(memory)
+        self.states[0].drafter.enter(memory)
 
     def remember(self, memory: str, answer: Sequence[int]) -> None:
-        self.rows[0].drafter.remember(memory, answer)
+        self.states[0].drafter.remember(memory, answer)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        pairs = zip(self.rows, lengths, strict=True)
-        self.rows = [Row(row.drafter.new(), row.text[:length]) for row, length in pairs]
+        for row, length in enumerate(lengths):
+            self.states[row] = Row(self.unused.new(), self.states[row].text[:length])
 
     def new(self) -> "OneHotDrafter":
         return self.with_times(self.times)
 
     def with_times(self, times: CostBy | None) -> "OneHotDrafter":
         """Another of its kind that drafts only what pays."""
-        return OneHotDrafter(self.rows[0].drafter.new(), times)
+        return OneHotDrafter(self.unused, times)
 
 
 def part(guess: Guess, cost: Cost) -> Guess:

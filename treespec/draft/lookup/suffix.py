@@ -44,12 +44,18 @@ class Suffix(TextDrafter):
         self.options = options
         self.caches = caches
         self.cache: SuffixCache | None = None  # None: it drafts from its own sequence alone
-        self.seen, self.last = 0, Guess()  # tokens of the text of the last guess
+        self.seen = 0  # tokens of the text of the last guess
+        self.last = Guess()
         self.promised = [WEIGHT for _ in RIGHT]
         self.kept = [WEIGHT * rate for rate in RIGHT]
 
+    def new(self) -> "Suffix":
+        return Suffix(self.options, self.caches)
+
     def enter(self, cache: str | None) -> None:
-        self.cache = None if cache is None else self.caches.named(cache)
+        self.cache = None
+        if cache is not None:
+            self.cache = self.caches.named(cache)
 
     def remember(self, cache: str, completion: Sequence[int]) -> None:
         self.caches.named(cache).add(completion)
@@ -61,8 +67,11 @@ class Suffix(TextDrafter):
         """
         self._learn(text[self.seen :].tolist())
         self.seen = len(text)
-        known = [text, *([self.cache.tokens] if self.cache else [])]
-        self.last = max((self._guess(tokens, text) for tokens in known), key=lambda it: it.score)
+        self.last = self._guess(text, text)
+        if self.cache:
+            of_cache = self._guess(self.cache.tokens, text)
+            if of_cache.score > self.last.score:
+                self.last = of_cache
         return self.last
 
     def _guess(self, tokens: np.ndarray, text: np.ndarray) -> Guess:
@@ -98,6 +107,9 @@ class Suffix(TextDrafter):
 
 def load_suffix(spec: DrafterSpec, target: Target) -> TextDrafter:
     """`--drafter suffix` and `suffix:FOLDER,tokens=5000`. Raises InputError."""
-    root = Path(spec.place).expanduser() if spec.place else None
-    of_target = fingerprint(target.tokenizer, target.vocab_size), target.vocab_size
-    return Suffix(spec.options, SuffixCaches(spec.options.tokens, root, *of_target))
+    root = None
+    if spec.place:
+        root = Path(spec.place).expanduser()
+    vocabulary = fingerprint(target.tokenizer, target.vocab_size)
+    caches = SuffixCaches(spec.options.tokens, root, vocabulary, target.vocab_size)
+    return Suffix(spec.options, caches)

@@ -97,7 +97,8 @@ class SuffixCaches:
         """
         self.tokens = tokens
         self.root = root
-        self._of_target = (tokenizer, vocab_size)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
         if root is not None:
             check_files(root, tokenizer)
@@ -117,9 +118,13 @@ class SuffixCaches:
         return self._by_name[name]
 
     def _begun(self, name: str) -> SuffixCache:
-        hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
-        file = self.root and self.root / f"{hashed if name else 'shared'}.safetensors"
-        return SuffixCache(self.tokens, file, *self._of_target)
+        stem = "shared"
+        if name:
+            stem = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
+        file = None
+        if self.root:
+            file = self.root / f"{stem}.safetensors"
+        return SuffixCache(self.tokens, file, self.tokenizer, self.vocab_size)
 
 
 def check_files(root: Path, tokenizer: str | None = None) -> None:

@@ -48,14 +48,16 @@ class BranchProposer(Proposer):
         """Draft behind the B sequences of a cache."""
         device = self.model.output_device
         lengths = cache.lengths
-        self.written, self.places = cache, columns(cache.end, device).expand(len(lengths), -1)
+        self.written = cache
+        self.places = columns(cache.end, device).expand(len(lengths), -1)
         self.branch = Levels(torch.ones(len(lengths), 1, 0, dtype=torch.bool, device=device))
         self.after = sent(lengths, device)[:, None]  # [B, 1] next level's position
 
     def below(self, roots: Tensor) -> list[Tensor | None]:
         """`extend` for the roots [B] int64 on the host, which have no level above."""
         each = sent(roots, self.places.device).split(1)
-        return [*self.extend([Frontier(root, torch.zeros_like(root)) for root in each])]
+        frontiers = [Frontier(root, torch.zeros_like(root)) for root in each]
+        return list(self.extend(frontiers))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
         tokens, above, sizes = aligned(frontiers, self.places.device)

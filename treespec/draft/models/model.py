@@ -6,8 +6,7 @@ Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +36,28 @@ class ModelProposer(BranchProposer):
     root stays in the cache, as it is the next token to be observed. Drafted levels are written
     after it and forgotten.
 
-    known: [n] the observed tokens on the host, by sequence.
+    states: [n] int64 the observed tokens of each sequence, on the host. cache: the draft model's.
     """
 
-    per_text = ("known", "cache")
+    states: list[Tensor]
 
     def __init__(self, model: Target, target: Target) -> None:
-        self.model, self.vocab_size, self.cache = model, target.vocab_size, model.new_cache()
-        self.known = [torch.empty(0, dtype=torch.int64)]
+        self.model = model
+        self.target = target
+        self.vocab_size = target.vocab_size
+        self.cache = model.new_cache()
+        self.states = [torch.empty(0, dtype=torch.int64)]
+
+    def new(self) -> Self:
+        return type(self)(self.model, self.target)
+
+    def join(self, others: Sequence[Self], row: int | None = None) -> None:
+        super().join(others, row)
+        self.cache.join([other.cache for other in others], row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.cache.select(rows)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -55,31 +68,33 @@ class ModelProposer(BranchProposer):
         return [self.model.config.to_dict(), str(self.model.dtype)]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.known = self.continued([new[:-1] for new in tokens])
+        self.states = self.continued([new_tokens[:-1] for new_tokens in tokens])
         if max(map(len, tokens)) - 1 > PREFILL_AT:
-            self._run(self.known)
+            self._run(self.states)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
-        held = [len(self.own(tokens)) for tokens in self.known]
-        self.cache.rewind([*map(min, self.cache.lengths, held)])
+        self.states = [tokens[:n] for tokens, n in zip(self.states, lengths, strict=True)]
+        model_lengths = [len(self.own(tokens)) for tokens in self.states]
+        self.cache.rewind(list(map(min, self.cache.lengths, model_lengths)))
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.rewind(
-            [*map(len, self.known)]
-        )  # drops an earlier root that was not observed afterwards
+        # An earlier root that was not observed afterwards leaves the cache.
+        self.rewind(list(map(len, self.states)))
         hidden = self._run(self.continued(roots.split(1)))
         self.follow(self.cache)
         return list(self.fitted(self.model.output_logits(hidden)).split(1))
 
     def extend(self, frontiers: Frontiers) -> list[Tensor]:
-        own = [f and Frontier(self.drafted(f.tokens), f.parent_rows) for f in frontiers]
-        return [*map(self.fitted, super().extend(own))]
+        in_model_tokens: list[Frontier | None] = []
+        for frontier in frontiers:
+            if frontier:
+                frontier = Frontier(self.drafted(frontier.tokens), frontier.parent_rows)
+            in_model_tokens.append(frontier)
+        return list(map(self.fitted, super().extend(in_model_tokens)))
 
     def continued(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """The observed tokens of each sequence and its next ones [n]."""
-        pairs = zip(self.known, tokens, strict=True)
-        return [torch.cat(pair) for pair in pairs]
+        return [torch.cat(pair) for pair in zip(self.states, tokens, strict=True)]
 
     def own(self, tokens: Tensor) -> Tensor:
         """The draft model's tokens for a sequence of the target's [n], from its first token on."""
@@ -96,11 +111,12 @@ class ModelProposer(BranchProposer):
     @torch.no_grad()
     def _run(self, sequences: Sequence[Tensor]) -> Tensor:
         """Bring sequences of the target's tokens into the cache; [B, H] hidden states at their ends."""
-        own = [*map(self.own, sequences)]
+        token_rows = list(map(self.own, sequences))
         # A root that the draft model has no token for adds nothing: the token before it runs again.
-        self.cache.rewind([*map(min, self.cache.lengths, (len(tokens) - 1 for tokens in own))])
-        waiting = [tokens[held:] for tokens, held in zip(own, self.cache.lengths, strict=True)]
-        counts = [*map(len, waiting)]
+        rerun_from = [len(tokens) - 1 for tokens in token_rows]
+        self.cache.rewind(list(map(min, self.cache.lengths, rerun_from)))
+        waiting = [row[n:] for row, n in zip(token_rows, self.cache.lengths, strict=True)]
+        counts = list(map(len, waiting))
         hidden = self.model.prefill(self.cache, together(waiting), counts=counts)
         return torch.stack([row[n - 1] for row, n in zip(hidden, counts, strict=True)])
 
@@ -125,11 +141,18 @@ class OtherVocabulary(ModelProposer):
 
     def __init__(self, model: Target, target: Target, words: SharedVocabulary) -> None:
         super().__init__(model, target)
-        shared = words.target.to(target.output_device), words.draft.to(model.output_device)
-        self.words = replace(words, target=shared[0], draft=shared[1])
+        self.words = replace(
+            words,
+            target=words.target.to(target.output_device),
+            draft=words.draft.to(model.output_device),
+        )
         self.start = start_of(model.tokenizer)
-        # As a first token.
-        self.skipped = frozenset(start_of(target.tokenizer) if self.start else ())
+        self.skipped = frozenset[int]()  # of the target, as a first token
+        if self.start:
+            self.skipped = frozenset(start_of(target.tokenizer))
+
+    def new(self) -> Self:
+        return type(self)(self.model, self.target, self.words)
 
     @property
     def name(self) -> str:
@@ -144,9 +167,13 @@ class OtherVocabulary(ModelProposer):
         return [super().identity, len(self.words.target)]
 
     def own(self, tokens: Tensor) -> Tensor:
-        first, *others = tokens.tolist() or [None]
-        read = others if first is None or first in self.skipped else [first, *others]
-        return tokens.new_tensor([*self.start, *chain.from_iterable(map(self.words.spelled, read))])
+        target_tokens = tokens.tolist()
+        if target_tokens and target_tokens[0] in self.skipped:
+            del target_tokens[0]
+        model_tokens = list(self.start)
+        for token in target_tokens:
+            model_tokens += self.words.spelled(token)
+        return tokens.new_tensor(model_tokens)
 
     def drafted(self, tokens: Tensor) -> Tensor:
         return self.words.draft[tokens]
@@ -159,22 +186,25 @@ def load_model(spec: DrafterSpec, target: Target) -> ModelProposer:
     """A draft model by directory or hub id, in the target's dtype, on its device. Raises InputError."""
     place = target.output_device
     name = f"--drafter {spec.own}"
-    how: dict[str, Any] = {"dtype": target.dtype, "trust_remote_code": target.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
+    if place.type != "cpu":
+        options["device_map"] = {"": place}
     try:
-        model = Target.load(
-            spec.place, device_map=None if place.type == "cpu" else {"": place}, **how
-        )
+        model = Target.load(spec.place, dtype=target.dtype, **options)
     except InputError as error:
         said = str(error).replace("the target", "the draft model")
         raise InputError(f"{name}: {said}") from error
-    both = target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
-    difference = tokens_differ(*both)
+    difference = tokens_differ(
+        target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
+    )
     if difference is None:
         return ModelProposer(model, target)
     try:
-        if None in both:
+        if target.tokenizer is None or model.tokenizer is None:
             raise InputError(difference)
-        words = shared_vocabulary(*both)
+        words = shared_vocabulary(
+            target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size
+        )
     except InputError as error:
         raise InputError(
             f"{name} cannot draft for this target: {error}; take another model"

@@ -42,13 +42,19 @@ def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
             return bytes(BYTES[character] for character in token)
         if not byte_level and (byte := BYTE.fullmatch(token)):
             return bytes.fromhex(byte[1])
-        return (token if byte_level else token.replace(SPACE, " ")).encode()
+        if byte_level:
+            return token.encode()
+        return token.replace(SPACE, " ").encode()
 
     found = {number: text_of(token) for token, number in tokenizer.get_vocab().items()}
     for number, added in tokenizer.added_tokens_decoder.items():
         if byte_level or not BYTE.fullmatch(added.content):
-            plain = added.content.encode() if byte_level else text_of(added.content)
-            found[number] = SPECIAL + added.content.encode() if added.special else plain
+            if added.special:
+                found[number] = SPECIAL + added.content.encode()
+            elif byte_level:
+                found[number] = added.content.encode()
+            else:
+                found[number] = text_of(added.content)
     return found
 
 
@@ -100,7 +106,9 @@ class SharedVocabulary:
                     found.append(number)
                     break
             at += size
-        return tuple(found) or (int(self.draft[0]),)
+        if not found:
+            return (int(self.draft[0]),)
+        return tuple(found)
 
 
 def shared_vocabulary(
@@ -146,13 +154,14 @@ def tokens_differ(target: Any, draft: Any, target_size: int, draft_size: int) ->
     A number that only one of them names is padding of the other's embedding, and no difference.
     """
     if draft is None or target is None:
-        sizes = f"{draft_size} and {target_size}"
-        agree = draft_size == target_size and draft is target
-        return None if agree else f"{sizes}, without a tokenizer to compare"
-    ours, theirs = ({n: token for token, n in its.get_vocab().items()} for its in (target, draft))
-    for number in sorted(theirs.keys() & ours.keys()):
-        if theirs[number] != ours[number]:
-            return f"token {number} is {theirs[number]!r}, the target's {ours[number]!r}"
+        if draft_size == target_size and draft is target:
+            return None
+        return f"{draft_size} and {target_size}, without a tokenizer to compare"
+    of_target = {number: token for token, number in target.get_vocab().items()}
+    of_draft = {number: token for token, number in draft.get_vocab().items()}
+    for number in sorted(of_draft.keys() & of_target.keys()):
+        if of_draft[number] != of_target[number]:
+            return f"token {number} is {of_draft[number]!r}, the target's {of_target[number]!r}"
     return None
 
 
@@ -162,4 +171,6 @@ def start_of(tokenizer: Any) -> list[int]:
         return []
     around = tokenizer.encode("a")
     bare = tokenizer.encode("a", add_special_tokens=False)
-    return list(around[: around.index(bare[0])]) if bare and bare[0] in around else []
+    if not bare or bare[0] not in around:
+        return []
+    return list(around[: around.index(bare[0])])

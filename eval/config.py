@@ -94,15 +94,16 @@ class EvalConfig(TargetOptions, PlacementOptions, DrafterOptions, SamplingOption
 
 def peers_of(config: EvalConfig) -> list[str]:
     """`transformers`, and servers as `URL` or `URL,model`. Raises InputError for anything else."""
-    peers = (config.peers or "").strip()
-    parts = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", peers) if peers else []
-    bad = [part for part in parts if not PEER.fullmatch(part)]
-    if bad:
-        raise InputError(
-            f"--peers {bad[0]!r} is not understood: give transformers, or a server's address with "
-            "its model, as in http://localhost:8000/v1,MODEL"
-        )
-    return list(dict.fromkeys(parts))
+    if config.peers is None or not config.peers.strip():
+        return []
+    peers = re.split(rf"\s*,\s*(?=https?://|{TRANSFORMERS}\b)", config.peers.strip())
+    for peer in peers:
+        if not PEER.fullmatch(peer):
+            raise InputError(
+                f"--peers {peer!r} is not understood: give transformers, or a server's address with "
+                "its model, as in http://localhost:8000/v1,MODEL"
+            )
+    return list(dict.fromkeys(peers))
 
 
 def numbers_of(name: str, values: str | None) -> list[int]:
@@ -159,10 +160,11 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            json.loads(self.json_schema or "{}")
-        except ValueError as error:
-            raise InputError(f"--json-schema is no JSON: {error}") from error
+        if self.json_schema is not None:
+            try:
+                json.loads(self.json_schema)
+            except ValueError as error:
+                raise InputError(f"--json-schema is no JSON: {error}") from error
         if self.plain and not self.endpoint:
             raise InputError("--plain is what --endpoint is compared with: give that, too")
         if self.endpoint is None:

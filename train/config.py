@@ -1,6 +1,6 @@
 """The options of a training run."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,15 +16,21 @@ from treespec.options import (
     check_place,
     either,
     option,
-    refuse,
 )
 from treespec.train.recipes import TRAINING_BY_KIND
 
 LOSSES = ("published", "cross-entropy", "tv")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
 TRACKERS = (
-    *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
-    *("swanlab", "tensorboard", "trackio", "wandb"),
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "mlflow",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
 )
 
 
@@ -59,8 +65,10 @@ class Eagle3Options(CommandOptions):
 
     def parts(self) -> dict[str, object]:
         """The fields of the head's config.json; none for EAGLE-3 as published."""
-        own = {known.name: getattr(self, known.name) for known in fields(Eagle3Options)}
-        parts: dict[str, object] = {name: True for name, value in own.items() if value is True}
+        parts: dict[str, object] = {}
+        for field in fields(Eagle3Options):
+            if getattr(self, field.name) is True:
+                parts[field.name] = True
         if self.layer_family == "qwen3":
             parts["qk_norm"] = True
         if self.head_layers > 1:
@@ -205,35 +213,29 @@ class TrainConfig(TargetOptions, Eagle3Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_place(self.device_map)
-        for known in fields(self):
-            able = [
-                kind
-                for kind, training in TRAINING_BY_KIND.items()
-                if known.name in training.options
-            ]
-            if able and self.head not in able and getattr(self, known.name) != known.default:
-                name = f"{'no-' if known.default is True else ''}{known.name.replace('_', '-')}"
-                kinds = ", ".join(able)
-                raise InputError(f"--{name} is for --head {kinds}: leave it out for {self.head}")
-        refuse(
-            {
-                "--norm-before-fc and --fc-norm exclude each other: give one of them": (
-                    self.norm_before_fc and self.fc_norm
-                ),
-                "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out": (
-                    self.training.restricted_first
-                    and self.from_head is not None
-                    and self.draft_vocab is not None
-                ),
-                "--from-head brings first weights: leave --first-weights out": (
-                    self.from_head is not None and self.first_weights != "random"
-                ),
-                f"--tracker {self.tracker} needs its package: pip install {self.tracker}": (
-                    self.tracker is not None
-                    and not any(map(find_spec, (self.tracker, f"{self.tracker}X")))
-                ),
-            }
-        )
+        for field in fields(self):
+            self.check_head_has(field)
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("--norm-before-fc and --fc-norm exclude each other: give one of them")
+        if self.from_head is not None:
+            if self.training.restricted_first and self.draft_vocab is not None:
+                raise InputError(
+                    "--from-head brings the draft vocabulary of such a head: leave --draft-vocab out"
+                )
+            if self.first_weights != "random":
+                raise InputError("--from-head brings first weights: leave --first-weights out")
+        if self.tracker is not None:
+            check_tracker(self.tracker)
+
+    def check_head_has(self, field: Field) -> None:
+        """Raises InputError for an option that is set, but is of other kinds of head."""
+        kinds = [kind for kind, training in TRAINING_BY_KIND.items() if field.name in training.options]
+        if not kinds or self.head in kinds or getattr(self, field.name) == field.default:
+            return
+        name = field.name.replace("_", "-")
+        if field.default is True:
+            name = f"no-{name}"
+        raise InputError(f"--{name} is for --head {', '.join(kinds)}: leave it out for {self.head}")
 
     @property
     def training(self) -> Training:
@@ -243,14 +245,27 @@ class TrainConfig(TargetOptions, Eagle3Options):
     @property
     def recipe(self) -> Recipe:
         """The recipe's options as the run sets them, and the kind's own for the rest."""
-        known = {part.name: getattr(self, part.name, None) for part in fields(Recipe)}
-        chosen = {name: value for name, value in known.items() if value is not None}
-        return replace(self.training.recipe, **chosen)
+        changes = {}
+        for field in fields(Recipe):
+            value = getattr(self, field.name, None)
+            if value is not None:
+                changes[field.name] = value
+        return replace(self.training.recipe, **changes)
 
     def forwards(self, processes: int) -> int:
         """Forwards of a process per optimizer step: as set, or what the recipe's batch needs."""
-        together = self.batch_size * processes
-        return self.accumulate or max(1, round((self.recipe.batch or 0) / together))
+        if self.accumulate is not None:
+            return self.accumulate
+        if self.recipe.batch is None:
+            return 1
+        return max(1, round(self.recipe.batch / (self.batch_size * processes)))
+
+
+def check_tracker(tracker: str) -> None:
+    """Raises InputError for a tracker whose package is not installed."""
+    # tensorboard's package may be tensorboardX.
+    if find_spec(tracker) is None and find_spec(f"{tracker}X") is None:
+        raise InputError(f"--tracker {tracker} needs its package: pip install {tracker}")
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -5,13 +5,15 @@ fields; `check` is the one check of a value. The names that options take stand h
 so that `--help` loads neither torch nor transformers. Tests hold them equal to the registries.
 """
 
+import dataclasses
 import difflib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from importlib.metadata import entry_points
 from numbers import Integral, Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from treespec.errors import InputError
@@ -30,7 +32,7 @@ TREE_FILE = "a JSON file of paths"
 
 # Forms that a target is quantised to at loading: bitsandbytes' two, then torchao's.
 LOAD_IN = ("4bit", "8bit", "fp8", "int8")
-LOAD_IN_FORMS = (*LOAD_IN, "gguf:FILE")
+LOAD_IN_FORMS = LOAD_IN + ("gguf:FILE",)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # accelerate's placements, torch's devices and their numbers
 PLACES = (
@@ -41,8 +43,10 @@ QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 def either(names: Iterable[str]) -> str:
     """`a, b or c`."""
-    *before, last = names
-    return f"{', '.join(before)} or {last}" if before else last
+    listed = list(names)
+    if len(listed) == 1:
+        return listed[0]
+    return f"{', '.join(listed[:-1])} or {listed[-1]}"
 
 
 def option(
@@ -54,28 +58,45 @@ def option(
     line: object = "",
     **ends: Any,
 ) -> Any:
-    """A dataclass field with its option's help. Without a default the option is required.
+    """Declare an option as a dataclass field. Without a default the option is required.
 
-    ends: least, most, above, below: the range of a number (`Range`). Every int and float has one
-    with two ends. For a str field it is the range of each number in a list, whole: of whole ones.
-    words: names that the list may hold beside numbers. choices: the names that a str field may hold.
-    line: how the command line gives it: (type, function from its words to the value); "": as it is;
-    None: not at all.
+    Args:
+        help: the option's line in `--help` and on the pages.
+        words: names that a list of numbers may hold beside the numbers.
+        choices: the names that a str field may hold; () allows any.
+        line: how the command line reads the option: (type, function from its words to the value).
+            "" reads the field's own type; None leaves the option to Python and HTTP.
+        ends: `least`, `most`, `above`, `below`: the range of a number (`Range`); every int and float
+            has two ends. For a str field it is the range of each number in a list, and
+            `whole=True` takes whole numbers only.
     """
-    told = {"help": help, "words": tuple(words), "choices": tuple(choices), "line": line}
-    return field(default=default, metadata=told | {"range": Range(**ends) if ends else None})
+    allowed = None
+    if ends:
+        allowed = Range(**ends)
+    metadata = {
+        "help": help,
+        "words": tuple(words),
+        "choices": tuple(choices),
+        "line": line,
+        "range": allowed,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def shared(group: type["DataclassInstance"], name: str, *default: object) -> Any:
-    """An option of another dataclass, with its default or another one."""
-    (known,) = (known for known in fields(group) if known.name == name)
-    return field(default=default[0] if default else known.default, metadata=known.metadata)
+def shared(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
+    """Declare an option of another dataclass again, with its default or another one."""
+    declared = group.__dataclass_fields__[name]
+    if default is MISSING:
+        default = declared.default
+    return dataclasses.field(default=default, metadata=declared.metadata)
 
 
-def range_of(known: Field) -> Range | None:
-    """The range of a field that `option` made."""
-    allowed: Range | None = known.metadata["range"]
-    return allowed and replace(allowed, whole=allowed.whole or known.type in (int, int | None))
+def range_of(field: Field) -> Range | None:
+    """The range of a field that `option` made; that of an int field holds whole numbers only."""
+    allowed: Range | None = field.metadata["range"]
+    if allowed is not None and field.type in (int, int | None):
+        return replace(allowed, whole=True)
+    return allowed
 
 
 @dataclass(frozen=True)
@@ -106,47 +127,94 @@ class CommandOptions(Options):
 
 
 def called(name: str, flag: str) -> str:
-    return flag + name.replace("_", "-") if flag else name
+    """An option as a message names it. flag: as `Options.FLAG`."""
+    if flag:
+        return flag + name.replace("_", "-")
+    return name
 
 
 def check(options: "DataclassInstance", flag: str = "--") -> None:
-    """Raises InputError for the first value that is not of its option's type, range or choices.
+    """Replace numbers of other libraries, such as NumPy's, by Python's, and check all values.
 
-    NaN and infinities lie in no range. Numbers of NumPy become Python's. flag: as `Options.FLAG`.
+    Raises InputError for the first value that is not of its option's type, range or choices. NaN and
+    infinities lie in no range. flag: as `Options.FLAG`.
     """
-    for known in fields(options):
-        value = getattr(options, known.name)
-        kinds = get_args(known.type) or (known.type,)
-        name = called(known.name, flag)
-        told = known.metadata
-        if value is None and (known.default is None or type(None) in kinds):
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None and NoneType in list_types(field):
             continue
-        empty = "" in value if isinstance(value, list | tuple) else value == ""
-        if flag and empty and value != known.default:
-            raise InputError(f"{name} is empty: give a value, or leave the option out")
-        choices = told["choices"]
-        if choices and value not in choices:
-            hint = nearest(value, choices)
-            raise InputError(f"{name} is {value!r}, must be {either(choices)}{hint}")
-        allowed = range_of(known)
-        if allowed:
-            value = plain(value)
-            listed = isinstance(value, str) and str in kinds
-            for number in numbers_in(name, value, allowed, told["words"]) if listed else [value]:
-                if number not in allowed:
-                    raise InputError(f"{name} is {number!r:.40}, must be {allowed}")
-            object.__setattr__(options, known.name, float(value) if known.type is float else value)
-        elif known.type is bool and not type(value).__name__.startswith("bool"):  # NumPy's, too
-            raise InputError(f"{name} is {value!r:.40}, must be True or False")
-        elif not flag and {*kinds} <= {str, type(None)} and not isinstance(value, kinds):
-            raise InputError(f"{name} is {value!r:.40}, must be a string")
+        name = called(field.name, flag)
+        check_choice(name, value, field, flag)
+        object.__setattr__(options, field.name, check_type(name, value, field, flag))
+
+
+def list_types(field: Field) -> tuple[Any, ...]:
+    """The types that an option's value may have; NoneType is one of them if None is the default."""
+    types = get_args(field.type) or (field.type,)
+    if field.default is None:
+        types += (NoneType,)
+    return types
+
+
+def check_choice(name: str, value: object, field: Field, flag: str) -> None:
+    """Raises InputError for an empty text on the command line, and for a name that is no choice."""
+    if flag and is_empty(value) and value != field.default:
+        raise InputError(f"{name} is empty: give a value, or leave the option out")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        hint = nearest(str(value), choices)
+        raise InputError(f"{name} is {value!r}, must be {either(choices)}{hint}")
+
+
+def check_type(name: str, value: Any, field: Field, flag: str) -> Any:
+    """Return an option's value as it is stored: a number as Python's own.
+
+    Raises InputError for a value of another type or outside of the option's range.
+    """
+    types = list_types(field)
+    allowed = range_of(field)
+    if allowed and str in types and isinstance(value, str):
+        for number in numbers_in(name, value, allowed, field.metadata["words"]):
+            check_number(name, number, allowed)
+    elif allowed:
+        value = plain(value)
+        check_number(name, value, allowed)
+        if field.type is float:
+            value = float(value)
+    elif field.type is bool:
+        check_boolean(name, value)
+    # The words of the command line are strings already.
+    elif not flag and set(types) <= {str, NoneType} and not isinstance(value, str):
+        raise InputError(f"{name} is {value!r:.40}, must be a string")
+    return value
+
+
+def is_empty(value: object) -> bool:
+    """Whether the command line gave an empty text, alone or in a list."""
+    if isinstance(value, list | tuple):
+        return "" in value
+    return value == ""
+
+
+def check_number(name: str, number: object, allowed: Range) -> None:
+    """Raises InputError for a number outside of its option's range."""
+    if number not in allowed:
+        raise InputError(f"{name} is {number!r:.40}, must be {allowed}")
+
+
+def check_boolean(name: str, value: object) -> None:
+    """Raises InputError for anything but True and False, of Python or of NumPy."""
+    if not type(value).__name__.startswith("bool"):
+        raise InputError(f"{name} is {value!r:.40}, must be True or False")
 
 
 def plain(value: Any) -> Any:
     """A number of any library as Python's; anything else as it is."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value)
 
 
 def whole(name: str, value: object, least: int | None = None) -> int:
@@ -160,8 +228,12 @@ def whole(name: str, value: object, least: int | None = None) -> int:
 
 def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> dict[str, Any]:
     """The options of a group that differ from the group's own defaults, as keywords."""
-    values = {known: getattr(options, known.name) for known in fields(group)}
-    return {known.name: value for known, value in values.items() if value != known.default}
+    keywords = {}
+    for field in fields(group):
+        value = getattr(options, field.name)
+        if value != field.default:
+            keywords[field.name] = value
+    return keywords
 
 
 def refuse(complaints: Mapping[str, object]) -> None:
@@ -185,11 +257,16 @@ def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> 
 
     words: parts to skip. Raises InputError for a part that is neither.
     """
+    read: type[float] = float
+    if allowed.whole:
+        read = int
     numbers = []
-    for part in map(str.strip, re.split("[,;]", text)):
+    for part in re.split("[,;]", text):
+        part = part.strip()
+        if part in words:
+            continue
         try:
-            if part not in words:
-                numbers.append(int(part) if allowed.whole else float(part))
+            numbers.append(read(part))
         except ValueError:
             raise InputError(f"{name}: {part!r} is not {allowed}") from None
     return numbers
@@ -200,13 +277,15 @@ def command_line(
 ) -> str:
     """The line of the command `name` with these options, without those that have their defaults."""
     words = ["treespec", name]
-    for known in fields(options):
-        value = config.get(known.name)
-        flag = called(known.name, "--")
-        if value is None or value == known.default:
+    for field in fields(options):
+        value = config.get(field.name)
+        flag = called(field.name, "--")
+        if value is None or value == field.default:
             continue
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(f"--no-{flag[2:]}")
         else:
             words += [flag, str(value)]
     return shlex.join(words)
@@ -215,7 +294,9 @@ def command_line(
 def nearest(name: str, names: Iterable[str]) -> str:
     """` (did you mean rrs-wo?)`, or "" where none of the names is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {close[0]}?)"
 
 
 def installed(table: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
-from treespec.options import MANY, SEEDS, TOKENS, either, option, refuse
+from treespec.errors import InputError
+from treespec.options import MANY, SEEDS, TOKENS, either, option
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.questions import FILTERS
 
@@ -66,26 +67,27 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     seed: int = option("seed of the draws and of the conversations' order", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
-        unused = ("from-template", "head", "drafter", "tree", "template")
-        needless = next((name for name in unused if getattr(self, name.replace("-", "_"))), None)
+        needless = None  # the first option that a server does not read
+        for name in ("from-template", "head", "drafter", "tree", "template"):
+            if needless is None and getattr(self, name.replace("-", "_")):
+                needless = name
         super().__post_init__()  # which may choose a drafter
-        own = self.from_template is not None
+        samples_questions = self.from_template is not None
         endpoint = self.endpoint
-        refuse(
-            {
-                "give one of --data and --from-template": (self.data is None) != own,
-                "a head learns the target's own distribution: leave out --allow-lossy": (
-                    self.allow_lossy
-                ),
-                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1": (
-                    endpoint is not None and not endpoint.startswith(("http://", "https://"))
-                ),
-                "--from-template samples questions: --temperature 0 would repeat a single one": (
-                    own and self.temperature == 0
-                ),
-                f"--endpoint answers by itself: leave out --{needless}": endpoint and needless,
-            }
-        )
+        if (self.data is None) != samples_questions:
+            raise InputError("give one of --data and --from-template")
+        if self.allow_lossy:
+            raise InputError("a head learns the target's own distribution: leave out --allow-lossy")
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise InputError(
+                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1"
+            )
+        if samples_questions and self.temperature == 0:
+            raise InputError(
+                "--from-template samples questions: --temperature 0 would repeat a single one"
+            )
+        if endpoint is not None and needless:
+            raise InputError(f"--endpoint answers by itself: leave out --{needless}")
 
     def sampling(self, greedy: bool) -> dict[str, Any]:
         """The options of `Spec.request`. greedy: at temperature 0."""

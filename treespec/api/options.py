@@ -27,9 +27,28 @@ from treespec.options import (
 from treespec.verify.facts import LOSSY, NAMES
 
 DRAFTER = f"drafter instead of --head: {FORMS}; suffix+eagle:HEAD and the like draft from both"
-OWN_TREES = (form.example for form in installed("trees").values())
-TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), *OWN_TREES, TREE_FILE])}"
-MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
+
+
+def list_tree_forms() -> list[str]:
+    """What `--tree` takes: the shapes, those of installed packages, and a file."""
+    forms = list(TREE_FORMS.values())
+    for form in installed("trees").values():
+        forms.append(form.example)
+    return forms + [TREE_FILE]
+
+
+def mark_lossy() -> list[str]:
+    """The names of verifiers; those that change the text's distribution say so."""
+    marked = []
+    for name in NAMES:
+        if name in LOSSY:
+            name += " (lossy)"
+        marked.append(name)
+    return marked
+
+
+TREE = f"shape of the drafted tree: {either(list_tree_forms())}"
+MARKED = mark_lossy()
 VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
 FASTEST = "auto takes the fastest, chosen again in every cycle"
 PER_CATEGORY = "ask only the first N questions per category, or per task of Spec-Bench"
@@ -65,10 +84,12 @@ class VariantOptions(CommandOptions):
     @property
     def placement(self) -> Placement:
         """How the target is loaded, as far as the command has options for it."""
-        own = {known.name: getattr(self, known.name) for known in fields(self)}
-        return Placement(
-            **{part.name: own[part.name] for part in fields(Placement) if part.name in own}
-        )
+        declared = {field.name for field in fields(self)}
+        options = {}
+        for field in fields(Placement):
+            if field.name in declared:
+                options[field.name] = getattr(self, field.name)
+        return Placement(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +144,9 @@ class DrafterOptions(CommandOptions):
     @property
     def source(self) -> str | None:
         """What drafts, as `kind:value`. None: nothing drafts."""
-        return self.drafter if self.head is None else f"head:{self.head}"
+        if self.head is None:
+            return self.drafter
+        return f"head:{self.head}"
 
     def check_one_source(self) -> None:
         """Raises InputError where neither `head` nor `drafter` is given."""
@@ -141,8 +164,12 @@ class HeadOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = getattr(self, "target", None) if self.head is None else self.head
-        object.__setattr__(self, "head", head_of(named) or self.head)
+        name = self.head
+        if name is None:
+            name = getattr(self, "target", None)
+        demo_head = head_of(name)
+        if demo_head:
+            object.__setattr__(self, "head", demo_head)
 
     def check_head(self) -> None:
         """Raises InputError if there is no head."""

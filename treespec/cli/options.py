@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
@@ -32,29 +33,29 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
     configuration's own. `--config FILE` gives the options that the line does not.
     """
     # 1. A parameter for each field, but for those of Python alone.
-    mro = config.__mro__
-    declaring = {
-        name: at for at, c in enumerate(mro) for name in vars(c).get("__annotations__", ())
-    }
-    shown = [known for known in fields(config) if known.metadata["line"] is not None]
-    shown.sort(key=lambda known: (known.default is not MISSING, declaring[known.name]))
-    readers = {known.name: known.metadata["line"] for known in shown if known.metadata["line"]}
-    types = dict[str, Any]()
+    readers: dict[str, Callable[[Any], Any]] = {}
+    types: dict[str, Any] = {}
     parameters = []
-    for known in shown:
-        name = known.name
-        default = known.default
-        types[name] = readers[name][0] | None if name in readers else known.type
-        panel = vars(mro[declaring[name]]).get("PANEL")
-        option = typer.Option(help=_help(known), rich_help_panel=panel)
-        default = None if name in readers else default
+    for field in sort_fields(config):
+        name = field.name
+        default = field.default
+        types[name] = field.type
+        line = field.metadata["line"]
+        if line:
+            kind, readers[name] = line
+            types[name] = kind | None
+            default = None
+        panel = vars(find_declaring_class(config, name)).get("PANEL")
+        option = typer.Option(help=_help(field), rich_help_panel=panel)
         parameters.append(_keyword(name, default, Annotated[types[name], option]))
 
     # 2. The file.
     def read_file(context: typer.Context, files: list[str] | None) -> None:
         if files and len(files) > 1:
             raise InputError(f"{CONFIG} is given {len(files)} times: leave out all but one")
-        context.default_map = options_in(files[0], types) if files else None
+        context.default_map = None
+        if files:
+            context.default_map = options_in(files[0], types)
 
     help = "take options from this YAML file; those on the line win"
     file = typer.Option(CONFIG, metavar="FILE", help=help, is_eager=True, callback=read_file)
@@ -64,9 +65,14 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
     def decorate(command: Callable[[Config], None]) -> Callable[..., None]:
         def run(**values: Any) -> None:
             del values["config"]
-            given = {name: value for name, value in values.items() if value is not None}
-            parsed = {name: readers[name][1](given[name]) for name in readers.keys() & given}
-            command(config(**given | parsed))
+            options = {}
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if name in readers:
+                    value = readers[name](value)
+                options[name] = value
+            command(config(**options))
 
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
@@ -77,19 +83,42 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
     return decorate
 
 
+def sort_fields(config: type["DataclassInstance"]) -> list[Field]:
+    """The fields that are options of the command line: required ones first, then the config's own."""
+    mro = config.__mro__
+    shown = [field for field in fields(config) if field.metadata["line"] is not None]
+
+    def order(field: Field) -> tuple[bool, int]:
+        declaring = find_declaring_class(config, field.name)
+        return field.default is not MISSING, mro.index(declaring)
+
+    return sorted(shown, key=order)
+
+
+def find_declaring_class(config: type, name: str) -> type:
+    """The class that declares a field first: of the bases that do, the one furthest from `config`."""
+    declaring = config
+    for base in config.__mro__:
+        if name in vars(base).get("__annotations__", ()):
+            declaring = base
+    return declaring
+
+
 def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if default is MISSING else default
+    if default is MISSING:
+        default = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _help(known: Field) -> str:
+def _help(field: Field) -> str:
     """The field's help and its range. An end that nobody reaches is left out."""
-    help: str = known.metadata["help"]
-    allowed = range_of(known)
+    help: str = field.metadata["help"]
+    allowed = range_of(field)
     if allowed is None:
         return help
-    most = None if allowed.most is None or allowed.most >= MANY else allowed.most
-    return f"{help} ({replace(allowed, most=most).bounds})"
+    if allowed.most is not None and allowed.most >= MANY:
+        allowed = replace(allowed, most=None)
+    return f"{help} ({allowed.bounds})"
 
 
 def options_in(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,34 +126,59 @@ def options_in(file: str, types: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises InputError for a file that cannot be read, an unknown option and what is no text.
     """
-    import yaml
-
-    # 1. What the YAML file maps.
     where = f"{CONFIG} {file}"
-    try:
-        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InputError(f"cannot read {where}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{where} holds no options: write lines such as max-steps: 1000")
-
-    # 2. Its options. The parser reads numbers, and true and false, as those of the line.
-    values: dict[str, Any] = {}
-    for key, value in content.items():
+    options: dict[str, Any] = {}
+    for key, value in load_yaml(file, where).items():
         name = str(key).replace("-", "_")
         if name not in types:
             hint = nearest(name, types).replace("_", "-")
             raise InputError(f"{where}: {key!r} is no option of this command{hint}")
-        if value is None:
-            continue
-        (kind,) = {*(get_args(types[name]) or [types[name]])} - {type(None)}
-        several = bool(get_args(kind))
-        parts = value if several and isinstance(value, list) else [value]
-        if (several or kind is str) and not all(isinstance(part, str) for part in parts):
-            raise InputError(f"{where}: {key} is {value!r}, must be text: put it in quotes")
+        if value is not None:
+            options[name] = to_command_words(f"{where}: {key}", value, types[name])
+    return options
+
+
+def load_yaml(file: str, where: str) -> dict[Any, Any]:
+    """What a YAML file maps. where: how an error names it. Raises InputError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InputError(f"cannot read {where}: {' '.join(str(error).split())}") from error
+    if not content:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(f"{where} holds no options: write lines such as max-steps: 1000")
+    return content
+
+
+def to_command_words(name: str, value: Any, kind: Any) -> str | list[str]:
+    """An option's value in a file as words of the line, whose parser reads numbers, true and false.
+
+    kind: the option's type. name: how an error names it. Raises InputError for what is no text or no
+    number, where the option takes one.
+    """
+    if NoneType in get_args(kind):  # as in `int | None`
+        kind = get_args(kind)[0]
+    if kind == list[str]:
+        texts = [value]
+        if isinstance(value, list):
+            texts = value
+        for text in texts:
+            check_yaml_text(name, text, value)
+        return texts
+    if kind is str:
+        check_yaml_text(name, value, value)
+    if kind in WORDS:
         try:
-            kind(str(value)) if kind in WORDS else None
+            kind(str(value))
         except ValueError:
-            raise InputError(f"{where}: {key} is {value!r}, must be {WORDS[kind]}") from None
-        values[name] = parts if several else str(value)
-    return values
+            raise InputError(f"{name} is {value!r}, must be {WORDS[kind]}") from None
+    return str(value)
+
+
+def check_yaml_text(name: str, text: object, value: object) -> None:
+    """Raises InputError for an option whose value has a part that is no text: YAML reads `no` as False."""
+    if not isinstance(text, str):
+        raise InputError(f"{name} is {value!r}, must be text: put it in quotes")

@@ -98,23 +98,28 @@ class LogitOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.logit_bias
-        if given is None:
+        biases = self.logit_bias
+        if biases is None:
             return
-        if not isinstance(given, Mapping):
+        if not isinstance(biases, Mapping):
             raise InputError(
-                f"logit_bias is {given!r:.40}, must be a dict of token ids and numbers"
+                f"logit_bias is {biases!r:.40}, must be a dict of token ids and numbers"
             )
-        object.__setattr__(self, "logit_bias", dict(map(checked_bias, given, given.values())))
+        pairs = [checked_bias(token, value) for token, value in biases.items()]
+        object.__setattr__(self, "logit_bias", dict(pairs))
 
 
 def checked_bias(token: object, value: Any) -> tuple[int, float]:
-    """Raises InputError for what is no token id, and for NaN and infinity."""
-    named = int(token) if isinstance(token, str) and token.isdecimal() else token
-    place = whole("logit_bias: a token id", named, least=0)
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or math.isnan(value) or value == math.inf:
+    """A token id and its bias. JSON's keys are strings, so the id may be one of digits.
+
+    Raises InputError for what is no token id, and for NaN and infinity.
+    """
+    if isinstance(token, str) and token.isdecimal():
+        token = int(token)
+    token_id = whole("logit_bias: a token id", token, least=0)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or math.isnan(value) or value == math.inf:
         raise InputError(
-            f"logit_bias of token {place} is {value!r:.40}, must be a finite number or -inf"
+            f"logit_bias of token {token_id} is {value!r:.40}, must be a finite number or -inf"
         )
-    return place, float(value)
+    return token_id, float(value)

@@ -42,7 +42,10 @@ class AddressOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for origin in self.cors or ():
+        origins = self.cors
+        if origins is None:
+            origins = []
+        for origin in origins:
             if not re.fullmatch(ORIGIN, origin):
                 raise InputError(
                     f"--cors is {origin!r}, must be an origin such as http://localhost:3000, or * for "
@@ -56,7 +59,10 @@ class AddressOptions(CommandOptions):
     @property
     def keys(self) -> list[str]:
         """Any of them opens the server; without one it is open."""
-        return [key.strip() for key in self.api_key or os.environ.get(KEY, "").split()]
+        keys = self.api_key
+        if not keys:
+            keys = os.environ.get(KEY, "").split()
+        return [key.strip() for key in keys]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from io import BufferedReader, BytesIO, RawIOBase
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,59 +57,24 @@ def _open_unpacked(path: Path) -> Any:
     with path.open("rb") as file:
         start = file.read(len(ZSTD_START))
     if start == ZSTD_START:
-        return BufferedReader(_Parts(_unpack_zstd(path, load_zstandard(path))))
+        return open_zstd(path)
     if start.startswith(GZIP_START):
         return gzip.open(path)
     return path.open("rb")
 
 
-def load_zstandard(path: Path) -> Any:
-    """The package `zstandard`. Raises InputError if it is not installed."""
+def open_zstd(path: Path) -> BufferedReader:
+    """The unpacked bytes of a file's frames, through pyarrow, which raises OSError for a damaged or cut file.
+
+    Raises InputError if pyarrow is not installed.
+    """
     try:
-        return importlib.import_module("zstandard")
+        import pyarrow
     except ImportError as error:
         raise InputError(
-            f"{path} is packed with zstd, which needs zstandard: pip install 'treespec[data]'"
+            f"{path} is packed with zstd, which needs pyarrow: pip install 'treespec[data]'"
         ) from error
-
-
-def _unpack_zstd(path: Path, zstandard: Any) -> Iterator[bytes]:
-    """The unpacked bytes of a file's frames. Raises EOFError if the last one is cut off."""
-    unpacker = zstandard.ZstdDecompressor().decompressobj()
-    with path.open("rb") as file:
-        while packed := file.read(1 << 20):
-            while packed:
-                if unpacker.eof:
-                    unpacker = zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield unpacker.decompress(packed)
-                except zstandard.ZstdError as error:
-                    raise OSError(first_line(error)) from error
-                packed = unpacker.unused_data
-    if not unpacker.eof:
-        raise EOFError("it ends too early")
-
-
-class _Parts(RawIOBase):
-    """A file of the bytes that an iterator yields."""
-
-    def __init__(self, parts: Iterator[bytes]) -> None:
-        self.parts = parts
-        self.waiting = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.waiting:
-            part = next(self.parts, None)
-            if part is None:
-                return 0
-            self.waiting = memoryview(part)
-        count = min(len(buffer), len(self.waiting))
-        buffer[:count] = self.waiting[:count]
-        self.waiting = self.waiting[count:]
-        return count
+    return BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
 def _rows_of_file(path: Path, file: Any, head: bytes, name: str) -> Iterator[tuple[str, object]]:

@@ -2,8 +2,20 @@
 
 import os
 import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # torch reads the environment when it is imported
+    from collections.abc import Iterator
+
+    import httpx
+
+    from treespec.api.spec import Spec
+    from treespec.cli.chat import ChatConfig
+    from treespec.serve.state import State
+    from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
@@ -11,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and f
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_measurements():
+def short_measurements() -> None:
     """Costs are measured in two rounds: no test needs exact ones."""
     from treespec.draft.auto import measure
 
@@ -20,15 +32,15 @@ def short_measurements():
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random target with its tokenizer, to read only."""
-    from models import save_model  # transformers reads the environment when it is imported
+    from training import save_model  # transformers reads the environment when it is imported
 
     return save_model(tmp_path_factory.mktemp("read-only") / "model")
 
 
 @pytest.fixture
-def config(model_folder, tmp_path):
+def config(model_folder: Path, tmp_path: Path) -> "TrainConfig":
     """A training run of a few seconds."""
     from training import small_run, write_data
 
@@ -36,42 +48,42 @@ def config(model_folder, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory):
+def chats(tmp_path_factory: pytest.TempPathFactory) -> "ChatConfig":
     """A chat with a target and a head on disk, to read only."""
-    from chatting import chat_config, save_models
+    from commands import chat_config, save_chat_models
 
     folder = tmp_path_factory.mktemp("chats")
-    save_models(folder)
+    save_chat_models(folder)
     return chat_config(folder)
 
 
 @pytest.fixture(scope="session")
-def tiny():
+def tiny() -> "Spec":
     """A small random target with a head, tokenizer and chat template; its completions end by their limit alone."""
-    from http_serving import tiny_spec
+    from commands import tiny_spec
 
     return tiny_spec(context=4200)
 
 
 @pytest.fixture(scope="session")
-def server(tiny):
+def server(tiny: "Spec") -> "Iterator[State]":
     """A server of `tiny`."""
-    from http_serving import serving
+    from commands import serving
 
     with serving(tiny) as state:
         yield state
 
 
 @pytest.fixture(scope="session")
-def http(server):
-    from http_serving import client
+def http(server: "State") -> "Iterator[httpx.Client]":
+    from commands import client
 
     with client(server) as made:
         yield made
 
 
 @pytest.fixture
-def index(tmp_path, monkeypatch):
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that pip takes packages from, and an empty cache."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -82,10 +94,10 @@ def index(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory):
-    """A target with a chat template, a head for it and questions, to read only (`evaluating`)."""
-    from evaluating import save_models
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a chat template, a head for it and questions, to read only (`commands.save_home`)."""
+    from commands import save_home
 
     folder = tmp_path_factory.mktemp("home")
-    save_models(folder)
+    save_home(folder)
     return folder

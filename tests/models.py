@@ -1,23 +1,51 @@
-"""Small random models of many architectures, and one whose next-token law is a table."""
+"""Small random models of every architecture, their tokenizer, and a model whose next-token distribution is a table."""
 
-import json
+import inspect
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers as hf
-from equality import seeded
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
 from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 from treespec.draft.heads.loading import new_head
 from treespec.draft.vocabulary import restrict
+from treespec.engine.output import Output
+from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.sampling.sampler import Distribution
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
+from treespec.trees.tree import TokenTree
+
+
+def join_tokens(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def random_prompts(count, longest=40, seed=3) -> list[list[int]]:
+    generator = seeded(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+
+
+def close(found, wanted, atol, rtol=0.0) -> None:
+    """Tensors of one shape and dtype whose numbers differ by no more than atol + rtol * |wanted|."""
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=rtol)
+
+
+def seeded(seed) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def same_weights(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
 
 VOCAB = 64
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -25,7 +53,6 @@ COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 128, "bos_token_id": 1
 UNGATED = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
 GROUPED = COMMON | {"num_key_value_heads": 2}
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
-
 CONFIGS = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),
     "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=16),
@@ -53,24 +80,8 @@ CONFIGS = {
     ),
 }
 
-CANNOT_BRANCH = {
-    "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
-    "falcon-alibi": (
-        lambda: hf.FalconConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
-        ),
-        "ALiBi",
-    ),
-    "gpt-neo": (
-        lambda: hf.GPTNeoConfig(
-            vocab_size=VOCAB, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]]
-        ),
-        "local attention",
-    ),
-}
 
-
-def random_model(config, seed=0, spread=0.1):
+def random_model(config, seed=0, spread=0.1) -> hf.PreTrainedModel:
     """A model of that architecture whose logits are far from flat, so that a wrong mask shows.
 
     The vectors of norms and biases are random too, so that one in another's place shows. spread: of these
@@ -91,26 +102,33 @@ def random_model(config, seed=0, spread=0.1):
 
 
 @cache
-def target(name):
+def target(name) -> Target:
     return Target(random_model(CONFIGS[name]()))
 
 
-def small(seed=5, **changes):
+def small(seed=5, **changes) -> Target:
     """A Llama of one layer."""
     return Target(random_model(hf.LlamaConfig(**GROUPED | {"num_hidden_layers": 1} | changes), seed))
 
 
-def prompt(length=7, seed=3):
+def prompt(length=7, seed=3) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=seeded(seed)).tolist()
 
 
-def plain_generate(target, ids, new):
+PROMPT_LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from
+
+
+def prompts_of_lengths(lengths=PROMPT_LENGTHS):
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
+
+
+def plain_generate(target, ids, new) -> list[int]:
     """What transformers' greedy generate says after a prompt."""
     out = target.model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, len(ids) :].tolist()
 
 
-def as_undrafted(spec, prompts, new, **options):
+def as_undrafted(spec, prompts, new, **options) -> list[Output]:
     """The greedy completions of several prompts: drafts change no token of each alone."""
     outputs = spec.generate(prompts, max_new_tokens=new, **options)
     plain = spec.baseline()
@@ -124,12 +142,12 @@ def what(outputs):
     return [(output.token_ids, output.stats.accepted) for output in outputs]
 
 
-def random_head(target, seed=0):
+def random_head(target, seed=0) -> EagleHead:
     torch.manual_seed(seed)
     return new_head("eagle", target).eval()
 
 
-def random_eagle3(target, seed=0, drafted=None):
+def random_eagle3(target, seed=0, drafted=None) -> Eagle3Head:
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
     head = new_head("eagle3", target).eval()
@@ -191,7 +209,7 @@ class TableDecoder(nn.Module):
 
 
 class TableModel(hf.PreTrainedModel):
-    """A decoder of a few tokens whose next-token law is a table over the last two tokens."""
+    """A decoder of a few tokens whose next-token distribution is a table over the last two tokens."""
 
     config_class = TableConfig
     base_model_prefix = "model"
@@ -228,46 +246,126 @@ def draft_tree(drafter, root, params, generator):
     return drafter.draft_trees(root, [Distribution(params)], [generator], TreeCache(layers=1))[0]
 
 
-CHAT = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] + '</s>' }}{% endgeneration %}{% else %}{{ m['content'] + '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<s>assistant: ' }}{% endif %}"
-)
+SIZES: dict[int, str] = {  # every field of that name, in whatever config it stands
+    1: "n_group topk_group mamba_n_groups mamba_ngroups n_groups n_shared_experts num_shared_experts bos_token_id "
+    "n_langs",
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok top_k_experts moe_topk moe_k "
+    "index_n_heads linear_num_key_heads linear_num_value_heads eos_token_id type_vocab_size encoder_layers "
+    "num_encoder_layers depth num_global_layers",
+    3: "num_hidden_layers n_layer num_layers n_layers decoder_layers num_decoder_layers",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads mamba_n_heads "
+    "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads num_experts num_local_experts "
+    "n_routed_experts moe_num_experts mamba_num_heads linear_num_heads time_step_rank mamba_dt_rank rotary_dim "
+    "patch_size attention_heads",
+    6: "sliding_window sliding_window_size attention_window_size attention_chunk_size",
+    8: "head_dim kv_channels d_head dim_head attention_head_size attention_head_dim swa_head_dim kv_lora_rank "
+    "q_lora_rank o_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state ssm_state_size state_size "
+    "linear_key_head_dim linear_value_head_dim linear_head_dim hidden_size_per_layer_input image_size "
+    "audio_soft_tokens_per_image",
+    16: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size qk_head_dim "
+    "expert_ffn_hidden_size index_head_dim mamba_d_head mamba_head_dim",
+    32: "hidden_size d_model n_embd emb_dim dim_model embedding_size word_embed_proj_dim lru_width embed_dim "
+    "attention_hidden_size audio_hidden_size output_dim out_hidden_size vision_output_dim output_channels",
+    48: "intermediate_size ffn_dim n_inner ffn_hidden_size dff d_inner decoder_ffn_dim encoder_ffn_dim dim_ff "
+    "feed_forward_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size mlp_dim "
+    "shared_intermediate_size",
+    64: "vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size mamba_d_ssm",
+    128: "max_position_embeddings n_positions max_seq_len n_ctx context_length max_target_positions "
+    "max_source_positions",
+    0: "pad_token_id num_kv_shared_layers",
+}
+TINY = {name: size for size, fields in SIZES.items() for name in fields.split()}
+ATTENTIONS = ("full_attention", "sliding_attention")
+SIGLIP = {"model_type": "siglip_vision_model"} | TINY
+OWN: dict[str, dict[str, Any]] = {}
+DELTA = "bailing_hybrid granitemoehybrid kimi_linear qwen3_5_text qwen3_5_moe_text qwen3_next"
+INDEXED = "axk2 deepseek_v32 glm_moe_dsa hy_v4"  # their attention sees the columns that an index chooses
+EXPANDED = "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite minicpm3 youtu"  # keys and values by query head
+OWN |= {name: {"num_key_value_heads": 4} for name in EXPANDED.split()}
+OWN |= {name: {"num_key_value_heads": 4, "index_topk": 32} for name in INDEXED.split()}
+OWN |= {name: {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} for name in DELTA.split()}
+OWN["kimi_linear"]["num_key_value_heads"] = OWN["bailing_hybrid"]["num_key_value_heads"] = 4
+OWN |= {
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "reformer": {"is_decoder": True, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "zamba": {"num_hidden_layers": 12, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3": {"vision_config": SIGLIP},
+    "fuyu": {"text_config": {"model_type": "persimmon"} | TINY, "image_size": 8, "patch_size": 4},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"} | TINY},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"} | TINY},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text"} | TINY | {"hidden_size_per_layer_input": 0}},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ATTENTIONS}
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+}
 
 
-def tokenizer(vocab_size=320):
-    """A byte-level tokenizer with a chat template: <pad> 0, <s> 1, </s> 2."""
-    model = Tokenizer(BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(["the user asks and the assistant answers the question"] * 4, trainer)
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT
-    )
+def tiny(kind, own=None):
+    """A small config of a class, and of the classes within it."""
+    known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", {})}
+    values: dict[str, Any] = {name: size for name, size in TINY.items() if name in known}
+    for name, inner in kind.sub_configs.items():
+        if inner is not AutoConfig:
+            values[name] = tiny(inner, OWN.get(inner.model_type)).to_dict()
+    return kind(**values | OWN.get(kind.model_type, {}) | (own or {}))
 
 
-def save_model(folder, **changes):
-    """A real directory that transformers loads: a random Llama of 3 layers with the tokenizer above."""
-    words = tokenizer()
-    config = hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 512} | changes)
-    random_model(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
+MODELS = {next(name for name in NAMES if CONFIG_MAPPING[name] is kind): kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+SHORT_PROMPT = [3, 4, 5, 6]
 
 
-def change(folder, file="config.json", **fields):
-    """Set fields of a JSON file; None deletes one."""
-    whole = json.loads((folder / file).read_text()) | fields
-    (folder / file).write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+def generate_plainly(model):
+    ids = torch.tensor([SHORT_PROMPT])
+    return model.generate(input_ids=ids, do_sample=False, max_new_tokens=24, eos_token_id=None)[
+        0, len(SHORT_PROMPT) :
+    ].tolist()
 
 
-def hollow_model(folder):
-    """As `save_model`, with a file of weights that holds none: loading it is an error."""
-    save_file({}, save_model(folder) / "model.safetensors")
-    return folder
+def generate_with(spec):
+    return spec.generate(SHORT_PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+
+
+BRANCHING_TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)))
+PREFIX_TOKENS = 9  # longer than the sliding window of 6
+LOGITS_TOLERANCE = 2e-4  # float32, logits of order 1 to 10
+
+
+def random_tree(seed=0) -> TokenTree:
+    shape = layout(BRANCHING_TREE, torch.device("cpu"))
+    tokens = torch.randint(3, VOCAB, (BRANCHING_TREE.size,), generator=seeded(seed))
+    return TokenTree(tokens, shape.parents, shape.depth, shape.ancestors)
+
+
+def random_prefix(seed=1, length=PREFIX_TOKENS) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, length), generator=seeded(seed))
+
+
+def plain_logits(model, tokens) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens])).logits[0]
+
+
+def list_node_paths(tree):
+    """(node, nodes from the root to it) for every node."""
+    return [(i, tree.ancestors[i].nonzero().flatten().tolist()) for i in range(len(tree.tokens))]

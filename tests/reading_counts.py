@@ -1,4 +1,4 @@
-"""Counts how the sources read: names, density and complexity. Tests hold the counts.
+"""Counts how the sources read: names, density and complexity; and lists the sources. Tests hold the counts.
 
 `python tests/reading_counts.py` prints them; with `--names` each name and place that counts.
 A count shows where to look. It does not make a line good: `(x, y)[flag]` reads no better than what it avoids.
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ FIRST_WORDS = set(  # verbs, and is, has, can, to, from, as and their like
 )
 CONTEXT_MANAGERS = {"contextmanager", "asynccontextmanager"}
 MAX_COMPLEXITY = 12
+PACKAGE_FOLDERS = {"treespec": "treespec"} | {f"treespec.{name}": name for name in ("heads", "trees", "train", "eval")}
 
 
 @dataclass
@@ -39,6 +41,31 @@ class Counts:
     one_word: list[str] = field(default_factory=list)
     complex_functions: list[tuple[int, str]] = field(default_factory=list)
     definitions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def list_sources() -> Iterator[tuple[str, str, Path]]:
+    """Yield (package, its folder, file) of each source file of the house."""
+    for package, folder in PACKAGE_FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            yield package, folder, file
+
+
+def module_name(package: str, folder: str, file: Path) -> str:
+    inner = file.relative_to(ROOT / folder).with_suffix("").parts
+    return ".".join([package, *(part for part in inner if part != "__init__")])
+
+
+SOURCE_MODULES = {module_name(*source): source[2] for source in list_sources()}
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    """Yield `module.name` of each import of a file; none may be relative."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def list_files(root: Path, pattern: str) -> list[str]:

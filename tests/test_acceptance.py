@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from equality import close, seeded
-from models import random_head, target
-from refusals import complains
+from commands import complains
+from drafters import extrapolate
+from models import close, random_head, seeded, target
 from scipy.stats import sem, t
-from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, cases, sweeps
@@ -21,7 +20,7 @@ from treespec.verify.registry import scheme_by_name
 
 
 def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
-    """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
+    """A pair of distributions is one position: nothing else varies. Of many groups the spread holds it already."""
     values = torch.randn(30, dtype=torch.float64, generator=seeded(3))
     for means, groups in ((values.view(6, 5).mean(1), torch.arange(30) // 5), (values, torch.arange(30))):
         found = average(values, groups)
@@ -30,7 +29,7 @@ def test_the_error_is_that_of_the_mean_of_groups_or_of_sampling(tmp_path):
     assert average(values, torch.zeros(30, dtype=torch.int64))["high"] is None
     assert average(torch.full((3,), 0.5), torch.arange(3), noise=0.2)["low"] == 0.5 - Z * 0.2
 
-    # the table of figure 2 has a line for each law and a column for each method
+    # the table of figure 2 has a line for each distribution and a column for each method
     [rows] = accept(AcceptanceConfig(out=str(tmp_path), preset="khisti-figure2", samples=16))["sweeps"]
     means = [(row[kind], row["noise"]) for row in rows for kind in ("rate", "gap") if row[kind] and row["noise"]]
     assert len(means) > 9
@@ -53,13 +52,13 @@ def test_q_is_what_the_head_gives_along_a_chain_of_the_text(step):
     tokens = whole.tokens
     features = model.features(whole.tokens[None])[0]
     found = logits_of(Spec(model, head), [whole], step)
-    places = [place for place in range(5, 12) if place > step]  # tokens whose laws are wanted
+    places = [place for place in range(5, 12) if place > step]  # tokens whose distributions are wanted
     assert len(found.q) == len(places)
     plain = model.model(input_ids=tokens[None]).logits[0]
     for place, p, q in zip(places, found.p, found.q, strict=True):
         close(p, plain[place - 1], 1e-5, 1e-5)
         at = place - step
-        hidden = extrapolated(head, tokens[1 : at + 1], features[:at], tokens[at + 1 : place].tolist())
+        hidden = extrapolate(head, tokens[1 : at + 1], features[:at], tokens[at + 1 : place].tolist())
         close(q, model.output_logits(hidden)[0], 1e-4, 1e-4)
 
 

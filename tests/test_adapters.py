@@ -6,16 +6,15 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from equality import close
-from models import CONFIGS, random_eagle3, random_head, random_model, tokenizer
-from refusals import complains, says
+from commands import complains, says
+from models import CONFIGS, close, generate_plainly, generate_with, random_eagle3, random_head, random_model
 from safetensors.torch import load_file, save_file
+from training import tokenizer
 
 from treespec import load
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
-PROMPT = [3, 4, 5, 6]
 LORA = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
 ADAPTERS = {
     "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, **LORA),
@@ -46,17 +45,6 @@ def base(folder, tied=False):
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def greedy(model):
-    ids = torch.tensor([PROMPT])
-    return model.generate(input_ids=ids, do_sample=False, max_new_tokens=24, eos_token_id=None)[
-        0, len(PROMPT) :
-    ].tolist()
-
-
-def decoded(spec):
-    return spec.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
-
-
 def shaken(model):
     """A PEFT model whose every trained weight is away from where training begins."""
     for name, weight in model.named_parameters():
@@ -67,19 +55,19 @@ def shaken(model):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_decodes_as_its_own_generate_does_by_folder_and_as_an_object(tmp_path, name, tied):
+def test_an_adapter_decodes_as_peft_does_by_folder_and_as_an_object(tmp_path, name, tied):
     torch.manual_seed(1)
     plain = base(tmp_path / "base", tied)
-    unadapted = greedy(plain)
+    unadapted = generate_plainly(plain)
     model = shaken(peft.get_peft_model(plain, ADAPTERS[name]()))
     model.save_pretrained(tmp_path / "adapter")
-    expected = greedy(model)
+    expected = generate_plainly(model)
     assert expected != unadapted
     spec = load(tmp_path / "adapter", device_map="cpu", dtype="float32", drafter="suffix:tokens=0")
-    assert decoded(spec) == expected
+    assert generate_with(spec) == expected
     assert spec.target.tokenizer is not None  # the base's
-    assert decoded(load(model, drafter="suffix:tokens=0")) == expected
-    assert greedy(model) == expected  # the caller's own model stays as it is
+    assert generate_with(load(model, drafter="suffix:tokens=0")) == expected
+    assert generate_plainly(model) == expected  # the caller's own model stays as it is
 
 
 @pytest.mark.parametrize("make", [random_head, random_eagle3])
@@ -92,12 +80,14 @@ def test_a_head_drafts_for_an_adapter_from_the_embedding_that_it_changes(tmp_pat
     tokens = torch.arange(9)
     close(head.embed_tokens(tokens), target.embeddings(tokens), 1e-6)
     save_head(head, tmp_path / "head", leave_out=frozenset({"embed_tokens.weight"}))
-    expected = greedy(model)
-    assert decoded(load(model, head=tmp_path / "head")) == expected
-    assert decoded(load(tmp_path / "adapter", head=tmp_path / "head", device_map="cpu", dtype="float32")) == expected
+    expected = generate_plainly(model)
+    assert generate_with(load(model, head=tmp_path / "head")) == expected
+    assert (
+        generate_with(load(tmp_path / "adapter", head=tmp_path / "head", device_map="cpu", dtype="float32")) == expected
+    )
 
 
-def test_an_adapter_that_is_no_change_of_layers_is_refused_in_a_line(tmp_path):
+def test_an_adapter_that_changes_no_layer_is_refused_in_one_line(tmp_path):
     model = peft.get_peft_model(base(tmp_path / "base"), peft.PromptTuningConfig(**PROMPT_TUNING))
     model.save_pretrained(tmp_path / "adapter")
     for source in (model, tmp_path / "adapter"):
@@ -130,11 +120,11 @@ def test_of_two_adapters_the_folders_own_is_loaded_or_each_is_named(tmp_path):
     texts = {}
     for name in ("default", "other"):
         model.set_adapter(name)
-        texts[name] = greedy(model)
+        texts[name] = generate_plainly(model)
     folders = {tmp_path / "both": "default", tmp_path / "both" / "other": "other"}
     for folder, name in folders.items():
         spec = load(folder, device_map="cpu", dtype="float32", drafter="suffix:tokens=0")
-        assert decoded(spec) == texts[name]
+        assert generate_with(spec) == texts[name]
     with says("PEFT adapters by name", "give the folder of one", f"{tmp_path / 'named' / 'other'}"):
         load(tmp_path / "named")
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from http_serving import tiny_spec
-from refusals import complains
+from commands import complains, tiny_spec
 
 PROMPT = [1, 5, 9, 30]
 
@@ -13,7 +12,7 @@ def spec():
     return tiny_spec("3x2", "rrs-wo", context=200)
 
 
-def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec, monkeypatch):
+def test_no_end_token_or_stop_string_ends_an_answer_before_min_tokens(spec, monkeypatch):
     tokens = spec.generate(PROMPT, max_new_tokens=40, ignore_eos=True).token_ids
     length = next(n for n in range(3, 12) if tokens[n] not in tokens[:n])
     end = tokens[length]
@@ -25,7 +24,7 @@ def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec, 
     assert end not in longer[:11]
 
 
-def test_a_stop_string_that_is_complete_before_min_tokens_is_part_of_the_text(spec):
+def test_a_stop_string_before_min_tokens_is_part_of_the_text(spec):
     text = spec.generate(PROMPT, max_new_tokens=20, ignore_eos=True).text
     stop = next(text[i : i + 2] for i in range(len(text) - 2) if text.count(text[i : i + 2]) == 1)
     options = {"stop": stop, "ignore_eos": True, "max_new_tokens": 20}
@@ -39,17 +38,17 @@ def test_log_probabilities_are_those_of_a_plain_forward_whatever_changes_the_log
     output = spec.generate(PROMPT, logprobs=True, top_logprobs=3, **options)
     assert spec.generate(PROMPT, **options).token_ids == output.token_ids
     rows = spec.target.model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
-    laws = rows.float().log_softmax(-1)
+    distributions = rows.float().log_softmax(-1)
     assert [told.token for told in output.logprobs] == output.token_ids
-    for told, law in zip(output.logprobs, laws, strict=True):
-        assert told.logprob == pytest.approx(float(law[told.token]), abs=1e-4)
-        assert [token for token, _ in told.top] == law.topk(3).indices.tolist()
-        assert [value for _, value in told.top] == pytest.approx(law.topk(3).values.tolist(), abs=1e-4)
+    for told, distribution in zip(output.logprobs, distributions, strict=True):
+        assert told.logprob == pytest.approx(float(distribution[told.token]), abs=1e-4)
+        assert [token for token, _ in told.top] == distribution.topk(3).indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(distribution.topk(3).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("batch", [None, 2, 1])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_samples_are_the_answers_alone_from_one_prefill(spec, monkeypatch, batch, drafts):
+def test_samples_share_one_prefill_and_equal_separate_answers(spec, monkeypatch, batch, drafts):
     one = spec.new() if drafts else spec.baseline()
     options = {"temperature": 1.0, "max_new_tokens": 9}
     alone = [one.new().generate(PROMPT, seed=7 + i, **options).token_ids for i in range(4)]
@@ -103,7 +102,7 @@ def test_what_cannot_be_asked_is_refused_in_a_line(spec, options, complaint):
         spec.generate(PROMPT, **options)
 
 
-def test_a_processor_that_fails_raises_its_own_error_and_the_next_answer_is_whole(spec):
+def test_a_failing_processor_raises_its_error_and_spares_the_next_answer(spec):
     wanted = spec.generate(PROMPT, max_new_tokens=5).token_ids
     with pytest.raises(KeyError, match="of the processor"):
         spec.generate(PROMPT, logits_processor=failing)

@@ -5,10 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from drafting import source_of
+from commands import complains
+from drafters import linear_cost, source_of
 from models import TableConfig, TableModel, random_head, target
-from refusals import complains
-from test_cost import times
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
@@ -32,7 +31,7 @@ NEW = 60
 def table_spec(verifier="auto", cost=None, **options):
     """A table of 8 tokens and a random head, drafting by the cost model."""
     model = Target(TableModel(TableConfig(8, seed=1)))
-    return Spec(model, random_head(model, seed=2), "auto", verifier, times=cost or times(), **options)
+    return Spec(model, random_head(model, seed=2), "auto", verifier, times=cost or linear_cost(), **options)
 
 
 def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
@@ -61,7 +60,7 @@ def first_children(parents):
 
 def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     """Chances of other children take nothing from the first's, however high both were before."""
-    model = CostModel(times(1e-4, 1e-3), (0.88, 0.1, 0.05))
+    model = CostModel(linear_cost(1e-4, 1e-3), (0.88, 0.1, 0.05))
     tree = AutoTree()
     for _ in range(60):
         model.predict(shape_for(model, tree).prediction, model.by_rates)
@@ -73,7 +72,7 @@ def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
 
 def grown(node, step, temperature=0.0):
     """Mean nodes and levels of the trees of one text."""
-    spec = table_spec(cost=times(node, step), calibration=CALIBRATION)
+    spec = table_spec(cost=linear_cost(node, step), calibration=CALIBRATION)
     stats = spec.generate([1, 2], temperature=temperature, max_new_tokens=200, seed=0).stats
     return sum(stats.drafted) / stats.cycles, len(stats.drafted)
 
@@ -87,9 +86,9 @@ def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(tempera
     assert grown(1e-5, 1.0, temperature)[1] <= 1
 
 
-def test_the_fixed_shape_is_nearly_the_fastest_by_what_was_accepted_so_far_and_one_of_few():
+def test_the_planned_shape_is_one_of_few_and_nearly_the_fastest():
     """For 121 corrections of first children by 0.37 to 1.5: at most 12 trees, within 5 % of the best speed."""
-    cost = times(5e-4, 1e-3)
+    cost = linear_cost(5e-4, 1e-3)
     rates = (0.7, 0.1, 0.05)
     tree = AutoTree(nodes=20, depth=5)
     model = CostModel(cost, rates)
@@ -137,11 +136,11 @@ def test_an_auto_tree_takes_no_draws_and_needs_no_calibration(name):
 
 def free_alone_dear_together(texts):
     """Alone a node costs nothing; together each costs as much as the forward. The levels cost nothing."""
-    return times(node=1e-7 if texts == 1 else 1e-2, step=1e-7)
+    return linear_cost(node=1e-7 if texts == 1 else 1e-2, step=1e-7)
 
 
 @pytest.mark.parametrize("name", ["head", "suffix"])
-def test_drafting_ends_where_it_stops_paying_and_begins_again_when_the_others_have_left(name):
+def test_drafting_stops_where_it_costs_more_and_resumes_in_smaller_batches(name):
     """Of two texts one ends early: while both run hardly a node is drafted, then many are."""
     model = target("llama")
     source = random_head(model) if name == "head" else source_of("suffix:tokens=0,percent=1", model)
@@ -174,7 +173,7 @@ def test_the_batch_decides_the_trees_and_never_the_text():
 def test_an_engine_measures_before_the_first_request():
     asked = []
     model = target("llama")
-    spec = Spec(model, random_head(model), "auto", times=lambda texts: asked.append(texts) or times())
+    spec = Spec(model, random_head(model), "auto", times=lambda texts: asked.append(texts) or linear_cost())
     with Engine(spec, batch=6):
         assert asked == [1]
     spec.generate([[5], [6], [7]], max_new_tokens=2)
@@ -187,13 +186,13 @@ def given_tree():
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(given_tree(), times(1e-6)).tokens) == 8
-    assert part(given_tree(), times(0.05)).tokens == []
+    assert len(part(given_tree(), linear_cost(1e-6)).tokens) == 8
+    assert part(given_tree(), linear_cost(0.05)).tokens == []
 
 
-def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
+def test_the_kept_nodes_are_a_subtree_with_their_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
-        kept = part(given_tree(), times(node)).tree(7, torch.device("cpu"))
+        kept = part(given_tree(), linear_cost(node)).tree(7, torch.device("cpu"))
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i

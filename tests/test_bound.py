@@ -10,11 +10,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from enumeration import enumerate_plans, every_pair, law, outcomes, scheme_by_name
-from equality import seeded
-from refusals import complains
+from commands import complains
+from drafters import build_tree_pair
+from models import seeded
+from reference import enumerate_plans, every_pair, list_draws, scheme_by_name, to_probs
 from scipy.optimize import linprog
-from test_tau import pair_of
 from torch.nn.functional import pad
 
 from treespec.eval.acceptance.acceptance_shares import Nodes
@@ -34,10 +34,10 @@ CLOSE = 1e-6  # the program's tolerance
 
 def draws_at(verifier, q, k):
     """{children: probability} of a node, in order, -1 where there is none."""
-    scheme = pair_of(verifier, "1x1").scheme
+    scheme = build_tree_pair(verifier, "1x1").scheme
     if scheme.name != "optimal":
         name = "rrs-wo" if verifier == "gumbel" else scheme.name
-        return dict(outcomes(name, q, k))
+        return dict(list_draws(name, q, k))
     tops, number, rest = scheme.allot(q[None], torch.tensor([[k]]), k)
     sure = [top for top in tops[0].tolist() if top >= 0]
     rest = (rest[0] / rest[0].sum()).tolist()
@@ -114,7 +114,7 @@ class Tables:
 
 def kept_along(verifier, shape, steps):
     """`Tables.measured` of one text. steps: p, q and y of each level."""
-    pair = pair_of(verifier, shape)
+    pair = build_tree_pair(verifier, shape)
     levels = [(Nodes(p[None], q[None], torch.tensor([y]), seeded(0), 1),) * 2 for p, q, y in steps]
     drafted = DraftedTexts([pair], False)
     for level in levels:
@@ -123,19 +123,19 @@ def kept_along(verifier, shape, steps):
     return float(kept[0, 1:].sum()), float(drafted.limit_kept(pair)[0, 1:].sum())
 
 
-def flat_law(size, generator):
+def flat_probs(size, generator):
     return torch.randn(size, generator=generator, dtype=torch.float64).softmax(-1)
 
 
-def law_without_a_token(size, generator):
-    masses = flat_law(size, generator)
+def probs_without_a_token(size, generator):
+    masses = flat_probs(size, generator)
     masses[torch.randint(size, (), generator=generator)] = 0
     return masses / masses.sum()
 
 
 def located(verifier, q, y, k):
     """[n, k] Pr(draw i is y) at the same node for n tokens y."""
-    scheme = pair_of(verifier, "1x1").scheme
+    scheme = build_tree_pair(verifier, "1x1").scheme
     nodes = Nodes(q.expand(len(y), -1), q.expand(len(y), -1), y, seeded(0), 1)
     return DRAW_FINDERS.get(verifier, DRAW_FINDERS[scheme.name])(nodes, k, scheme)
 
@@ -190,7 +190,7 @@ def test_no_lossless_verifier_keeps_more_than_the_bound_of_its_draws(verifier, s
     if verifier == "spechub" and shape == "3x1":
         return
     for seed in (1, 2):
-        tables = Tables(shape, 3, seed, flat_law if seed == 1 else law_without_a_token)
+        tables = Tables(shape, 3, seed, flat_probs if seed == 1 else probs_without_a_token)
         best = tables.best(verifier)
         (_, limit) = tables.measured(verifier)
         assert best <= limit * (1 + CLOSE)
@@ -202,14 +202,14 @@ def test_no_lossless_verifier_keeps_more_than_the_bound_of_its_draws(verifier, s
 @pytest.mark.parametrize("verifier", ["rrs", "kseq", "greedy", "topk", *(f"block-optimal:{how}" for how in CLOSED)])
 def test_no_verifier_keeps_more_than_the_best_of_its_draws(verifier, shape):
     for seed in (1, 2):
-        tables = Tables(shape, 3, seed, flat_law)
+        tables = Tables(shape, 3, seed, flat_probs)
         assert tables.measured(verifier)[0] <= tables.best(verifier) * (1 + CLOSE)
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "topk", *(f"optimal:{how}" for how in CLOSED)])
 def test_at_one_node_the_optimal_ones_are_the_best_of_their_draws(verifier):
     for shape, seed in product(("1x1", "2x1", "3x1"), range(4)):
-        tables = Tables(shape, 4, seed, flat_law)
+        tables = Tables(shape, 4, seed, flat_probs)
         assert tables.measured(verifier)[0] == pytest.approx(tables.best(verifier), rel=CLOSE)
 
 
@@ -217,16 +217,16 @@ def test_at_one_node_the_optimal_ones_are_the_best_of_their_draws(verifier):
 @pytest.mark.parametrize("verifier", ["block", "traversal", *(f"block-optimal:{how}" for how in CLOSED)])
 def test_of_one_path_no_lossless_verifier_keeps_more_than_block_verification(verifier, shape):
     for seed in range(3):
-        tables = Tables(shape, 3 if shape == "chain:2" else 2, seed, flat_law)
+        tables = Tables(shape, 3 if shape == "chain:2" else 2, seed, flat_probs)
         kept, limit = tables.measured(verifier)
         assert kept == pytest.approx(tables.best(verifier), rel=CLOSE)
         assert kept == pytest.approx(limit, rel=CLOSE)
 
 
 @pytest.mark.parametrize("how", CLOSED)
-def test_block_optimal_is_the_best_of_its_draws_where_only_the_last_level_branches(how):
+def test_block_optimal_is_optimal_where_only_the_last_level_branches(how):
     for (shape, size), seed in product((("2x1", 4), ("levels:1x2", 3), ("levels:1x1x2", 2)), range(4)):
-        tables = Tables(shape, size, seed, flat_law)
+        tables = Tables(shape, size, seed, flat_probs)
         assert tables.measured(f"block-optimal:{how}")[0] == pytest.approx(tables.best(f"optimal:{how}"), rel=CLOSE)
 
 
@@ -235,7 +235,7 @@ def test_where_branches_come_first_other_verifiers_keep_more_than_block_optimal(
     """In tokens a cycle, the last one included; of the draws all but one are sure."""
     short = list[float]()
     for seed in range(12):
-        tables = Tables(shape, 3, seed, flat_law)
+        tables = Tables(shape, 3, seed, flat_probs)
         kept = tables.measured(f"block-optimal:{CLOSED[0]}")[0]
         short.append((1 + tables.best(f"optimal:{CLOSED[0]}")) / (1 + kept) - 1)
     assert min(short) >= -CLOSE
@@ -243,8 +243,8 @@ def test_where_branches_come_first_other_verifiers_keep_more_than_block_optimal(
 
 
 def test_at_a_node_draws_without_replacement_may_keep_more_than_block_optimal():
-    p = law([0, 0, 0.5, 0.5])
-    q = law([0.4, 0.3, 0.2, 0.1])
+    p = to_probs([0, 0, 0.5, 0.5])
+    q = to_probs([0.4, 0.3, 0.2, 0.1])
     [(_, in_turn)] = enumerate_plans(scheme_by_name("rrs-wo"), p, q, [2])
     kept = sum(float(p[y]) * kept_along("block-optimal:exact=1", "2x1", [(p, q, y)])[0] for y in (2, 3))
     assert (in_turn.item(), kept) == pytest.approx((0.6286, 0.5), abs=1e-4)

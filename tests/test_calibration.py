@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from enumeration import law
-from equality import close, seeded
-from models import TableConfig, TableModel, change, random_head
-from refusals import complains
+from commands import complains
+from drafters import RATES_BY_TEMPERATURE, USUAL_CALIBRATION
+from models import TableConfig, TableModel, close, random_head, seeded
+from reference import to_probs
+from training import change_json
 
 from treespec.api.calibrate import FACTORS, calibrate, logistic, own_rates, sharpest
 from treespec.api.spec import Spec
@@ -22,9 +23,6 @@ from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.models.model import ModelProposer
 from treespec.model.target import Target
 
-RATES = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}
-USUAL = Calibration((0.1, 0.8, -1, 0), RATES)
-
 
 @pytest.fixture(scope="module")
 def table():
@@ -34,7 +32,7 @@ def table():
 
 def test_a_calibration_is_read_as_it_was_saved(tmp_path):
     weights = torch.randn(4, generator=seeded(6), dtype=torch.float64).tolist()
-    calibration = Calibration(tuple(weights), RATES, (1.4, 1.2))
+    calibration = Calibration(tuple(weights), RATES_BY_TEMPERATURE, (1.4, 1.2))
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
     assert load_calibration(tmp_path) == calibration
@@ -51,8 +49,8 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path):
 )
 def test_a_damaged_calibration_is_refused_with_a_remedy(tmp_path, damage):
     """Files that hold no JSON: test_damage.py."""
-    save_calibration(USUAL, tmp_path)
-    change(tmp_path, FILE, checksum=None, **damage)
+    save_calibration(USUAL_CALIBRATION, tmp_path)
+    change_json(tmp_path, FILE, checksum=None, **damage)
     with complains("treespec calibrate"):
         load_calibration(tmp_path)
 
@@ -62,7 +60,7 @@ def test_a_logistic_regression_recovers_its_weights():
     generator = seeded(7)
     x = torch.randn(8000, 3, generator=generator, dtype=torch.float64)
     x[:, 0] = 1
-    wanted = law([-1.0, 2.0, 0.5])
+    wanted = to_probs([-1.0, 2.0, 0.5])
     weight = torch.rand(8000, generator=generator)
     shares = torch.sigmoid(x @ wanted)
     close(logistic(x, shares, weight), wanted, 1e-4)
@@ -88,7 +86,7 @@ def test_calibrating_gives_finite_weights_and_rates_at_each_temperature(table):
         assert sum(rates) <= 1
 
 
-def test_each_draft_step_gets_the_factor_at_which_most_of_it_is_accepted(table):
+def test_each_draft_step_gets_the_factor_with_most_acceptances(table):
     """Against the acceptance rates along every text, position by position."""
     model, head = table
     rows = rows_of(model, [60, 40])
@@ -125,7 +123,7 @@ def test_drafts_are_drawn_from_the_sharpened_distributions(table):
         close(tree.drafts.q[step], (sharp[1] / 0.5).softmax(-1), 1e-5)
 
 
-def test_a_draft_model_that_is_the_target_has_its_first_draw_always_accepted():
+def test_drafts_of_the_target_itself_are_always_accepted():
     model = Target(TableModel(TableConfig(6, seed=1)))
     for temperature in (0.0, 1.0):
         rates = own_rates(model, ModelProposer(model, model), [[1, 2], [3]], temperature, tokens=30)

@@ -8,10 +8,11 @@ import faults
 import pytest
 import torch
 import transformers as hf
-from equality import seeded
-from models import GROUPED, random_head, random_model, save_model
-from refusals import complains
+from commands import complains
+from faults import draw_before_truncation, plan_at_low_temperature, plan_with_wrong_residual
+from models import GROUPED, random_head, random_model, seeded
 from scipy.stats import kstest
+from training import save_model
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -107,20 +108,20 @@ def test_both_sides_end_at_a_templates_stops(tmp_path, monkeypatch):
     assert greedy_output(ended, prompt, 12)["different_at"] is None
 
 
-def test_the_places_are_those_of_the_text(headed):
+def test_the_ranks_are_those_of_the_text(headed):
     """The number of each token lies in its own interval of p, in the order of p, whatever stands after it."""
     params = SamplingParams(0.7)
     for prompt, output in ((PROMPTS[0], [3, 8, 1]), ([5], [3, 8, 1]), ([5], [7])):
         [found] = places(headed, [Sample(params, prompt, output)])
-        laws = (headed.target.model(torch.tensor([prompt + output])).logits[0].double() / 0.7).softmax(-1)
+        distributions = (headed.target.model(torch.tensor([prompt + output])).logits[0].double() / 0.7).softmax(-1)
         assert [len(found[name]) for name in (BY_RATIO, BY_P, RANK)] == [len(output)] * 3
         by_number = torch.cat([found[TOKENS][:1, 0], found[TOKENS][:, 1]])
         for i, token in enumerate(output):
-            law = laws[len(prompt) - 1 + i]
-            below = law[law < law[token]].sum()
-            assert below - 1e-5 <= found[BY_P][i] <= below + law[token] + 1e-5
-        for token, law, number in zip(output, laws[len(prompt) - 1 :], by_number, strict=False):
-            assert law[:token].sum() - 1e-5 <= number <= law[: token + 1].sum() + 1e-5
+            distribution = distributions[len(prompt) - 1 + i]
+            below = distribution[distribution < distribution[token]].sum()
+            assert below - 1e-5 <= found[BY_P][i] <= below + distribution[token] + 1e-5
+        for token, distribution, number in zip(output, distributions[len(prompt) - 1 :], by_number, strict=False):
+            assert distribution[:token].sum() - 1e-5 <= number <= distribution[: token + 1].sum() + 1e-5
 
 
 def test_the_command_gives_a_report_and_exit_code_0(home, tmp_path):
@@ -173,32 +174,18 @@ def p_values(spec, tokens, seed=0):
     return {test["test"]: test["p_value"] for test in examined.judge([], examined.sample(), [])["tests"][1:]}
 
 
-def wrong_residual(scheme, p, q, draws):
-    first = draws.tokens[:, :1].clamp(min=0)
-    accepted = (p.gather(1, first) / q.gather(1, first)).clamp(max=1)
-    return (p * (1 - accepted)).scatter_add_(1, first, accepted)
-
-
-def cold(scheme, p, q, draws):
-    return faults.normal(p**2)
-
-
-def before_truncation(scheme, q, k, generator):
-    return scheme.draw(q * (q >= q.topk(3).values[..., -1:]), k, generator)
-
-
 @pytest.mark.parametrize(
     "tree, verifier, tokens, plant, question",
     [
-        ("64x1", "rrs", 400, faults.draws_from_a_hotter_law, POWER),
-        ("4x2", "optimal", 96, faults.phantoms_dropped, REPEATS),
-        ("chain:1", "single", 1600, faults.coins_reused, FIRST),
-        ("chain:3", "single", 200, faults.seeded_anew, CYCLES),
-        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=wrong_residual), FIRST),
-        ("8x1", "rrs-wo", 100, lambda spec: faults.change(spec, drawing=before_truncation), DRAWS),
-        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), BY_RATIO),
+        ("64x1", "rrs", 400, faults.draws_from_a_hotter_distribution, POWER),
+        ("4x2", "optimal", 96, faults.drops_draws_without_nodes, REPEATS),
+        ("chain:1", "single", 1600, faults.reuses_uniform_numbers, FIRST),
+        ("chain:3", "single", 200, faults.seeds_every_cycle_alike, CYCLES),
+        ("chain:1", "single", 600, lambda spec: faults.plant_scheme(spec, planning=plan_with_wrong_residual), FIRST),
+        ("8x1", "rrs-wo", 100, lambda spec: faults.plant_scheme(spec, drawing=draw_before_truncation), DRAWS),
+        ("chain:1", "single", 600, lambda spec: faults.plant_scheme(spec, planning=plan_at_low_temperature), BY_RATIO),
     ],
-    ids=["hotter draws", "phantoms", "coins reused", "seeded again", "residual", "before top-p", "temperature"],
+    ids=["hotter draws", "lost draws", "uniforms reused", "seeded again", "residual", "before top-p", "temperature"],
 )
 def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
     spec = tiny(tree, verifier)
@@ -207,7 +194,7 @@ def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
     assert found[question] < CONFIG.error / TESTS, found
 
 
-def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_is_not():
+def test_a_fault_of_the_named_size_is_found_and_a_fifth_not():
     """More of the most likely token. A share of this fault makes a share of its gap."""
 
     def tested(share, tokens):
@@ -216,7 +203,7 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
             return (1 - share) * type(scheme).plan(scheme, p, q, draws) + share * top
 
         spec = tiny("chain:1", "single")
-        faults.change(spec, planning=plan)
+        faults.plant_scheme(spec, planning=plan)
         texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
         return torch.cat([place[BY_P] for place in places(spec, texts)]).numpy()
 

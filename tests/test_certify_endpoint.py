@@ -8,10 +8,8 @@ from urllib.error import HTTPError
 import faults
 import pytest
 import torch
-from http_serving import serving, tiny_spec
-from refusals import complains
-from regenerating import Server
-from test_certify import before_truncation, cold, wrong_residual
+from commands import FakeServer, complains, serving, tiny_spec
+from faults import draw_before_truncation, plan_at_low_temperature, plan_with_wrong_residual
 from typer.testing import CliRunner
 
 from treespec.api.spec import Spec
@@ -54,7 +52,7 @@ def test_an_exact_server_is_certified_by_the_ids_of_its_tokens(plain):
 def test_so_is_one_whose_answers_have_a_schema(exact):
     served = tiny_spec("chain:1", "single", context=512, eos=2)
     if not exact:
-        faults.change(served, planning=argmax)
+        faults.plant_scheme(served, planning=argmax)
     schema = {"type": "array", "items": {"enum": [*"abcdefgh"]}, "minItems": 5, "maxItems": 5}
     found = verdict(served, length=24, json_schema=json.dumps(schema))
     assert found["passed"] == exact, found["tests"]
@@ -72,7 +70,7 @@ def test_without_ids_both_sides_are_compared_by_their_words(monkeypatch):
     assert found["passed"], found["tests"]
     assert [*p_values(found)] == [ALIKE]
     sure = tiny_spec("chain:1", "single")
-    faults.change(sure, planning=argmax)
+    faults.plant_scheme(sure, planning=argmax)
     assert p_values(verdict(sure))[ALIKE] < 1e-3
 
 
@@ -81,7 +79,7 @@ def test_ids_are_read_as_each_server_tells_them():
     in_logprobs = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"id": 5}, {"id": 7}]}}]}
     in_logprobs["choices"][0]["finish_reason"] = "stop"
     in_part = {"choices": [*in_logprobs["choices"], {"delta": {"content": "b"}}]}  # no id of a draft
-    server = Server()
+    server = FakeServer()
     threading.Thread(target=server.serve_forever).start()
     try:
         side = Served("endpoint", server.url, 4, {})
@@ -101,8 +99,8 @@ def argmax(scheme, p, q, draws):
 
 FAULTS = {
     "drafts accepted by argmax": ("chain:2", "single", argmax),
-    "last token without temperature": ("chain:1", "single", cold),
-    "residual": ("chain:1", "single", wrong_residual),
+    "last token without temperature": ("chain:1", "single", plan_at_low_temperature),
+    "residual": ("chain:1", "single", plan_with_wrong_residual),
 }
 
 
@@ -110,7 +108,7 @@ FAULTS = {
 def test_planted_faults_are_found(name):
     tree, verifier, planning = FAULTS[name]
     spec = tiny_spec(tree, verifier)
-    faults.change(spec, planning=planning)
+    faults.plant_scheme(spec, planning=planning)
     found = verdict(spec)
     assert not found["passed"]
     for test in found["tests"][1:]:
@@ -142,7 +140,7 @@ def test_uniform_numbers_that_every_cycle_repeats_are_found():
 
 def test_draws_from_before_the_truncation_are_found():
     spec = tiny_spec("8x1", "rrs-wo")
-    faults.change(spec, drawing=before_truncation)
+    faults.plant_scheme(spec, drawing=draw_before_truncation)
     found = p_values(verdict(spec))
     assert min(found[BY_P], found[BY_RATIO]) < 1e-3 / 4, found
 
@@ -169,7 +167,7 @@ def test_what_cannot_be_asked_is_said(home):
         CertifyConfig(target="t", plain="http://x/v1", head="h")
 
 
-def test_a_server_that_does_not_know_top_k_can_be_asked_without_it():
+def test_a_server_without_top_k_can_be_asked_without_it():
     """As transformers serve."""
     told = HTTPError("", 422, "", {}, io.BytesIO(b"Unexpected fields in the request: {'top_k'}"))
     assert str(Served("endpoint", "http://x/v1,m", 8, {}).refused(told)).endswith("; --top-k 0 leaves it out")

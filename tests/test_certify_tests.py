@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from equality import seeded
+from models import seeded
 from scipy.stats import binom
 
 from treespec.eval.certify.draws import drawn, placed, repeats_among
@@ -42,7 +42,7 @@ def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
 
 
 def test_exact_texts_fail_as_often_as_stated():
-    """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial law's ends."""
+    """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial distribution's ends."""
     generator = seeded(1)
     failures = torch.zeros(3)
     for _ in range(ROUNDS):
@@ -67,14 +67,14 @@ def test_the_stated_correlation_is_found():
 
 
 def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
-    """p-values of events with other odds than told, and of tokens from a power of the law that is told.
+    """p-values of events with other odds than told, and of tokens from a power of the distribution that is told.
 
     How likely an event is depends on whether the one before it happened.
     """
     chance = torch.tensor([0.1, 0.3])
     by_odds = []
     by_power = []
-    law = torch.randn(8, generator=seeded(0)).softmax(-1)
+    distribution = torch.randn(8, generator=seeded(0)).softmax(-1)
     for _ in range(runs):
         uniforms = torch.rand(n, generator=generator).tolist()
         happened = [0]
@@ -83,37 +83,37 @@ def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
             happened.append(int(number < odds * told / (1 - told + odds * told)))
         events = torch.tensor(happened)
         by_odds.append(lost(on_odds(events[1:] > 0, chance[events[:-1]])))
-        tokens = (law**power).multinomial(n, replacement=True, generator=generator)
-        by_power.append(lost(on_powers(law.expand(n, -1), tokens)))
+        tokens = (distribution**power).multinomial(n, replacement=True, generator=generator)
+        by_power.append(lost(on_powers(distribution.expand(n, -1), tokens)))
     return torch.tensor([by_odds, by_power])
 
 
-def test_bets_against_a_law_that_holds_are_lost():
-    """Of 2,000 exact runs no more than stated win, by the ends of a binomial law at 1e-4."""
+def test_bets_against_a_distribution_that_holds_are_lost():
+    """Of 2,000 exact runs no more than stated win, by the ends of a binomial distribution at 1e-4."""
     found = bets(seeded(1))
     for error in (0.05, 0.01):
         assert ((found < error).sum(1) <= binom.isf(1e-4, 2000, error)).all()
 
 
-def test_a_token_that_its_law_does_not_hold_is_a_bet_won():
-    law = torch.tensor([[0.5, 0.5, 0.0]])
-    assert lost(on_powers(law, torch.tensor([2]))) == 0
-    assert on_powers(law[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(POWERS))
+def test_a_token_of_probability_0_is_a_bet_won():
+    distribution = torch.tensor([[0.5, 0.5, 0.0]])
+    assert lost(on_powers(distribution, torch.tensor([2]))) == 0
+    assert on_powers(distribution[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(POWERS))
     assert lost(on_odds(torch.zeros(0, dtype=torch.bool), torch.zeros(0))) == 1
     assert lost(torch.full((1000, 2), -1.0)) == 1  # a stake of e^-1000
     assert on_odds(torch.tensor([True]), torch.tensor([1.0])).exp().tolist() == [pytest.approx([1.0] * len(ODDS))]
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.deterministic])
-def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
+def test_the_draws_of_every_scheme_follow_their_documented_distribution(name):
     """And repeat one another as often as they should: an error of 1e-4 each."""
     generator = seeded(3)
     q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
     drafts = Drafts(torch.arange(len(q)), q, draws)
-    laws, tokens, is_first = drawn(SCHEMES[name].random_draws, drafts)
+    distributions, tokens, is_first = drawn(SCHEMES[name].random_draws, drafts)
     assert is_first.sum() == len(q)
-    assert uniform(placed(laws, laws, tokens, generator)) > 1e-4
+    assert uniform(placed(distributions, distributions, tokens, generator)) > 1e-4
     if name in ("rrs", "kseq", "optimal"):
         assert lost(on_odds(*repeats_among(drafts, generator))) > 1e-4
-    assert lost(on_powers(laws, tokens)) > 1e-4
+    assert lost(on_powers(distributions, tokens)) > 1e-4

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from chatting import answer
-from refusals import complains
+from commands import answer_next, complains
 
 from treespec.cli.answer import load_spec
 from treespec.cli.chat import Conversation, run
@@ -32,7 +31,7 @@ def conversation(spec, config):
 @pytest.fixture
 def begun(conversation):
     for text in ("Hello there", "And then?"):
-        answer(conversation, text)
+        answer_next(conversation, text)
     return conversation
 
 

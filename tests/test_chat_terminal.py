@@ -1,21 +1,73 @@
 """A conversation through a real terminal, and through a pipe."""
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import shlex
+import struct
 import sys
+import termios
+import time
 
 import pytest
-from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer
-from commands import COMMAND
-from test_command_line import typed
+from commands import CHAT_CONTEXT, COMMAND, answer_next, to_stdin
 
 from treespec.cli import run
 from treespec.cli.answer import load_spec
 from treespec.cli.chat import COMMANDS, ChatConfig, Conversation
 from treespec.files.printable import printable
 from treespec.options import command_line
+
+PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered
+ANSWERED = "\x1b[?2004l"
+
+
+class Terminal:
+    """A process with a terminal of its own, and what it has written there."""
+
+    def __init__(self, command, environment):
+        self.process, self.screen = pty.fork()
+        if not self.process:
+            os.execve(command[0], command, environment)
+        fcntl.ioctl(self.screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 250, 0, 0))
+        self.written = b""
+
+    def write(self, text):
+        os.write(self.screen, text.encode())
+
+    def until(self, pattern, seconds=120):
+        """What was written up to the end of the next match, which is waited for."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern.encode(), self.written, re.DOTALL)):
+            ready, _, _ = select.select([self.screen], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.written.decode(errors='replace')!r}"
+            try:
+                self.written += os.read(self.screen, 1 << 16)
+            except OSError as error:  # the process has closed its side
+                raise AssertionError(self.written.decode(errors="replace")) from error
+        text = self.written[: found.end()]
+        self.written = self.written[found.end() :]
+        return text.decode(errors="ignore")  # the last character may not be there yet
+
+    def say(self, line):
+        """Type a line and return what it is answered with, up to the next prompt."""
+        self.write(line + "\r")
+        self.until(re.escape(ANSWERED))
+        return self.until(re.escape(PROMPT)).replace("\r\n", "\n")
+
+    def exit_code(self):
+        while True:
+            try:
+                if not os.read(self.screen, 1 << 16):
+                    break
+            except OSError:
+                break
+        os.close(self.screen)
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
 
 STARTED = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
 TAU = r" \(tokens per target forward\)"
@@ -60,7 +112,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     green = ""
     for turn, text in enumerate(["Hello there", "And then?"]):
         shown = terminal.say(text)
-        expected, pieces = answer(conversation, text)
+        expected, pieces = answer_next(conversation, text)
         assert expected in plain(shown)
         tokens, _, reused, prompt, rest = FIGURES.search(plain(shown)).groups()
         assert int(tokens) == sum(len(piece.token_ids) for piece in pieces)
@@ -118,7 +170,7 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
     for line in ("/verifier topk", f"/tree {chats.tree}", f"/max-new-tokens {chats.max_new_tokens}", "/reset"):
         terminal.say(line)
     conversation.messages = []
-    assert answer(conversation, "Hello there")[0] in say("Hello there")
+    assert answer_next(conversation, "Hello there")[0] in say("Hello there")
     assert all(name in say("/help") for name in COMMANDS)
 
     terminal.write("\x04")
@@ -129,13 +181,13 @@ def test_a_conversation_in_a_terminal(tmp_path, chats, conversation):
 
 
 def test_a_conversation_through_a_pipe(tmp_path, chats, conversation, monkeypatch, capsys):
-    lines = ["Hello there", "", "/nonsense", "/verifier single", "word " * CONTEXT, "//And then?", "/stats"]
+    lines = ["Hello there", "", "/nonsense", "/verifier single", "word " * CHAT_CONTEXT, "//And then?", "/stats"]
     lines += [f"/save {tmp_path / 'piped.jsonl'}", "/quit", "Never answered"]
-    monkeypatch.setattr(sys, "stdin", typed("\n".join(lines).encode()))
+    monkeypatch.setattr(sys, "stdin", to_stdin("\n".join(lines).encode()))
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert run(COMMAND, ["chat", *arguments(chats)]) == 0
     done = capsys.readouterr()
-    expected = [answer(conversation, text)[0] for text in ("Hello there", "/And then?")]
+    expected = [answer_next(conversation, text)[0] for text in ("Hello there", "/And then?")]
     assert done.out == "".join(f"{text}\n" for text in expected)
     assert "\x1b" not in done.err
     assert len(FIGURES.findall(done.err)) == 2

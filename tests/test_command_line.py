@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands import treespec
-from refusals import complains
-from serving import interrupted
+from commands import TerminalText, complains, interrupt_call, to_stdin, treespec
 
 from treespec.cli import run
 from treespec.cli.make import ENGINES
@@ -38,16 +36,6 @@ def folders(home, tmp_path_factory):
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
     file.write_text(json.dumps(tokenizer))
     return {"target": f"{home}/target", "escaping": str(escaping)}
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def typed(raw):
-    """Standard input with these bytes."""
-    return io.TextIOWrapper(io.BytesIO(raw), encoding="ascii", errors="surrogateescape")
 
 
 class Ends(Exception):
@@ -130,9 +118,9 @@ def test_nothing_reaches_a_terminal_that_moves_its_cursor_or_turns_its_text():
     shown.encode()
 
 
-def test_generate_shows_controls_as_symbols_on_a_terminal_and_hands_them_on_through_a_pipe(folders, monkeypatch):
+def test_generate_shows_controls_on_a_terminal_and_passes_them_through_pipes(folders, monkeypatch):
     line = f"generate --target {folders['escaping']} --prompt 'the question' --max-new-tokens 12"
-    for stream in (Terminal(), io.StringIO()):
+    for stream in (TerminalText(), io.StringIO()):
         monkeypatch.setattr(sys, "stdout", stream)
         assert treespec(line) == 0
         assert ("\x1b" in stream.getvalue()) != stream.isatty()
@@ -143,22 +131,22 @@ def test_standard_input_is_utf_8_whatever_the_locale(folders, monkeypatch, capsy
     line = f"generate --target {folders['target']} --max-new-tokens 4"
     said = []
     for given in ("the naïve question", "\ufeffthe naïve question"):
-        monkeypatch.setattr(sys, "stdin", typed(given.encode()))
+        monkeypatch.setattr(sys, "stdin", to_stdin(given.encode()))
         assert treespec(line) == 0
         said.append(capsys.readouterr().out)
     assert said[0].strip()
     assert said[0] == said[1]
-    monkeypatch.setattr(sys, "stdin", typed(b"caf\xe9"))
+    monkeypatch.setattr(sys, "stdin", to_stdin(b"caf\xe9"))
     assert treespec(line) == 2
     assert capsys.readouterr().err == "treespec: standard input is not UTF-8 text: byte 3 is 0xe9\n"
 
 
 @pytest.mark.parametrize("command", ["eval --temperature 0", "tau --temperature 1 --tree chain:2 --verifier rrs"])
-def test_ctrl_c_is_answered_by_a_line_and_the_same_command_goes_on(home, tmp_path, monkeypatch, capsys, command):
+def test_ctrl_c_prints_a_line_and_the_same_command_resumes(home, tmp_path, monkeypatch, capsys, command):
     line = f"{command} --target {home}/target --head {home}/head --questions {home}/questions.jsonl --out {tmp_path}"
     line += " --max-new-tokens 4 --dtype float32"
     with monkeypatch.context() as patched:
-        patched.setattr(Target, "prefill", interrupted(Target.prefill, 3))
+        patched.setattr(Target, "prefill", interrupt_call(Target.prefill, 3))
         assert treespec(line) == 130
     stopped = f"\nStopped. The same command goes on with what lies in {tmp_path}\n"
     assert capsys.readouterr().err.endswith(stopped)
@@ -202,18 +190,18 @@ class Given(CommandOptions):
 
 
 def test_a_files_options_stand_behind_those_of_the_line(tmp_path):
-    heard = []
+    received = []
     app = typer.Typer()
-    app.command("go")(takes(Given)(heard.append))
+    app.command("go")(takes(Given)(received.append))
     app.command("other")(print)
     lines = "out: here\nsteps: 3\nrate: 1e-1\ncalibrate: false\nclip:\nprecision: 'no'\nstop: [--odd text, b]\n"
     file = written(tmp_path, lines)
     assert treespec(f"go --config {file} --steps 5", app) == 0
     assert treespec(f"go --config={file} --stop c", app) == 0
     told = {"out": "here", "rate": 0.1, "calibrate": False, "precision": "no"}
-    assert heard == [Given(steps=5, stop=["--odd text", "b"], **told), Given(steps=3, stop=["c"], **told)]
+    assert received == [Given(steps=5, stop=["--odd text", "b"], **told), Given(steps=3, stop=["c"], **told)]
     assert treespec(f"go --config {written(tmp_path, '')} --out x", app) == 0
-    assert heard[-1] == Given(out="x")
+    assert received[-1] == Given(out="x")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from evaluating import answered, config_in, tokens_of, write_questions
-from refusals import complains
+from commands import complains, config_in, read_completions, tokens_of, write_questions
 
 from treespec import load
 from treespec.eval.benchmark import evaluate
@@ -56,7 +55,7 @@ def test_peers_are_asked_too_transformers_one_prompt_at_a_time():
     assert all(one.lossless for one in found)
 
 
-def test_drafters_with_commas_stay_whole_and_an_at_sign_names_a_tree_unless_it_is_a_folders(tmp_path, monkeypatch):
+def test_drafters_may_have_commas_and_an_at_sign_names_a_tree(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "k@2").mkdir()
     listed = "suffix:nodes=9, growth=3+eagle:h@chain:3, suffix:store,nodes=4, eagle:h@2x4, eagle:k@2,suffix"
@@ -97,7 +96,7 @@ def test_every_drafter_gets_what_it_goes_with():
     ]
 
 
-def test_a_suffix_cache_joined_to_a_head_takes_the_heads_verifiers_and_trees():
+def test_a_suffix_cache_with_a_head_takes_the_heads_verifiers_and_trees():
     for drafter in ("suffix+eagle:h", "suffix:nodes=9+eagle:h", "suffix:memory,nodes=9+eagle:h"):
         assert rows_of(drafter=drafter, verifier="rrs-wo", tree="2x2") == [(drafter, "rrs-wo", "2x2")]
     with complains("suffix has no draft model to join"):
@@ -116,7 +115,7 @@ def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_pat
     assert evaluate(several)["left_out"] == summary["left_out"]
 
 
-def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark(home, tmp_path):
+def test_tree_verifiers_have_trees_of_their_own_and_lossy_ones_are_marked(home, tmp_path):
     """At temperature 0 the lossless answer alike; at 1 they run over draws that each of them verifies."""
     names = ["rrs-wo", "traversal", "block", "typical:delta=0.2"]
     options = {"verifier": ",".join(names), "allow_lossy": True, "temperature": "0,1"}
@@ -124,7 +123,7 @@ def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark
     marks = [(name, not name.startswith("typical")) for name in ["baseline", *names]]
     assert [(row["method"], row["lossless"]) for row in rows] == marks * 2
     assert [row["same"] for row in rows[1:5]] == [2] * 4
-    at_1 = {name: own for name, own in answered(tmp_path).items() if name.endswith("-t1")}
+    at_1 = {name: own for name, own in read_completions(tmp_path).items() if name.endswith("-t1")}
     assert all(one["new_tokens"] == [8] or one["ended"] == ["model"] for own in at_1.values() for one in own)
     block, traversal = (at_1[f"target-{name}-t1"][0]["drafted"] for name in ("block", "traversal"))
     assert set(block) == {block[0]}  # a chain
@@ -132,13 +131,13 @@ def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark
     assert "| typical:delta=0.2 (lossy) |" in (tmp_path / "report.md").read_text()
 
 
-def test_a_suffix_cache_reads_its_folder_and_no_completion_is_drafted_from_another(home, tmp_path):
+def test_a_suffix_cache_reads_its_folder_and_no_other_completion(home, tmp_path):
     def cycles(out, drafter="suffix"):
         twice = [{"question_id": i, "category": "a", "turns": ["the user asks"]} for i in (1, 2)]
         questions = write_questions(tmp_path / "twice.jsonl", twice)
         wanted = {"head": None, "drafter": drafter, "verifier": "topk", "questions": questions}
         evaluate(config_in(home, tmp_path / out, **wanted))
-        own = next(own for name, own in answered(tmp_path / out).items() if "baseline" not in name)
+        own = next(own for name, own in read_completions(tmp_path / out).items() if "baseline" not in name)
         return [sum(one["cycles"]) for one in own]
 
     alone = cycles("none")

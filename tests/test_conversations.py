@@ -4,26 +4,160 @@ from itertools import groupby
 from operator import itemgetter
 
 import pytest
-from chat_templates import (
-    BY_HAND,
+from commands import complains
+from training import (
     CHATML,
-    CONVERSATIONS,
-    OPENED,
+    CHATML_TURN,
+    ROLE,
     byte_tokenizer,
-    each,
+    each_message,
     encode_conversation,
     encode_rows,
-    prompt,
-    rows_by_hand,
-    turns,
+    generation_prompt,
+    to_messages,
 )
-from refusals import complains
 
 from treespec.errors import InputError
 from treespec.text import templates
 from treespec.text.answers import TextRow, place_answers
 from treespec.text.encoding import Example, encode_conversations
 from treespec.text.entries import Conversation
+
+# Every template twice: as models publish it, and by hand: what stands before a turn, what is the answer with
+# its end marker if the turn is an assistant's, and what stands after it. The expected mask is read off the
+# second. r: s(ystem), u(ser) or a(ssistant); c: the content; last: whether it is the last turn.
+LLAMA3 = (
+    "{{ '<|begin|>' }}"
+    + each_message("{{ '<|head|>' + m['role'] + '<|/head|>\\n\\n' + m['content'] | trim + '<|eot|>' }}")
+    + generation_prompt("<|head|>assistant<|/head|>\\n\\n")
+)
+VICUNA = "{{ '<s>' }}" + each_message(
+    "{% if m['role'] == 'system' %}{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}{{ ' USER: ' + m['content'] }}"
+    "{% else %}{{ ' ASSISTANT: ' + m['content'] + '</s>' }}{% endif %}"
+) + generation_prompt(" ASSISTANT:")  # fmt: skip
+MISTRAL = "{{ '<s>' }}" + each_message(
+    "{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + '</s>' }}"
+    "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}"
+)  # fmt: skip
+ALPACA = each_message(
+    "{% if m['role'] == 'assistant' %}{{ '### Response:\\n' + m['content'] + '\\n\\n' }}"
+    "{% else %}{{ '### Instruction:\\n' + m['content'] + '\\n\\n' }}{% endif %}"
+) + generation_prompt("### Response:\\n")  # fmt: skip
+FALCON = each_message(
+    "{{ 'User: ' if m['role'] == 'user' else 'Assistant: ' if m['role'] == 'assistant' else '' }}"
+    "{{ m['content'].replace('\\n\\n', '\\n') + '\\n\\n' }}"
+) + generation_prompt("Assistant:")  # fmt: skip
+GENERATION = each_message(
+    "{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\\n' }}{% endif %}"
+) + generation_prompt("<|im_start|>assistant\\n")  # fmt: skip
+# An old form of Qwen3's: the last answer gets an empty thought, earlier ones lose theirs.
+THINKING = each_message(
+    "{% set said = m['content'].split('</think>')[-1].lstrip() %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ said + '<|im_end|>\\n' }}"
+) + generation_prompt("<|im_start|>assistant\\n")  # fmt: skip
+# DeepSeek-R1's: the prompt opens a thought that finished answers are shown without.
+OPENED = each_message(
+    "{% if m['role'] == 'assistant' %}{{ '<|head|>' + m['content'].split('</think>')[-1] + '<|eot|>' }}"
+    "{% else %}{{ '<|begin|>' + m['content'] }}{% endif %}"
+) + generation_prompt("<|head|><think>\\n")  # fmt: skip
+# gpt-oss': the last answer ends with a token of its own, and the model writes a channel before it.
+CHANNEL = each_message(
+    "{{ '<|begin|>' + m['role'] }}{% if m['role'] == 'assistant' %}"
+    "{{ '<|head|>final<|/head|>' + m['content'] + ('<|eot|>' if loop.last else '<|im_end|>') }}"
+    "{% else %}{{ '<|/head|>' + m['content'] + '<|im_end|>' }}{% endif %}"
+) + generation_prompt("<|begin|>assistant")  # fmt: skip
+
+
+def chatml(r, c, last):
+    return f"<|im_start|>{ROLE[r]}\n", c + "<|im_end|>", "\n"
+
+
+def vicuna(r, c, last):
+    return {"s": ("", c, ""), "u": (" USER: ", c, ""), "a": (" ASSISTANT:", f" {c}</s>", "")}[r]
+
+
+def falcon(r, c, last):
+    said = c.replace("\n\n", "\n") + "\n\n"
+    return ("Assistant:", f" {said}", "") if r == "a" else ("User: " * (r == "u"), said, "")
+
+
+def thinking(r, c, last):
+    thought = "<think>\n\n</think>\n\n" * (r == "a" and last)
+    return chatml(r, thought + c.split("</think>")[-1].lstrip(), last)
+
+
+def channels(r, c, last):
+    if r == "a":
+        return "<|begin|>assistant", f"<|head|>final<|/head|>{c}{'<|eot|>' if last else '<|im_end|>'}", ""
+    return f"<|begin|>{ROLE[r]}<|/head|>", c + "<|im_end|>", ""
+
+
+BY_HAND = {
+    "llama3": (LLAMA3, "<|begin|>", lambda r, c, last: (f"<|head|>{ROLE[r]}<|/head|>\n\n", c.strip() + "<|eot|>", "")),
+    "chatml": (CHATML, "", chatml),
+    "headers without a generation prompt": (each_message(CHATML_TURN), "", chatml),
+    "vicuna": (VICUNA, "<s>", vicuna),
+    "mistral": (
+        MISTRAL,
+        "<s>",
+        lambda r, c, last: ("", f" {c.strip()}</s>", "") if r == "a" else ("[INST] ", c, " [/INST]"),
+    ),
+    "alpaca, no special token": (
+        ALPACA,
+        "",
+        lambda r, c, last: (f"### {'Response' if r == 'a' else 'Instruction'}:\n", f"{c}\n\n", ""),
+    ),
+    "falcon, rewrites line breaks": (FALCON, "", falcon),
+    "generation blocks": (GENERATION, "", chatml),
+    "thinking": (THINKING, "", thinking),
+    "opened thought": (
+        OPENED,
+        "",
+        lambda r, c, last: ("<|head|>", c.split("</think>")[-1] + "<|eot|>", "") if r == "a" else ("<|begin|>", c, ""),
+    ),
+    "channels": (CHANNEL, "", channels),
+}
+CONVERSATIONS = {
+    "one turn": ["u Why is the sky blue?", "a Because."],
+    "three turns": ["u Hello", "a Hello", "u Hello", "a Hello", "u Hello", "a Hello again"],
+    "system": ["s You are terse.", "u Sing 🎵 of Zürich", "a 🎵 Zürich, 日本 🎵", "u More", "a No 🎵"],
+    "spaces": ["u  x \n", "a \n  7 is\n\n\nprime  ", "u 7", "a 7", "u \n", "a 12 "],
+    "words of the header": ["u user", "a a", "u assistant", "a assistant", "u Response:", "a s"],
+    "thoughts": ["u 1+1?", "a <think>Easy.</think>2", "u 2+2?", "a <think>Hm, 2?</think>4"],
+}
+
+
+def segments(by_hand, conversation):
+    _, first, turn = by_hand
+    out = [(first, False)]
+    for i, one in enumerate(conversation):
+        before, middle, after = turn(one[0], one[2:], i == len(conversation) - 1)
+        out += [(before, False), (middle, one[0] == "a"), (after, False)]
+    return out
+
+
+def rows_by_hand(name, conversation):
+    """[[(text, whether it counts)]]: one row, or one an answer where the template shows earlier ones otherwise."""
+    if name not in ("thinking", "channels", "opened thought"):
+        return [segments(BY_HAND[name], conversation)]
+    ends = [i for i, turn in enumerate(conversation) if turn[0] == "a"]
+    if name == "opened thought" and "</think>" not in conversation[-1]:
+        return [segments(BY_HAND[name], conversation)]
+    rows = [segments(BY_HAND[name], conversation[: end + 1]) for end in ends]
+    for row, end in zip(rows, ends, strict=True):
+        answer, after = row[-2:]
+        row[:-2] = [(text, False) for text, _ in row[:-2]]
+        if name == "opened thought":  # the text as the target wrote it, behind the prompt that opens the thought
+            written = conversation[end][2:].removeprefix("<think>") + "<|eot|>"
+            row[-2:] = [("<think>\n", False), (written, True), after]
+        else:
+            row[-2:] = [answer, after]
+    return rows
 
 
 def decoded_answers(tokenizer, example):
@@ -69,11 +203,9 @@ def test_the_figures_of_five_tokens_show_what_is_rendered_and_trained_on():
 @pytest.mark.parametrize("trim_offsets", [True, False])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_served_ones(
-    name, conversation, trim_offsets
-):
+def test_the_mask_covers_answers_with_their_ends_and_ids_are_served_ones(name, conversation, trim_offsets):
     tokenizer = byte_tokenizer(BY_HAND[name][0], trim_offsets=trim_offsets)
-    messages = turns(CONVERSATIONS[conversation])
+    messages = to_messages(CONVERSATIONS[conversation])
     if conversation == "thoughts" and name == "thinking":
         with complains("drops the thoughts"):
             encode_rows(tokenizer, messages)
@@ -97,7 +229,7 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
 @pytest.mark.parametrize("name", ["llama3", "chatml", "vicuna", "mistral", "generation blocks", "channels"])
 def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
     tokenizer = byte_tokenizer(BY_HAND[name][0])
-    messages = turns(CONVERSATIONS["system"])
+    messages = to_messages(CONVERSATIONS["system"])
     examples = encode_rows(tokenizer, messages)
     for i, example in ((2, examples[0]), (4, examples[-1])):
         served = templates.encode(tokenizer, messages[:i])
@@ -107,10 +239,10 @@ def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
 
 
 @pytest.mark.parametrize("trim_offsets", [True, False])
-def test_a_token_shared_by_header_and_answer_is_trained_on_and_a_space_of_the_header_is_not(trim_offsets):
-    template = each("{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}") + prompt("assistant: ")
+def test_a_token_of_header_and_answer_is_trained_on_unlike_header_spaces(trim_offsets):
+    template = each_message("{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}") + generation_prompt("assistant: ")
     tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
-    example = encode_conversation(tokenizer, turns(["u x", "a 7 a", "u y", "a a 7"]))
+    example = encode_conversation(tokenizer, to_messages(["u x", "a 7 a", "u y", "a a 7"]))
     assert "Ġa" in tokenizer.get_vocab()
     assert "Ġ7" not in tokenizer.get_vocab()
     assert decoded_answers(tokenizer, example) == ["7 a<|eot|>", " a 7<|eot|>"]
@@ -120,7 +252,7 @@ def test_a_token_shared_by_header_and_answer_is_trained_on_and_a_space_of_the_he
 def test_a_header_that_swallows_the_spaces_after_it_is_not_trained_on(trim_offsets):
     template = OPENED.replace("<think>\\n", "")
     tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets, rstrip=True)
-    messages = turns(["u Hi", "a  \n Hello"])
+    messages = to_messages(["u Hi", "a  \n Hello"])
     example = encode_conversation(tokenizer, messages)
     assert decoded_answers(tokenizer, example) == ["Hello<|eot|>"]
 
@@ -128,15 +260,15 @@ def test_a_header_that_swallows_the_spaces_after_it_is_not_trained_on(trim_offse
 @pytest.mark.parametrize(
     "template",
     [
-        each("{{ '<s>' + (m['content'] | upper) + '</s>' }}"),  # rewrites
-        each("{% if loop.revindex <= 2 %}{{ '<s>' + m['content'] + '</s>' }}{% endif %}"),  # forgets
+        each_message("{{ '<s>' + (m['content'] | upper) + '</s>' }}"),  # rewrites
+        each_message("{% if loop.revindex <= 2 %}{{ '<s>' + m['content'] + '</s>' }}{% endif %}"),  # forgets
         "{{ raise_exception('only one turn, please') if messages | length > 2 }}" + CHATML,  # refuses
     ],
 )
-def test_what_a_template_rewrites_forgets_or_refuses_is_reported_and_not_trained_on(template):
+def test_answers_that_a_template_rewrites_or_drops_are_reported_and_left_out(template):
     tokenizer = byte_tokenizer(template)
-    bad = Conversation(turns(["u Hi there", "a Hello you", "u Bye then", "a So long"]), "chats.jsonl:7")
-    good = Conversation(turns(["u 1+1", "a 2"]), "chats.jsonl:8")
+    bad = Conversation(to_messages(["u Hi there", "a Hello you", "u Bye then", "a So long"]), "chats.jsonl:7")
+    good = Conversation(to_messages(["u 1+1", "a 2"]), "chats.jsonl:8")
     with pytest.raises(InputError):
         encode_conversation(tokenizer, bad.messages)
     examples, report = encode_conversations(tokenizer, [bad, good], None, 100)
@@ -148,7 +280,7 @@ def test_what_a_template_rewrites_forgets_or_refuses_is_reported_and_not_trained
 
 
 def test_a_fschat_template_trains_on_fastchats_own_text_with_one_start_token():
-    messages = turns(["u Why?", "a Because 7.", "u Oh", "a  Yes\n"])
+    messages = to_messages(["u Why?", "a Because 7.", "u Oh", "a  Yes\n"])
     text = (
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
         "helpful, detailed, and polite answers to the user's questions. "
@@ -172,7 +304,7 @@ def test_every_fschat_template_trains_on_the_answers_alone_or_reports():
     from fastchat.conversation import conv_templates
 
     tokenizer = byte_tokenizer(post="<s> $A")
-    messages = turns(["u first question", "a an answer", "u 2nd question", "a one more"])
+    messages = to_messages(["u first question", "a an answer", "u 2nd question", "a one more"])
     reported = []
     for name in conv_templates:
         try:
@@ -217,9 +349,9 @@ def test_stops_are_those_of_the_fschat_template():
     assert templates.stops("mpt-7b-chat").token_ids == (50278, 0)
 
 
-def test_a_cut_conversation_is_a_prefix_and_one_without_an_answer_left_is_reported():
+def test_a_cut_conversation_is_a_prefix_and_reported_without_an_answer():
     tokenizer = byte_tokenizer(CHATML)
-    conversation = Conversation(turns(CONVERSATIONS["system"]), "f:1")
+    conversation = Conversation(to_messages(CONVERSATIONS["system"]), "f:1")
     whole = encode_conversation(tokenizer, conversation.messages)
     total = len(whole.input_ids)
     begin = whole.loss_mask.tolist().index(True)

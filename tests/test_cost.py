@@ -4,24 +4,22 @@ import json
 import math
 from dataclasses import asdict
 
+import faults
 import numpy as np
 import pytest
+from drafters import linear_cost
 from models import random_head, target
 
+from treespec.draft.auto import cost_model as running
 from treespec.draft.auto import measure
 from treespec.draft.auto.cost import FORMAT, Cost, cost_in
 from treespec.draft.auto.cost_model import Choice, Correction, CostModel, CostModels, Prediction, bounded
-from treespec.draft.auto.measure import NODES, cost_for, dependencies, measured_costs
+from treespec.draft.auto.measure import cost_for, dependencies, measured_costs
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.kernels.processor import processor
 from treespec.trees.most_likely import expected_length
 from treespec.trees.sequoia import sequoia
-
-
-def times(node=0.001, step=0.002):
-    """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
-    return Cost(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step)
 
 
 @pytest.fixture
@@ -88,7 +86,7 @@ def test_a_cost_is_kept_in_a_file_while_it_holds(tmp_path, monkeypatch, llama_he
     [{"forward": [0.1]}, {"begin": float("nan")}, {"overhead": [0.1]}, {"level": None}, {"nodes": [1]}, {"more": 1.0}],
 )
 def test_kept_numbers_that_cannot_be_right_are_not_used(tmp_path, damage):
-    for fields, wanted in ((asdict(times()), times()), (asdict(times()) | damage, None)):
+    for fields, wanted in ((asdict(linear_cost()), linear_cost()), (asdict(linear_cost()) | damage, None)):
         write_json(tmp_path / "times.json", {"format": FORMAT, "cost": fields})
         assert cost_in(tmp_path / "times.json") == wanted
 
@@ -104,7 +102,7 @@ def test_a_batch_computes_the_nodes_of_all_in_one_forward():
     assert of_two.forward == pytest.approx((1.5, 4.5, 8.5))
     assert (of_two.level, of_two.begin, of_two.overhead) == pytest.approx((0.45, 0.15, 0.02))
     assert cost.among(1) == cost
-    assert measured_costs(target("llama"), None, times())(7) == times()
+    assert measured_costs(target("llama"), None, linear_cost())(7) == linear_cost()
 
 
 def test_the_drawing_of_predicted_and_actual_acceptance():
@@ -125,11 +123,11 @@ def test_the_drawing_of_bounded_probabilities():
         assert bounded(np.array([given])) == pytest.approx(np.array([wanted]))
 
 
-def test_without_hope_a_sequence_goes_without_drafts_and_tries_again_ever_more_rarely():
-    model = CostModel(times())
+def test_a_sequence_whose_drafts_fail_tries_again_ever_more_rarely():
+    model = CostModel(linear_cost())
     pauses = [model.pauses(speed=model.plain) for _ in range(1000)]
     assert [cycle for cycle, pause in enumerate(pauses) if not pause] == [8, 25, 58, 123, 252, 509]
-    hopeless = CostModel(times())
+    hopeless = CostModel(linear_cost())
     assert all(hopeless.pauses(speed=0.5 * hopeless.plain) for _ in range(500))
     assert not model.pauses(speed=1.1 * model.plain)
 
@@ -154,7 +152,7 @@ def test_a_choice_follows_what_the_draft_model_brings_now():
 def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
     """As a batch empties: with the same tokens a cycle, the speed of the last cycles counts."""
     choice = Choice()
-    cost = times()
+    cost = linear_cost()
     cycle = cost.seconds(6, 0)  # of the cache's tree, which predicts two tokens
     brought(choice, 2, 300, 2 * cycle)
     assert choice.prefers_cache(2.0, 6, cost)
@@ -164,8 +162,30 @@ def test_a_choice_follows_what_the_draft_models_cycles_cost_now():
     assert choice.prefers_cache(2.0, 6, cost)
 
 
-def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_are_the_sequences():
-    by_batch = {batch: times(node=1e-3 * batch) for batch in (1, 8)}
+@pytest.mark.parametrize(
+    "fault, find",
+    [
+        (faults.never_forget_tokens, test_a_choice_follows_what_the_draft_model_brings_now),
+        (faults.never_forget_cycles, test_a_choice_follows_what_the_draft_model_brings_now),
+        (faults.never_forget_seconds, test_a_choice_follows_what_the_draft_models_cycles_cost_now),
+    ],
+)
+def test_a_choice_that_never_forgets_one_number_is_found(monkeypatch, fault, find):
+    faults.plant(monkeypatch, Choice, Choice.update, fault)
+    with pytest.raises(AssertionError):
+        find()
+
+
+def test_a_choice_that_never_forgets_is_found(monkeypatch):
+    monkeypatch.setattr(running, "WINDOW", 1.0)
+    with pytest.raises(AssertionError):
+        test_a_choice_follows_what_the_draft_model_brings_now()
+    with pytest.raises(AssertionError):
+        test_a_choice_follows_what_the_draft_models_cycles_cost_now()
+
+
+def test_batch_sizes_have_their_own_speed_and_pauses_but_share_corrections():
+    by_batch = {batch: linear_cost(node=1e-3 * batch) for batch in (1, 8)}
     models = CostModels(lambda batch: by_batch[batch], (0.5, 0.2))
     alone = models.among(1)
     among = models.among(8)

@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from models import random_eagle3, random_head, target, tokenizer
-from test_calibration import USUAL
-from test_cost import times
+from drafters import USUAL_CALIBRATION, linear_cost
+from models import random_eagle3, random_head, target
+from training import tokenizer
 
 from treespec.draft.auto.cost import FORMAT, cost_in
 from treespec.draft.calibration import load_calibration, save_calibration
@@ -50,7 +50,7 @@ FILES = {
     "model.safetensors": (write_head, read_head),
     "config.json": (write_head, read_head),
     "out/model.safetensors": (write_exported, lambda folder: numbers(load_head(folder / "out"))),
-    "calibration.json": (lambda folder: save_calibration(USUAL, folder), load_calibration),
+    "calibration.json": (lambda folder: save_calibration(USUAL_CALIBRATION, folder), load_calibration),
     "draft_vocab.json": (
         lambda folder: save_vocabulary(torch.arange(3, 60, 5), 0.5, folder),
         lambda folder: load_vocabulary(folder, 64).tolist(),
@@ -60,8 +60,8 @@ FILES = {
         lambda folder: from_file(folder / "tree.json"),
     ),
     "times.json": (
-        lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(times())}),
-        lambda folder: cost_in(folder / "times.json") or times(),  # measured again
+        lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(linear_cost())}),
+        lambda folder: cost_in(folder / "times.json") or linear_cost(),  # measured again
     ),
 }
 

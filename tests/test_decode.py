@@ -5,10 +5,20 @@ import time
 
 import pytest
 import torch
-from enumeration import STOCHASTIC
-from equality import close, seeded
-from models import CONFIGS, plain_generate, prompt, random_head, random_model, target, what
-from refusals import complains
+from commands import complains
+from models import (
+    CONFIGS,
+    close,
+    plain_generate,
+    prompt,
+    prompts_of_lengths,
+    random_head,
+    random_model,
+    seeded,
+    target,
+    what,
+)
+from reference import STOCHASTIC
 
 from treespec.api.spec import Spec
 from treespec.draft.auto.cost import Cost
@@ -24,13 +34,8 @@ from treespec.trees.tree import TokenTree
 from treespec.verify.facts import NAMES
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
-LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from
 TIMED = {"calibration": Calibration(), "times": Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
-
-
-def prompts(lengths=LENGTHS):
-    return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
 def alone(spec, texts, seed=0, **options):
@@ -50,7 +55,7 @@ def llama():
 def test_greedy_equals_generate_token_for_token(name):
     """One text by every kind of tree, and texts of unequal length together."""
     model = target(name)
-    texts = prompts()
+    texts = prompts_of_lengths()
     wanted = [plain_generate(model, text, 16) for text in texts]
     spec = Spec(model, random_head(model))
     for tree in ("dynamic", "dynamic:depth=3,topk=4,nodes=9", "chain:4", "eagle", "2x3"):
@@ -83,7 +88,9 @@ def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, 
     """With the same seeds sampled texts are the same too, as their draws are their own; two at a time take turns."""
     spec = llama.configured(tree, verifier)
     options = {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
-    assert what(spec.generate(prompts(), batch=batch, **options)) == what(alone(spec, prompts(), **options))
+    assert what(spec.generate(prompts_of_lengths(), batch=batch, **options)) == what(
+        alone(spec, prompts_of_lengths(), **options)
+    )
 
 
 def test_a_head_that_knows_the_target_is_accepted_whole():
@@ -126,7 +133,7 @@ def test_the_context_ends_texts_at_different_times(name):
     """127 of 128 tokens end in the first cycle, when the others have just begun."""
     model = target(name)
     spec = Spec(model, random_head(model), "eagle")
-    texts = prompts((127, 120, 2, 101))
+    texts = prompts_of_lengths((127, 120, 2, 101))
     outputs = spec.generate(texts, max_new_tokens=20)
     assert what(outputs) == what(alone(spec, texts, max_new_tokens=20))
     lengths = [len(output.token_ids) for output in outputs]
@@ -136,13 +143,13 @@ def test_the_context_ends_texts_at_different_times(name):
 
 
 def test_texts_end_with_their_own_end_of_sequence_token(llama):
-    plain = llama.baseline().generate(prompts(), max_new_tokens=30, ignore_eos=True)
+    plain = llama.baseline().generate(prompts_of_lengths(), max_new_tokens=30, ignore_eos=True)
     ends = [output.token_ids[place] for output, place in zip(plain, (0, 9, 20, 3), strict=True)]
     model = random_model(CONFIGS["llama"]())
     model.generation_config.eos_token_id = ends
     spec = Spec(Target(model), llama.head, "2x3")
-    outputs = spec.generate(prompts(), max_new_tokens=30)
-    assert what(outputs) == what(alone(spec, prompts(), max_new_tokens=30))
+    outputs = spec.generate(prompts_of_lengths(), max_new_tokens=30)
+    assert what(outputs) == what(alone(spec, prompts_of_lengths(), max_new_tokens=30))
     assert len({len(output.token_ids) for output in outputs}) > 2
 
 
@@ -150,23 +157,23 @@ def test_a_batch_leaves_the_object_as_usable_as_a_text_does(llama):
     """One text after a batch reuses the last to end; an interrupted batch is forgotten."""
     spec = llama.configured("eagle")
     options = {"max_new_tokens": 12}
-    wanted = what(alone(spec, prompts(), **options))
-    assert what(spec.generate(prompts(), **options)) == wanted
-    assert what([spec.generate(prompts()[1], **options)]) == wanted[1:2]
-    texts = [spec.request(prompt, **options) for prompt in prompts()]
+    wanted = what(alone(spec, prompts_of_lengths(), **options))
+    assert what(spec.generate(prompts_of_lengths(), **options)) == wanted
+    assert what([spec.generate(prompts_of_lengths()[1], **options)]) == wanted[1:2]
+    texts = [spec.request(prompt, **options) for prompt in prompts_of_lengths()]
     running = spec.decoder.run(texts, batch=3)
     for _ in range(9):
         next(running)
     running.close()
-    assert what([spec.generate(prompts()[3], **options)]) == wanted[3:]
-    assert what(spec.generate(prompts(), **options)) == wanted
+    assert what([spec.generate(prompts_of_lengths()[3], **options)]) == wanted[3:]
+    assert what(spec.generate(prompts_of_lengths(), **options)) == wanted
 
 
-def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, monkeypatch):
+def test_a_text_takes_the_row_of_another_without_copying_the_rest(llama, monkeypatch):
     """With nothing to draft rows neither leave nor join while texts wait."""
     spec = llama.baseline()
     options = {"max_new_tokens": 9}
-    texts = prompts((7, 60, 1, 19, 2, 1, 33))
+    texts = prompts_of_lengths((7, 60, 1, 19, 2, 1, 33))
     wanted = what(alone(spec, texts, **options))
     copied = []
     for name in ("join", "select"):
@@ -184,7 +191,7 @@ def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, mon
 
 def test_shares_of_the_time_add_up_to_the_clock(llama):
     started = time.perf_counter()
-    outputs = llama.configured("eagle").generate(prompts(), max_new_tokens=12, batch=3)
+    outputs = llama.configured("eagle").generate(prompts_of_lengths(), max_new_tokens=12, batch=3)
     spent = time.perf_counter() - started
     assert 0.5 * spent < sum(output.stats.seconds["total"] for output in outputs) < spent
     for output in outputs:
@@ -239,7 +246,7 @@ def trees(seed):
 def test_one_forward_over_ragged_trees_equals_a_forward_of_each(name):
     """Twice, with commits between that differ in number, then without the first text."""
     model = target(name)
-    texts = prompts((9, 2, 30))
+    texts = prompts_of_lengths((9, 2, 30))
     caches = []
     for text in texts:
         caches.append(model.new_cache(capacity=4))

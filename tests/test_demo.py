@@ -4,17 +4,18 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
 import pytest
 import torch
-from models import random_head
-from refusals import complains
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from wheels import TEMPLATE, write_demo, write_wheel
+from commands import HOME_SPECIAL_TOKENS, HOME_TEMPLATE, complains, to_command, write_wheel
+from gguf import GGMLQuantizationType, TokenType, dequantize, quantize
+from head_files import write_gguf
+from models import random_head, random_model
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import treespec
 from treespec.cli.answer import GenerateConfig, TraceConfig
@@ -36,6 +37,37 @@ from treespec.model.identity import identity_of
 from treespec.model.target import Target
 from treespec.serve.options import ServeConfig
 from treespec.train.regenerate.config import RegenerateConfig
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@torch.no_grad()
+def write_demo(path):
+    """Write a random Llama as Q4_1, with its tokenizer. Returns the model with the file's weights, in bfloat16's."""
+    symbols = [*HOME_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    vocab = {"vocab_size": len(symbols), "max_position_embeddings": 256, "tie_word_embeddings": True}
+    model = random_model(LlamaConfig(**SIZE | vocab, num_key_value_heads=2, bos_token_id=1, eos_token_id=2))
+
+    def tokenizer(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(symbols)
+        writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(symbols) - 3))
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(0)
+        writer.add_chat_template(HOME_TEMPLATE)
+
+    write_gguf(model, path, of_embedding="Q4_1", more=tokenizer)
+    blocks = GGMLQuantizationType.Q4_1
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            read = dequantize(quantize(weight.numpy(), blocks), blocks)
+            weight.copy_(torch.from_numpy(read).bfloat16())
+        else:
+            weight.copy_(weight.bfloat16())
+    return model
+
 
 QUESTION = [{"role": "user", "content": "Hello"}]
 
@@ -86,7 +118,7 @@ def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(model.float()(tokens).logits, gguf[1](tokens).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.chat_template == HOME_TEMPLATE
     assert tokenizer.decode(tokenizer("café ab")["input_ids"]) == "café ab"
     assert len(tokenizer("ab")["input_ids"]) == 1
 
@@ -179,16 +211,27 @@ def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
     assert os.listdir(home / "cache/treespec/models") == [".lock"]
 
 
-def test_a_second_process_waits_for_the_first_and_mends_what_its_kill_left(home, capfd):
+def hold_the_lock() -> None:
+    """Fetch the model whose repr the command line has, and wait as if it were converted."""
+    import sys
+    import time
+
+    from treespec.demo import fetch, known
+
+    def wait(*_):
+        print("there", flush=True)
+        time.sleep(60)
+
+    fetch.hub_file = lambda *_: None
+    fetch.convert = wait
+    model = eval(sys.argv[1], vars(known))
+    fetch.demo_folder(fetch.cache_folder() / "models", model)
+
+
+def test_a_second_process_waits_and_repairs_what_a_killed_one_left(home, capfd):
     # 1. A process that holds the lock while it converts, and is killed there.
-    code = (
-        "import time, treespec.demo.fetch as fetch;"
-        "from treespec.demo.known import *;"
-        "fetch.hub_file = lambda *_: None;"
-        "fetch.convert = lambda *_: (print('there', flush=True), time.sleep(60));"
-        f"fetch.demo_folder(fetch.cache_folder() / 'models', {fetch.DEMO_MODEL!r})"
-    )
-    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command = [*to_command(hold_the_lock), repr(fetch.DEMO_MODEL)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert first.stdout
     assert first.stdout.readline() == b"there\n"
     models = home / "cache/treespec/models"
@@ -265,7 +308,7 @@ def test_the_demo_target_has_a_head():
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
-def test_a_shipped_head_is_small_whole_and_calibrated_with_a_card_that_hides_nothing(folder):
+def test_a_shipped_head_is_small_complete_calibrated_and_has_an_honest_card(folder):
     head = load_head(str(folder))
     assert head.lacks_embedding  # it takes the target's
     assert (folder / "draft_vocab.json").exists()

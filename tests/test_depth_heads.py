@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from drafting import source_of
-from equality import close, same_weights, seeded
-from models import as_undrafted, follow, prompt, random_head, random_model, target
-from refusals import complains
+from commands import complains
+from drafters import DEPTH_HEADS, DRAFT_PATHS, build_head, draft_paths, extrapolate, source_of
+from models import as_undrafted, close, follow, prompt, random_head, random_model, same_weights, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Frontier
@@ -17,42 +16,9 @@ from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
-SEVERAL = ["medusa", "hydra", "hydra++"]
-PATHS = [(), (5,), (6,), (7,), (5, 8), (7, 9), (7, 10), (6, 11)]
-
-
-def heads_for(model, kind, heads=4, seed=0):
-    """Heads far from their start, so that a wrong input or order shows."""
-    torch.manual_seed(seed)
-    head = new_head(kind, model, heads=heads).eval()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return head
-
 
 def head_of(model, kind):
-    return random_head(model) if kind == "eagle" else heads_for(model, kind)
-
-
-def drafted(proposer, model, text, features):
-    """[8, V] logits after each of `PATHS`: two levels of a tree below a text that was seen in two parts."""
-    levels = [[5, 6, 7], [0, 0, 0]], [[8, 9, 10, 11], [0, 2, 2, 1]]
-    follow(proposer, features[:4], text[:4])
-    proposer.begin(text[3:4], model.new_cache())
-    proposer.extend([Frontier(torch.tensor([9, 8]), torch.tensor([0, 0]))])  # drafted, then forgotten
-    follow(proposer, features[4:], text[4:])
-    logits = proposer.begin(text[-1:], model.new_cache())
-    return torch.cat([*logits, *(proposer.extend([Frontier(*map(torch.tensor, level))])[0] for level in levels)])
-
-
-def extrapolated(head, text, features, path=()):
-    """[1, H] the feature after a path by an EAGLE head over the whole text, one drafted feature after the other."""
-    for token in (*path, None):
-        hidden = head.step(text[None], features[None], torch.arange(len(text)))[0, -1:]
-        text = torch.cat([text, torch.tensor([token or 0])])
-        features = torch.cat([features, hidden])
-    return hidden
+    return random_head(model) if kind == "eagle" else build_head(model, kind)
 
 
 PUBLISHED = {  # names and shapes of 2 heads with one block each; Hydra++ counts a dropout before each module
@@ -89,14 +55,14 @@ prefix_embeding_layer.layers.0.self_attn.v_proj.weight=16x32 prefix_embeding_lay
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_names_and_shapes_are_the_published_ones(kind):
     """As in `medusa_lm_head.safetensors` and `hydra_lm_head.pt`."""
-    found = heads_for(target("llama"), kind, 2).state_dict().items()
+    found = build_head(target("llama"), kind, 2).state_dict().items()
     assert {f"{name}={'x'.join(map(str, value.shape))}" for name, value in found} == {*PUBLISHED[kind].split()}
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", DEPTH_HEADS)
 def test_heads_survive_their_file_and_are_known_by_their_kind(kind, tmp_path):
     model = target("llama")
-    head = heads_for(model, kind)
+    head = build_head(model, kind)
     save_head(head, tmp_path)
     loaded = source_of(f"{kind}:{tmp_path}", model).head
     assert loaded.kind == kind
@@ -107,7 +73,7 @@ def test_heads_survive_their_file_and_are_known_by_their_kind(kind, tmp_path):
         source_of(f"eagle:{tmp_path}", model)
 
 
-@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
+@pytest.mark.parametrize("kind", ["eagle", *DEPTH_HEADS])
 def test_heads_of_another_width_or_vocabulary_are_refused(kind):
     head = head_of(target("llama"), kind)
     for name in ("feature_size", "vocab_size"):
@@ -129,7 +95,7 @@ def test_new_heads_draft_by_the_targets_output_embedding():
             close(logits, model.output_logits(features[: len(logits)]), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
+@pytest.mark.parametrize("kind", ["eagle", *DEPTH_HEADS])
 def test_tree_drafting_equals_each_path_alone(kind):
     """EAGLE's feature extrapolated along a path; else head i of the state and of the i + 1 tokens below it."""
     model = target("gemma3")
@@ -140,20 +106,20 @@ def test_tree_drafting_equals_each_path_alone(kind):
 
     def alone(tokens):
         if kind == "eagle":
-            return model.output_logits(extrapolated(head, text, features, tokens))[0]
+            return model.output_logits(extrapolate(head, text, features, tokens))[0]
         if kind == "medusa":
             return head.step(len(tokens), features[-1])
         embedded = model.model.get_input_embeddings()(torch.tensor([int(text[-1]), *tokens]))  # Gemma scales its own
         return head.step(len(tokens), torch.cat([state, *embedded]))
 
-    logits = drafted(proposer_of(head, model), model, text, features)
-    close(logits, torch.stack([alone(path) for path in PATHS]), 1e-4)
+    logits = draft_paths(proposer_of(head, model), model, text, features)
+    close(logits, torch.stack([alone(path) for path in DRAFT_PATHS]), 1e-4)
 
 
 def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
     """A prompt in chunks of 8, then pairs and single states, against one causal pass of the prefix layer."""
     model = target("llama")
-    head = heads_for(model, "hydra++")
+    head = build_head(model, "hydra++")
     root = torch.tensor([9])
     features = torch.randn(60, 32)
     monkeypatch.setattr(model, "rows_beside", lambda columns: 8)
@@ -167,7 +133,7 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once(monkeypatch):
         close(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
+@pytest.mark.parametrize("kind", ["eagle", *DEPTH_HEADS])
 @pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
 def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     model = target("llama")
@@ -190,10 +156,10 @@ def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     close(*(one.begin(root, model.new_cache())[0] for one in (used, fresh)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", DEPTH_HEADS)
 def test_a_tree_deeper_than_the_heads_is_refused(kind):
     model = target("llama")
-    head = heads_for(model, kind, 3)
+    head = build_head(model, kind, 3)
     with complains("the tree is 5 deep, the head drafts 3 tokens: take --tree chain:3"):
         Spec(model, head, "eagle")
     with complains("take --tree dynamic:depth=3"):
@@ -203,17 +169,17 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind):
 
 
 def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
-    spec = Spec(target("llama"), heads_for(target("llama"), "hydra", 2))
+    spec = Spec(target("llama"), build_head(target("llama"), "hydra", 2))
     text = Passage(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
     assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
     with complains("--step is 3: 2 is the most with"):
         logits_of(spec, [text], 3)
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", DEPTH_HEADS)
 def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
     model = Target(random_model(target("llama").model.config))
-    head = heads_for(model, kind)
+    head = build_head(model, kind)
     text = torch.tensor(prompt(40))
     vocabulary = torch.arange(1, 64, 2)
     features = model.features(text[None])[0]

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from equality import seeded
-from models import CONFIGS, VOCAB, random_model, target, tokenizer
-from refusals import complains
-from test_depth_heads import heads_for
+from commands import complains
+from drafters import build_head
+from models import CONFIGS, VOCAB, random_model, seeded, target
 from torch.nn.functional import cross_entropy
+from training import tokenizer
 
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import fit, new_head, remade
@@ -62,7 +62,7 @@ def learnt():
 
 
 @pytest.mark.parametrize("said", ["Off-policy text", "Chat template", None])
-def test_what_a_head_learnt_on_is_told_from_own_answers_to_these_prompts(tmp_path, said):
+def test_training_on_other_texts_than_the_targets_answers_is_diagnosed(tmp_path, said):
     # 1. Answers of one target, half of them greedy, or those of another one.
     words = tokenizer()
     config = CONFIGS["llama"]()
@@ -118,12 +118,12 @@ def test_a_planted_fault_is_named(learnt, fault):
     assert [line for line in diagnosed(Spec(spec.target, faulty), texts)[1] if line.startswith(fault)]
 
 
-def test_a_head_that_learnt_for_a_third_of_the_time_is_told_so(learnt):
+def test_a_head_trained_for_a_third_of_the_time_is_diagnosed(learnt):
     spec, texts, young = learnt
     assert [line for line in diagnosed(Spec(spec.target, young), texts)[1] if line.startswith("Little trained")]
 
 
-def test_a_head_without_a_fault_is_told_at_most_to_have_learnt_little(learnt):
+def test_a_sound_head_is_diagnosed_with_little_training_at_most(learnt):
     spec, texts, _ = learnt
     tables, verdict = diagnosed(spec, texts)
     assert all(line.startswith("Little trained") for line in verdict)
@@ -134,6 +134,6 @@ def test_a_head_without_a_fault_is_told_at_most_to_have_learnt_little(learnt):
 def test_an_untrained_head_of_any_kind_is_told_to_be_one(kind):
     model = target("llama")
     torch.manual_seed(0)
-    head = heads_for(model, kind) if kind.startswith(("medusa", "hydra")) else new_head(kind, model)
+    head = build_head(model, kind) if kind.startswith(("medusa", "hydra")) else new_head(kind, model)
     spec = Spec(model, head.eval())
     assert diagnosed(spec, completions(model, 4, 20, temperature=0))[1][0].startswith("Another target's weights")

@@ -1,26 +1,224 @@
-"""Language models that draft."""
+"""Language models that draft, with the target's vocabulary and with another one."""
 
 import pytest
 import torch
-from equality import close
-from growing import TEXTS, contents, joined, level_logits, same
-from models import (
-    CONFIGS,
-    as_undrafted,
-    prompt,
-    random_model,
-    save_model,
-    small,
-    target,
-    tokenizer,
-)
-from tiny_configs import MODELS, tiny
+import transformers as hf
+from commands import complains
+from models import CONFIGS, GROUPED, MODELS, as_undrafted, close, prompt, random_model, seeded, small, target, tiny
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from training import save_model, sentence_piece, tokenizer
 
+from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.auto.measure import measure
-from treespec.draft.models.model import ModelProposer
-from treespec.draft.models.other_vocabulary import tokens_differ
+from treespec.draft.drafter import Frontier
+from treespec.draft.models.model import ModelProposer, OtherVocabulary
+from treespec.draft.models.other_vocabulary import (
+    SPECIAL,
+    SharedVocabulary,
+    bytes_of,
+    shared_vocabulary,
+    start_of,
+    tokens_differ,
+)
 from treespec.model.target import Target
+
+
+def model_of(words, seed=5, **changes):
+    sizes = {"vocab_size": len(words), "max_position_embeddings": 256, "num_hidden_layers": 2}
+    return Target(random_model(hf.LlamaConfig(**GROUPED | sizes | changes), seed), words)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A byte-level target, and a draft model of SentencePiece's form."""
+    target = model_of(tokenizer(), seed=0)
+    draft = model_of(sentence_piece())
+    words = shared_vocabulary(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
+    return target, OtherVocabulary(draft, target, words)
+
+
+def test_both_forms_give_the_bytes_of_their_text():
+    text = "the user's\n\tanswer: zürich \N{SNOWMAN} 12"
+    for words in (tokenizer(), sentence_piece()):
+        table = bytes_of(words)
+        ids = words.encode(text, add_special_tokens=False)
+        assert b"".join(table[number] for number in ids).decode() == text
+
+
+def test_shared_tokens_stand_for_the_same_text(pair):
+    target, draft = pair
+    ours = bytes_of(target.tokenizer)
+    theirs = bytes_of(draft.model.tokenizer)
+    words = draft.words
+    assert words.target.tolist() == sorted(words.target.tolist())
+    assert [ours[n] for n in words.target.tolist()] == [theirs[n] for n in words.draft.tolist()]
+    missing = set(ours) - set(words.target.tolist())
+    assert not {ours[n] for n in missing} & set(theirs.values())
+    assert 0.5 < words.share < 1
+
+
+def test_special_tokens_are_shared_by_name_alone(pair):
+    target, draft = pair
+    shared = set(draft.words.target.tolist())
+    assert target.tokenizer.convert_tokens_to_ids("<pad>") in shared
+    assert target.tokenizer.convert_tokens_to_ids("</s>") not in shared  # the other's is <eos>
+    text = shared_vocabulary(tokenizer(), sentence_piece(specials=("</s", "<bos>", "<eos>", "<pad>")), 999, 999)
+    assert all(
+        not value.startswith(SPECIAL + b"</s") for value in (bytes_of(tokenizer())[n] for n in text.target.tolist())
+    )
+
+
+@pytest.mark.parametrize("text", ["the unhappy question", "zürich \N{SNOWMAN}\n", "<s>user: 12</s>"])
+def test_other_tokens_are_spelled_by_their_bytes(pair, text):
+    target, draft = pair
+    table = bytes_of(draft.model.tokenizer)
+    ids = target.tokenizer.encode(text)
+    spelled = [number for token in ids for number in draft.words.spelled(token)]
+    assert b"".join(table[number] for number in spelled).decode() == text
+
+
+def test_of_equal_bytes_the_token_that_is_no_byte_counts():
+    draft = sentence_piece()
+    words = shared_vocabulary(tokenizer(), draft, 999, 999)
+    by_token = dict(zip(words.target.tolist(), words.draft.tolist(), strict=True))
+    a = tokenizer().convert_tokens_to_ids("a")
+    assert draft.convert_ids_to_tokens(by_token[a]) == "a"
+
+
+def test_so_it_does_in_the_target():
+    """A target that says the token `a` must not be drafted the byte <0x61>."""
+    vocab = {"<0x61>": 0, "<0x62>": 1, "a": 2}  # bytes first, as Llama 2 has them
+    target = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab, [], byte_fallback=True)))
+    assert shared_vocabulary(target, tokenizer(), 999, 999).target.tolist() == [1, 2]
+
+
+def test_no_shared_token_is_one_line(tmp_path):
+    with complains("share no token"):
+        shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
+    target = save_model(tmp_path / "target")
+    draft = save_model(tmp_path / "draft")
+    without_shared_tokens().save_pretrained(draft)
+    with complains(r"cannot draft for this target: the two vocabularies share no token"):
+        load(str(target), drafter=f"model:{draft}")
+
+
+def test_logits_are_the_models_own_after_the_same_text(pair):
+    target, draft = pair
+    cache, together = join_texts(target, draft)
+    before = read_contents(cache)
+    for _ in range(2):
+        for text, path, logits in draft_level_logits(together, cache):
+            tokens = [*start_of(draft.model.tokenizer)]
+            tokens += [n for token in text for n in draft.words.spelled(token)]
+            tokens += draft.words.draft[list(path)].tolist()
+            alone = draft.model.model(torch.tensor([tokens])).logits[0, -1][draft.words.draft]
+            close(logits, alone, 2e-4, 2e-4)
+    assert has_same_contents(before, read_contents(cache))
+
+
+def test_a_text_of_the_targets_start_alone_may_follow_another(pair):
+    _, draft = pair
+    one = draft.new()
+    one.skipped = frozenset({1})  # as a tokenizer that begins every text with <s>
+    first = one.begin(torch.tensor([1]))[0]
+    one.rewind([0])
+    close(one.begin(torch.tensor([1]))[0], first, 1e-5)
+
+
+def test_a_model_with_the_targets_weights_is_accepted_where_it_can_be(pair):
+    """A vocabulary in another order shares all tokens, and drafts what the target says."""
+    target, _ = pair
+    order = torch.randperm(target.vocab_size, generator=seeded(0))
+    model = random_model(hf.LlamaConfig(**target.config.to_dict()), 0)
+    model.load_state_dict(target.model.state_dict())
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight.copy_(weight[order])
+    place = {int(old): new for new, old in enumerate(order)}
+    by_bytes = {text: place[number] for number, text in bytes_of(target.tokenizer).items()}
+    every = torch.arange(target.vocab_size)
+    draft = torch.tensor([place[number] for number in every.tolist()])
+    words = SharedVocabulary(every, draft, bytes_of(target.tokenizer), by_bytes)
+    spec = Spec(target, OtherVocabulary(Target(model, target.tokenizer), target, words), "chain:4", "single")
+    for temperature in (0.0, 1.0):
+        stats = spec.generate("the user", max_new_tokens=20, temperature=temperature, seed=1).stats
+        assert stats.acceptance_length == 5
+
+
+def test_the_command_names_the_share(tmp_path, caplog):
+    target = save_model(tmp_path / "target")
+    draft = tmp_path / "draft"
+    words = sentence_piece()
+    save_model(draft, vocab_size=len(words), num_hidden_layers=1)
+    words.save_pretrained(draft)
+    spec = load(str(target), drafter=f"model:{draft}", dtype="float32")
+    (line,) = [record.getMessage() for record in caplog.records if "another vocabulary" in record.getMessage()]
+    assert "tokens that both have" in line
+    as_undrafted(spec, ["the user"], 8)
+
+
+TEXTS = ([7, 9, 4, 30, 11, 52, 8], [5], [20, 21, 3, 44, 17, 60, 33, 12, 6, 58, 41])  # the last token is the root
+
+
+def join_texts(target, proposer, texts=TEXTS):
+    """The target's cache of all texts but for their roots, and a proposer that has observed them."""
+    caches = []
+    proposers = []
+    for text in texts:
+        cache = target.new_cache(capacity=8)
+        one = proposer.new()
+        if len(text) > 1:
+            features = target.prefill(cache, torch.tensor([text[:-1]]))
+            one.observe([features[0]], [torch.tensor(text)])
+        caches.append(cache)
+        proposers.append(one)
+    caches[0].join(caches[1:])
+    proposers[0].join(proposers[1:])
+    return caches[0], proposers[0]
+
+
+def draft_level_logits(proposer, cache, texts=TEXTS):
+    """(text, drafted tokens, logits) at every node that is reached: the frontiers of the texts differ in width."""
+    nodes = [[()] for _ in texts]
+    found = []
+    logits = proposer.begin(torch.tensor([text[-1] for text in texts]), cache)
+    for level, widths in enumerate([(3, 1, 2), (2, 0, 3), ()]):
+        for text, paths, rows in zip(texts, nodes, logits, strict=True):
+            found += [(text, path, one) for path, one in zip(paths, rows, strict=True)]
+        frontiers = []
+        for row, width in enumerate(widths):
+            above = [(3 * i + 1) % len(nodes[row]) for i in range(width)]
+            tokens = [(13 * i + 5 * level + 7 * row) % 60 + 3 for i in range(width)]
+            nodes[row] = [(*nodes[row][a], token) for a, token in zip(above, tokens, strict=True)]
+            frontiers.append(Frontier(torch.tensor(tokens), torch.tensor(above)) if width else None)
+        logits = proposer.extend(frontiers) if widths else []
+    return found
+
+
+def read_contents(cache):
+    """What of a cache may not change while drafts are made."""
+    kept = [
+        (layer.length, *(states[row, :, :n].clone() for states in layer.storage for row, n in enumerate(cache.lengths)))
+        for layer in cache.tree_layers
+    ]
+    return list(cache.lengths), kept
+
+
+def has_same_contents(before, after):
+    lengths, layers = before
+    return lengths == after[0] and all(
+        a[0] == b[0] and all(map(torch.equal, a[1:], b[1:])) for a, b in zip(layers, after[1], strict=True)
+    )
+
+
+def without_shared_tokens():
+    """A byte-level tokenizer of symbols that no text of the others holds."""
+    model = Tokenizer(BPE(vocab={"\u4e00": 0, "\u4e01": 1}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=model)
+
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 LONG = [*TEXTS[:2], [(7 * i) % 60 + 3 for i in range(31)]]
@@ -31,19 +229,19 @@ def test_logits_at_every_node_are_those_of_plain_models_along_the_path(name):
     whole = target("llama")
     config = CONFIGS[name]() if name in CONFIGS else tiny(MODELS[name])
     proposer = ModelProposer(Target(random_model(config, seed=5)), whole)
-    cache, together = joined(whole, proposer, LONG)
+    cache, together = join_texts(whole, proposer, LONG)
     for _ in range(2):  # a second time from the same roots, as after an interrupt
-        for text, path, logits in level_logits(together, cache, LONG):
+        for text, path, logits in draft_level_logits(together, cache, LONG):
             wanted = proposer.model.model(torch.tensor([[*text, *path]])).logits[0, -1]
             close(logits, wanted, TOLERANCE, TOLERANCE)
 
 
 def test_drafting_leaves_the_cache_of_the_target_as_it_was():
     whole = target("llama")
-    cache, together = joined(whole, ModelProposer(small(), whole), LONG)
-    before = contents(cache)
-    level_logits(together, cache, LONG)
-    assert same(before, contents(cache))
+    cache, together = join_texts(whole, ModelProposer(small(), whole), LONG)
+    before = read_contents(cache)
+    draft_level_logits(together, cache, LONG)
+    assert has_same_contents(before, read_contents(cache))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -54,7 +252,7 @@ def test_a_model_that_is_the_target_is_accepted_whole(temperature):
     assert stats.acceptance_length == 5
 
 
-def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost():
+def test_draft_models_can_be_timed_for_trees_chosen_by_cost():
     model = target("llama")
     cost = measure(model, ModelProposer(small(), model))
     assert cost.level + cost.begin > 0
@@ -80,7 +278,7 @@ def test_padding_of_either_embedding_is_no_difference(vocab_size, missing):
     one = ModelProposer(small(vocab_size=vocab_size), target("llama"))
     spec = Spec(target("llama"), one, "2x3")
     as_undrafted(spec, [[60, 5]], 16)
-    _, together = joined(target("llama"), one)
+    _, together = join_texts(target("llama"), one)
     (logits, *_) = together.begin(torch.tensor([8, 5, 41]))
     assert (logits.shape, int(logits.isinf().sum())) == ((1, 64), missing)
 

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import close, seeded
-from models import random_eagle3, target
-from test_depth_heads import PATHS, drafted, extrapolated
-from test_formats import DRAFTED, EIGHT
+from drafters import DRAFT_PATHS, DRAFT_VOCAB, draft_paths, extrapolate
+from head_files import EAGLE31_VARIANTS, SLIDING_WINDOW, build_eagle31
+from models import close, random_eagle3, seeded, target
 from torch.nn.functional import softmax
-from training import batch_of, options, trained
+from training import batch_of, config_without_files, train_to_end
 from transformers import LlamaConfig
 
-from treespec.draft.heads.loading import new_head, rollout
+from treespec.draft.heads.loading import rollout
 from treespec.draft.heads.proposers import EagleProposer
-from treespec.draft.vocabulary import restrict, whole
+from treespec.draft.vocabulary import whole
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3_fields import parts_of
 from treespec.heads.layers import Attention, Rotary
@@ -24,45 +23,20 @@ from treespec.model.target import Target
 from treespec.train.losses.objectives import STEP_DECAY, own_output_objective
 from treespec.train.run import train
 
-SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
-TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
-VARIANTS = {
-    "3.1": {"fc_norm": True, "norm_output": True},
-    "norm_before_residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "qwen3": {"qk_norm": True},
-    "layers": {"num_hidden_layers": 3},
-    "window": SLIDING,
-    "speculators today": {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True} | SLIDING,
-    "all": {"fc_norm": True, "norm_output": True, "qk_norm": True} | TWO,
-}
-
-
-def made(parts, model=EIGHT, drafted=DRAFTED):
-    """A head with these fields of its config, every norm's weights away from one, so that a wrong one shows."""
-    torch.manual_seed(0)
-    head = new_head("eagle3", model, **parts).eval()
-    for name, parameter in head.named_parameters():
-        if parameter.requires_grad:
-            parameter.data.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
-    if drafted is not None:
-        restrict(head, model, drafted)
-    return head
-
 
 def test_the_norms_stand_where_their_names_say():
     features = torch.randn(2, 5, 96)
-    plain = made({})
+    plain = build_eagle31({})
 
     def rms(x):
         return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
 
-    before = made({"norm_before_fc": True})
+    before = build_eagle31({"norm_before_fc": True})
     torch.testing.assert_close(before.fuse(features), before.fc(rms(features) * before.input_norm.weight))
-    each = made({"fc_norm": True})
+    each = build_eagle31({"fc_norm": True})
     aux_layers = [rms(state) * norm.weight for state, norm in zip(features.chunk(3, -1), each.fc_norm, strict=True)]
     torch.testing.assert_close(each.fuse(features), each.fc(torch.cat(aux_layers, -1)))
-    after = made({"norm_output": True})
+    after = build_eagle31({"norm_output": True})
     after.load_state_dict(plain.state_dict())
     tokens = torch.randint(3, 64, (2, 5))
     fused = plain.fuse(features)
@@ -70,13 +44,13 @@ def test_the_norms_stand_where_their_names_say():
     torch.testing.assert_close(normed, plain.norm(raw))
     torch.testing.assert_close(after.logits(normed), plain.logits(raw))
     with pytest.raises(ValueError, match="norm_before_fc and fc_norm are both true, and exclude each other"):
-        made({"norm_before_fc": True, "fc_norm": True})
+        build_eagle31({"norm_before_fc": True, "fc_norm": True})
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
 def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window):
     """Row t of step s stands at t + s. Its path: pairs 0 to t, then its own draft of each step."""
-    head = made(SLIDING | {"sliding_window": window})
+    head = build_eagle31(SLIDING_WINDOW | {"sliding_window": window})
     (attention,) = head.attentions
     inputs = torch.randn(4, 7, 64)
     unrolled = UnrolledAttention(attention)
@@ -97,7 +71,7 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     """
     model = target("llama")
     steps = 3
-    head = made(VARIANTS[name] if name else {}, model)
+    head = build_eagle31(EAGLE31_VARIANTS[name] if name else {}, model)
     tokens = text(9, seed=2)
     features = model.features(tokens, head.aux_layers)
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
@@ -112,9 +86,11 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     with torch.no_grad():
         for rolled, rows in zip(rollout(head, model, tokens[0], features[0], steps), found[1], strict=True):
             close(rolled, whole(rows, head, model)[: len(rolled)], 1e-4)
-        tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
+        tree = draft_paths(EagleProposer(head, model), model, tokens[0], features[0])
         known = head.fuse(features[0])
-        paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
+        paths = torch.cat(
+            [extrapolate(head, tokens[0], known, DRAFT_VOCAB[list(path)].tolist()) for path in DRAFT_PATHS]
+        )
         close(tree, head.logits(paths), 1e-4)
 
 
@@ -129,7 +105,7 @@ def test_training_drafting_and_rollouts_are_one_head(name):
 def test_a_run_trains_the_parts_that_its_options_name(config, options):
     config = replace(config, head="eagle3", **options, max_steps=2, checkpoint_every=1)
     assert len(train(config).agreement) == 5
-    assert parts_of(load_head(config.out)) == parts_of(made(config.parts(), target("llama"), None))
+    assert parts_of(load_head(config.out)) == parts_of(build_eagle31(config.parts(), target("llama"), None))
 
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds most likely, not all
@@ -140,7 +116,7 @@ def text(length, seed=0, batch=2):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
+def test_memory_of_the_backward_pass_grows_linearly_with_the_rows(kv_heads):
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
     attention = Attention(config, 16)
     rotary = Rotary(config)
@@ -182,12 +158,12 @@ def one_by_one(head, tokens, features, counts, steps):
     return [torch.stack(rows) for rows in logits]
 
 
-def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
+def test_the_loss_is_a_weighted_sum_over_steps_of_counted_positions():
     """Against plain loops over sequences, steps and rows, 0 where the target's top token cannot be drafted: to 1e-5."""
     model = target("llama")
     head = random_eagle3(model, drafted=SOME)
     tokens, mask, features, *_ = batch = batch_of(model, head, steps=3)
-    found = own_output_objective(options(head="eagle3"), model, head, batch)
+    found = own_output_objective(config_without_files(head="eagle3"), model, head, batch)
 
     logits = model.output_logits(model.features(tokens))
     given, _ = model.parted(features, head.aux_layers)
@@ -198,14 +174,16 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     total = 0.0
     for step, rows in enumerate(one_by_one(head, tokens, given[:, :-2], counts, 3)):
         own = [(b, t) for b in (0, 1) for t in range(7 - step) if counts[b, t + step]]
-        laws = [softmax(logits[b, t + step + 1][SOME], dim=-1) for b, t in own]
-        crosses = [-(law * row.log_softmax(-1)).sum() for law, row in zip(laws, rows, strict=True)]
+        distributions = [softmax(logits[b, t + step + 1][SOME], dim=-1) for b, t in own]
+        crosses = [
+            -(distribution * row.log_softmax(-1)).sum() for distribution, row in zip(distributions, rows, strict=True)
+        ]
         total += STEP_DECAY**step * float(sum(crosses)) / int(mask[:, 2 + step :].sum())
     assert float(found.total) == pytest.approx(total, abs=1e-5)
 
 
-def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config):
-    trained(config, head="eagle3", max_steps=1, learning_rate=0.0, draft_vocab=40)
+def test_a_draft_vocabulary_is_saved_and_its_rows_start_as_the_targets(config):
+    train_to_end(config, head="eagle3", max_steps=1, learning_rate=0.0, draft_vocab=40)
     assert not Path(config.out, "draft_vocab.json").exists()
     head = load_head(config.out)
     model = Target.load(config.target, dtype="float32")

@@ -9,16 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import treespec
-from models import hollow_model, random_eagle3, random_head, target
+from commands import TerminalText, to_command, treespec
+from models import random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
-from test_command_line import Terminal
+from training import save_model
 
 from treespec.draft.heads.loading import new_head
 from treespec.draft.pairing import model_of
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.registry import levels_in
+
+
+def hollow_model(folder):
+    """As `save_model`, with a file of weights that holds none: loading it is an error."""
+    save_file({}, save_model(folder) / "model.safetensors")
+    return folder
+
 
 NEEDS = """
 generate: --prompt x
@@ -52,22 +59,30 @@ LINES = [
     for name in GROUPS.get(group, group).split(", ")
 ]
 
+
 # Runs command lines one after the other where torch and transformers cannot be imported.
-SCRIPT = """
-import contextlib, io, json, sys
-from typer.main import get_command
-from treespec.cli import app, run
-command = get_command(app)
-class Guard:
-    def find_spec(self, name, *_):
-        assert name not in ("torch", "transformers"), f"{name} is imported"
-sys.meta_path.insert(0, Guard())
-said = []
-for line in json.load(sys.stdin):
-    with contextlib.redirect_stderr(io.StringIO()) as error:
-        said.append([run(command, line), error.getvalue()])
-print(json.dumps(said))
-"""
+def run_lines_without_torch() -> None:
+    """Read command lines as JSON, print [exit code, standard error] of each; importing torch is an error."""
+    import contextlib
+    import io
+    import json
+    import sys
+
+    from typer.main import get_command
+
+    from treespec.cli import app, run
+
+    class Guard:
+        def find_spec(self, name, *_):
+            assert name not in ("torch", "transformers"), f"{name} is imported"
+
+    command = get_command(app)
+    sys.meta_path.insert(0, Guard())
+    answers = []
+    for line in json.load(sys.stdin):
+        with contextlib.redirect_stderr(io.StringIO()) as error:
+            answers.append([run(command, line), error.getvalue()])
+    print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +141,11 @@ def said(wrong):
             named += ["--drafter", "suffix"]
         lines.append([word.replace("HOME", str(wrong)) for word in named])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True
+        to_command(run_lines_without_torch),
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     results = json.loads(done.stdout)
     return {line[:2]: (code, text) for line, (code, text) in zip(LINES, results, strict=True)}
@@ -141,9 +160,7 @@ def test_it_is_refused_in_a_line_and_torch_is_not_imported(wrong, said, command,
     assert any(one.replace("HOME", str(wrong)) in text for one in words.split("|")), text
 
 
-def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(
-    home, tmp_path, monkeypatch, capsys
-):
+def test_a_folder_may_have_an_at_sign_and_finished_evaluations_load_nothing(home, tmp_path, monkeypatch, capsys):
     head = shutil.copytree(home / "head", tmp_path / "head@2x4")
     options = "--max-new-tokens 3 --limit 1 --turns 1 --warm-up 0"
     line = f"eval --target {home}/target --head {head} --out {tmp_path}/out {options}"
@@ -151,7 +168,7 @@ def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_noth
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [(row["drafter"], row["tree"]) for row in rows if row["drafter"]] == [(f"head:{head}", None)]
 
-    terminal = Terminal()
+    terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert treespec(line) == 0  # finished: nothing is loaded, and nothing says so
     assert f"reading {tmp_path}/out" in terminal.getvalue()

@@ -3,10 +3,9 @@
 import random
 
 import pytest
-from models import tokenizer
-from other_words import sentence_piece
-from refusals import complains
+from commands import complains
 from tokenizers import decoders, normalizers
+from training import sentence_piece, tokenizer
 
 from treespec.errors import TooLong
 from treespec.text.ending import Ending
@@ -87,7 +86,7 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_text_is_too_long_by_its_length_only_where_its_tokens_are_too_many(name):
+def test_a_text_is_too_long_only_where_its_tokens_are_too_many(name):
     words = TOKENIZERS[name]()
     rng = random.Random(4)
     for text in [*TEXTS, *("".join(rng.choices("the user我 \n", k=99)) for _ in range(20))]:
@@ -144,7 +143,7 @@ def test_stop_strings_among_random_bytes_cut_as_by_definition(name, least):
         assert (kept, shown) == by_definition(words, ids, stop, least)
 
 
-def test_a_stop_string_is_found_in_a_token_that_also_begins_a_character():
+def test_a_stop_string_is_found_in_a_token_with_half_a_character():
     words = tokenizer()
     words.add_tokens(["!\N{LATIN SMALL LETTER A WITH CIRCUMFLEX}"])  # decodes to "!" and the byte E2
     until = [*words.encode("ask"), len(words) - 1]

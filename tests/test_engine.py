@@ -1,17 +1,131 @@
-"""One engine, many callers: each answer is its own alone, whoever else comes, leaves or fails."""
+"""One engine, many callers: each gets its own answer, whoever else comes, leaves or fails; prefill in chunks."""
 
+import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
-from models import random_head, target
-from refusals import complains
-from serving import held, random_prompts, said, soak
+import torch
+from commands import complains, count_held
+from models import CONFIGS, join_tokens, random_head, random_model, random_prompts, target
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.errors import Busy
+from treespec.kernels import ops as kernels
+from treespec.model import cuda_graphs as graphs
 from treespec.model.target import Target
+
+
+def soak(engine, prompts, clients, options, cut=0.1, seed=0):
+    """What each of `clients` threads read of its share of the prompts, a part of which it cuts off at random.
+
+    options: of the request with a number. Returns (prompt number, tokens, whether it was cut off) for each.
+    """
+
+    def submitted(number, prompt):
+        while True:
+            try:
+                return engine.submit(prompt, **options(number))
+            except Busy:
+                threading.Event().wait(0.002)
+
+    def client(own):
+        coins = random.Random(seed + own)
+        answers = []
+        for number in range(own, len(prompts), clients):
+            answer = submitted(number, prompts[number])
+            pieces = []
+            left = coins.randrange(1, 8) if coins.random() < cut else None  # pieces until it is cut off
+            for piece in answer:
+                pieces.append(piece)
+                if left is not None and len(pieces) >= left:
+                    answer.cancel()
+                    break
+            answers.append((number, join_tokens(pieces), answer.cancelled))
+        return answers
+
+    with ThreadPoolExecutor(clients) as pool:
+        shares = pool.map(client, range(clients))
+        return [answer for share in shares for answer in share]
+
+
+def test_between_two_chunks_of_long_prompts_the_batch_takes_a_step(spec):
+    """The prompts take turns, one leaves amid its own, and every answer is its own alone."""
+    decoder, (short, *long) = spec.new().decoder, [[9, 4, 30], [5, 6] * 40, [8, 11, 3] * 30, [7, 13] * 30]
+    limits = (60, 9, 9, 9)
+    texts = [spec.request(p, max_new_tokens=n) for p, n in zip((short, *long), limits, strict=True)]
+    answers = {text: [] for text in texts}
+    entering = texts[:1]
+    steps = 0
+    decoder.stretch = 7
+    with torch.inference_mode():
+        while entering or not all(text.ended for text in texts):
+            pieces = decoder.step(entering)
+            assert texts[0].ended or any(text is texts[0] for text, _ in pieces)
+            for text, piece in pieces:
+                answers[text].append(piece)
+            entering = ([], texts[1:])[steps == 0]
+            steps = steps + 1
+            if steps == 9:
+                assert all(0 < len(text.committed) <= 28 for text in texts[1:])
+                texts[3].cancelled = True
+    for text, prompt, most in list(zip(texts, (short, *long), limits, strict=True))[:3]:
+        assert join_tokens(answers[text]) == alone(spec, prompt, max_new_tokens=most)
+    assert answers[texts[3]] == []
+
+
+def test_a_prompt_finds_its_cached_prefix_though_others_asked_between(spec):
+    """Three conversations of several turns, all of whose callers ask at once, and a prompt asked again."""
+    turns = [[start, *[3 + start, 50, 20 + start] * 6] for start in (5, 9, 12)]
+    with Engine(spec, batch=3) as engine:
+        for turn in range(3):
+            answers = [engine.submit(prompt, **NEW) for prompt in turns]
+            for number, answer in enumerate(answers):
+                output = answer.result()
+                assert output.token_ids == alone(spec, turns[number], **NEW)
+                # All but three tokens that follow, the latest one, and the one before it.
+                assert output.stats.cached_tokens >= (len(turns[number]) - 5 if turn else 0)
+                turns[number] = [*turns[number], *output.token_ids, 30, 31, 32]
+        asked = turns[1][: -NEW["max_new_tokens"] - 3]
+        for memory, cached in (("another's", 0), ("", len(asked) - 2)):
+            again = engine.submit(asked, **NEW, memory=memory)
+            assert again.result().token_ids == alone(spec, asked, **NEW)
+            assert again.stats.cached_tokens == cached
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("stretch", [None, 60])
+def test_new_prompts_go_through_a_gpu_together(monkeypatch, name, stretch):
+    """Of eight prompts one continues an earlier text, and one is a single token. All have their texts alone."""
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    target = Target(random_model(CONFIGS[name]()))
+    target.eos = frozenset()
+    new = 12
+    spec = Spec(target, random_head(target), "2x2", "topk")
+    before = [*range(3, 30)]
+    prompts = [[7 + n, 5, *range(9 + n, 9 + 3 * n)] for n in range(6)] + [[11]]
+    prompts.append([*before, *spec.generate(before, max_new_tokens=new).token_ids, 8])
+    wanted = [spec.generate(one, max_new_tokens=new).token_ids for one in prompts]
+
+    spec = spec.new()
+    spec.decoder.rows.keep = 2
+    spec.decoder.stretch = stretch
+    spec.generate(before, max_new_tokens=new)  # what the last one goes on from
+    monkeypatch.setattr(graphs, "Recorder", lambda: None)
+    monkeypatch.setattr(graphs, "MET", 10_000)  # none is recorded
+    target.graphs = graphs.Graphs(name)
+    forwards = []
+    prefill = target.prefill
+    monkeypatch.setattr(target, "prefill", lambda *args: forwards.append(len(args[1])) or prefill(*args))
+    texts = [spec.request(one, max_new_tokens=new) for one in prompts]
+    found = {text: [] for text in texts}
+    for text, piece in spec.decoder.run(texts, batch=8):
+        found[text] += piece.token_ids
+    assert [*found.values()] == wanted
+    assert sorted(forwards) == ([1, 6] if stretch is None else [1, 1, 5])
+
 
 NEW = {"max_new_tokens": 12}
 SPECS = {
@@ -85,7 +199,7 @@ def test_a_cancelled_request_leaves_within_a_cycle_and_the_others_go_on(spec):
         assert engine.waiting == 2
         go.set()
         assert list(third) == []
-        assert said(second) == alone(spec, prompts[1], **NEW)
+        assert join_tokens(second) == alone(spec, prompts[1], **NEW)
         first.result()
         assert first.error is None
         assert len(first.output.token_ids) < 10
@@ -93,7 +207,7 @@ def test_a_cancelled_request_leaves_within_a_cycle_and_the_others_go_on(spec):
         assert (engine.running, engine.waiting) == (0, 0)
 
 
-def test_a_full_queue_is_busy_and_takes_requests_again_once_one_has_ended(spec):
+def test_a_full_queue_is_busy_until_a_request_has_ended(spec):
     (prompt,) = random_prompts(1)
     with Engine(spec, batch=1, queue=1) as engine:
         first, go = held_up(engine, prompt, **NEW)
@@ -106,7 +220,7 @@ def test_a_full_queue_is_busy_and_takes_requests_again_once_one_has_ended(spec):
         assert first.output.token_ids == second.output.token_ids == third.result().token_ids
 
 
-def test_several_samples_of_a_prompt_share_its_prefill_and_enter_together_or_not_at_all(spec, around):
+def test_samples_of_a_prompt_share_its_prefill_and_enter_together(spec, around):
     prompt = random_prompts(1)[0]
     prefilled = []
 
@@ -203,7 +317,7 @@ def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, around, temperature
         assert [answers[0].result().token_ids, answers[2].result().token_ids] == wanted[::2]
 
 
-def test_an_error_of_the_models_ends_all_that_run_and_the_next_are_answered(spec, around):
+def test_an_error_of_the_model_ends_running_requests_but_not_later_ones(spec, around):
     prompts = random_prompts(3)
     lost = Event()
     options = {"max_new_tokens": 40}
@@ -243,7 +357,7 @@ def test_bad_input_is_refused_at_once(head):
 
 @pytest.mark.parametrize("finish", [True, False])
 def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, finish):
-    before = held()
+    before = count_held()
     prompts = random_prompts(3)
     engine = Engine(head, batch=2)
     first, go = held_up(engine, prompts[0], **NEW)
@@ -263,7 +377,7 @@ def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, fini
             with complains("the engine was closed"):
                 list(answer)
     engine.close()
-    assert held() == before
+    assert count_held() == before
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

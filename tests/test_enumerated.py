@@ -7,17 +7,14 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from oracle import deviation, distribution, outcomes
-from tiny_pairs import NEW, PROMPT, WAYS, spec_of
+from drafters import PROMPT, WAYS, spec_of
+from reference import TEXT_PROB_TOLERANCE, enumerate_texts
 
 from treespec.draft import tree_drafter
 from treespec.draft.tree_assembly import ShapedDrafts
-from treespec.sampling.probs import SamplingParams
 from treespec.trees.static import StaticTree
 
-EXACT = 1e-6
 SAME = 1e-4
-PARAMS = {"temperature", "top_k", "top_p", "min_p"}
 FROZEN = Path(__file__).with_name("enumerated.json")  # mean cycles of each set-up below
 CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
 
@@ -57,15 +54,6 @@ SETUPS = [
 ]
 
 
-def enumerate_texts(spec, way="top-k", batch=64, **how):
-    """The largest deviation of a text's probability, and the mean number of cycles."""
-    by = WAYS[way]
-    texts, cycles = outcomes(spec, PROMPT, batch, max_new_tokens=NEW, **how, **by.options).distribution()
-    params = SamplingParams(**{name: by.options[name] for name in PARAMS & by.options.keys()})
-    wanted = distribution(spec.target, PROMPT, NEW, params, by.change, by.end)
-    return deviation(texts, wanted), cycles
-
-
 def enumerate_setup(drafter, verifier, tree, way, batch, **how):
     if drafter.startswith("suffix"):
         how |= {"recall": True, "memory": "texts"}
@@ -80,22 +68,22 @@ def named(setup):
 def test_texts_have_the_targets_distribution_and_cycles_their_length(setup):
     """A change of a drafter that is meant to change its acceptance writes the new mean into enumerated.json."""
     error, cycles = enumerate_setup(*setup)
-    assert error < EXACT
+    assert error < TEXT_PROB_TOLERANCE
     assert cycles == pytest.approx(CYCLES.get(named(setup)), abs=SAME)
 
 
 @pytest.mark.parametrize(
     "fault, tree, verifier",
     [
-        (faults.draws_from_a_hotter_law, "2x2", "rrs-wo"),
-        (faults.draws_from_a_hotter_law, "chain:2", "single"),
-        (faults.phantoms_dropped, StaticTree(((1,),)), "rrs-wo"),
+        (faults.draws_from_a_hotter_distribution, "2x2", "rrs-wo"),
+        (faults.draws_from_a_hotter_distribution, "chain:2", "single"),
+        (faults.drops_draws_without_nodes, StaticTree(((1,),)), "rrs-wo"),
         (faults.commits_a_sibling, "2x2", "topk"),
-        (faults.plan_of_another_law, "2x2", "rrs-wo"),
+        (faults.plans_for_another_distribution, "2x2", "rrs-wo"),
     ],
 )
 def test_faults_of_exactness_are_found(fault, tree, verifier):
-    assert enumerate_texts(spec_of("model", tree, verifier))[0] < EXACT
+    assert enumerate_texts(spec_of("model", tree, verifier))[0] < TEXT_PROB_TOLERANCE
     spec = spec_of("model", tree, verifier)
     fault(spec)
     assert enumerate_texts(spec, reuse=False)[0] > 1e-3
@@ -104,8 +92,8 @@ def test_faults_of_exactness_are_found(fault, tree, verifier):
 def unshaped_below_the_first_level(monkeypatch):
     shape = tree_drafter.shape_drafts
 
-    def first_level(law, paths, rows, *rest):
-        return ShapedDrafts(rows, rows) if paths[0] else shape(law, paths, rows, *rest)
+    def first_level(distribution, paths, rows, *rest):
+        return ShapedDrafts(rows, rows) if paths[0] else shape(distribution, paths, rows, *rest)
 
     monkeypatch.setattr(tree_drafter, "shape_drafts", first_level)
 
@@ -113,8 +101,8 @@ def unshaped_below_the_first_level(monkeypatch):
 def draws_one_node_off(monkeypatch):
     shape = tree_drafter.shape_drafts
 
-    def rolled(law, paths, rows, *rest):
-        return shape(law, [*paths[-1:], *paths[:-1]], rows, *rest)
+    def rolled(distribution, paths, rows, *rest):
+        return shape(distribution, [*paths[-1:], *paths[:-1]], rows, *rest)
 
     monkeypatch.setattr(tree_drafter, "shape_drafts", rolled)
 
@@ -140,7 +128,7 @@ def features_of_the_token_before(monkeypatch):
 def test_faults_that_only_cost_acceptance_are_found(fault, setup, monkeypatch):
     fault(monkeypatch)
     error, cycles = enumerate_setup(*setup, reuse=False)
-    assert error < EXACT
+    assert error < TEXT_PROB_TOLERANCE
     assert abs(cycles - CYCLES[named(setup)]) > 10 * SAME
 
 

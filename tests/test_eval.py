@@ -7,20 +7,19 @@ from itertools import product
 
 import numpy as np
 import pytest
-from evaluating import (
+from commands import (
     QUESTIONS,
-    TURNS,
-    answered,
+    complains,
     config_in,
-    counting,
     options_in,
     page_of,
+    read_completions,
+    run_by_two,
     tokens_of,
     words_of,
+    write_counting,
     write_questions,
 )
-from ranks import by_two
-from refusals import complains
 
 from treespec.api.spec import Spec
 from treespec.engine.stats import TAU
@@ -30,6 +29,8 @@ from treespec.eval.ledger import Ledger
 from treespec.eval.questions import Question
 from treespec.files.atomic import read_json
 from treespec.model.target import Target
+
+TURNS = sum(len(question["turns"]) for question in QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def finished(home, tmp_path_factory):
 
 def test_every_greedy_completion_is_the_baselines_and_entries_add_up(finished):
     out, summary, _ = finished
-    by_name = answered(out)
+    by_name = read_completions(out)
     assert by_name.keys() == {"target-baseline-t0", "target-topk-t0", "target-rrs-wo-t0"}
     for own in by_name.values():
         assert [one["question_id"] for one in own] == [1, "b", 3]
@@ -63,7 +64,7 @@ def test_every_greedy_completion_is_the_baselines_and_entries_add_up(finished):
 def test_the_second_turn_follows_the_contestants_own_first(home, finished):
     spec = Spec(Target.load(f"{home}/target"), None)
     (first, second) = QUESTIONS[0]["turns"]
-    own = answered(finished[0])["target-topk-t0"][0]
+    own = read_completions(finished[0])["target-topk-t0"][0]
     messages = [{"role": "user", "content": first}]
     assert spec.generate(messages, max_new_tokens=12).token_ids == own["token_ids"][0]
     messages += [{"role": "assistant", "content": own["turns"][0]}, {"role": "user", "content": second}]
@@ -76,7 +77,7 @@ def test_the_figures_are_what_the_entries_say(finished):
     assert read_json(out / "report.json", "") == summary == summarise(Ledger(out))
 
     for row, (category, kept) in product(summary["rows"], {"overall": {1, "b", 3}, "math": {"b", 3}}.items()):
-        mine = [one for one in answered(out)[row["name"]] if one["question_id"] in kept]
+        mine = [one for one in read_completions(out)[row["name"]] if one["question_id"] in kept]
         got = row["overall"] if category == "overall" else row["categories"][category]
         tokens, cycles, wall = (sum(sum(one[name]) for one in mine) for name in ("new_tokens", "cycles", "wall"))
         assert (got["questions"], got["tokens"]) == (len(kept), tokens)
@@ -109,7 +110,7 @@ def test_the_report_has_every_contestant_and_category(finished):
 
 
 def test_the_files_of_completions_are_what_fastchat_and_spec_bench_read(finished):
-    own = answered(finished[0])["target-topk-t0"]
+    own = read_completions(finished[0])["target-topk-t0"]
     lines = (finished[0] / "answers" / "target-topk-t0.jsonl").read_text("ascii").splitlines()
     entries = [json.loads(line) for line in lines]
     # fastchat.llm_judge.common.load_model_answers, then run_judge_single with both turns
@@ -133,9 +134,9 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
 
 def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     """Of 41 questions 10 are asked again, spread over the run; with fewer than ten none is."""
-    questions = counting(tmp_path / "q.jsonl", 41)
+    questions = write_counting(tmp_path / "q.jsonl", 41)
     summary = evaluate(config_in(home, tmp_path, questions=questions, verifier="topk", max_new_tokens=2))
-    assert {name: len(own) for name, own in answered(tmp_path).items()} == {
+    assert {name: len(own) for name, own in read_completions(tmp_path).items()} == {
         "target-baseline-t0": 41,
         "target-baseline-t0-again": 10,
         "target-topk-t0": 41,
@@ -153,7 +154,7 @@ def test_sampled_completions_repeat_with_the_seed_and_differ_by_turn_and_contest
     config = config_in(home, tmp_path / "a", temperature="1", max_new_tokens=6, verifier="rrs-wo,rrs", warm_up=0)
     for out in ("a", "b"):
         evaluate(replace(config, out=f"{tmp_path}/{out}"))
-    by_name = answered(tmp_path / "a")
+    by_name = read_completions(tmp_path / "a")
     assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
     assert len({seed for own in by_name.values() for one in own for seed in one["seeds"]}) == 3 * TURNS
     spec = Spec(Target.load(str(home / "target")), None)
@@ -163,7 +164,7 @@ def test_sampled_completions_repeat_with_the_seed_and_differ_by_turn_and_contest
     assert again.token_ids == own["token_ids"][0]
 
 
-def test_batches_of_any_size_have_the_same_tokens_and_rows_of_their_own(home, tmp_path):
+def test_batches_of_any_size_have_equal_tokens_and_their_own_rows(home, tmp_path):
     """Also where the questions are no multiple of a batch."""
     config = config_in(home, tmp_path, verifier="topk,rrs@2x2", temperature="0,1", max_new_tokens=6, batch="2,1")
     rows = evaluate(config)["rows"]
@@ -177,7 +178,7 @@ def test_batches_of_any_size_have_the_same_tokens_and_rows_of_their_own(home, tm
 
 def test_completions_that_the_context_ends_are_counted(home, tmp_path):
     summary = evaluate(config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", temperature="1", warm_up=0))
-    completions = answered(tmp_path)
+    completions = read_completions(tmp_path)
     for row in summary["rows"]:
         ends = []
         for one in completions[row["name"]]:
@@ -195,7 +196,7 @@ def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
     """As `accelerate launch` starts them."""
     out = tmp_path / "out"
     options = options_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0)
-    said = by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
+    said = run_by_two(" ".join(["treespec", "eval", *words_of(options)]), tmp_path)
     assert said == [(out / "report.md").read_text(), ""]
     asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
     assert asked[1] == {"b"}
@@ -242,7 +243,7 @@ def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path)
     questions = write_questions(tmp_path / "q.jsonl", lines)
     baseline, pair = evaluate(config_in(home, tmp_path / "out", questions=questions, **options))["rows"]
     for row in (baseline, pair):
-        verdicts = [one["right"] for one in answered(tmp_path / "out")[row["name"]]]
+        verdicts = [one["right"] for one in read_completions(tmp_path / "out")[row["name"]]]
         assert verdicts[3] is None
         assert (row["right"]["answers"], row["right"]["right"]) == (3, sum(verdicts[:3]))
     assert baseline["right"]["same"] is None

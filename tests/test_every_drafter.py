@@ -1,9 +1,10 @@
-"""Whatever `--drafter` names, loaded from disk: the target's very tokens, and the target's law."""
+"""Whatever `--drafter` names, loaded from disk: the target's very tokens, and the target's distribution."""
 
 import pytest
 import torch
-from models import as_undrafted, save_model
-from mtp_files import add_tensors, mtp_tensors
+from head_files import add_tensors, mtp_tensors
+from models import as_undrafted
+from training import save_model
 from transformers import AutoModelForCausalLM
 
 from treespec import load
@@ -31,7 +32,7 @@ JOINED = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A target with sharp laws, and beside it whatever drafts for it."""
+    """A target with sharp distributions, and beside it whatever drafts for it."""
     home = tmp_path_factory.mktemp("drafters")
     folder = save_model(home / "target", tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -3,20 +3,18 @@
 import functools
 
 import pytest
-import torch
 import transformers as hf
-from equality import close
-from models import random_eagle3, random_head, random_model
-from refusals import complains
-from test_target import plain_logits, prefix, random_tree
-from tiny_configs import MODELS, tiny
+from commands import complains
+from drafters import check_tree_logits
+from models import (
+    MODELS,
+    random_model,
+    tiny,
+)
 
-from treespec.errors import InputError
 from treespec.model.target import Target
 
-PREFIX = 25  # tokens, four times the windows and chunks of 6
-TOLERANCE = 1e-3
-LISTED_FOR = "5.23"  # the version of transformers that these lists and tests/tiny_configs.py are for
+LISTED_FOR = "5.23"  # the version of transformers that these lists and the small configs of tests/models.py are for
 BUILT_BY_NOBODY = {  # transformers raises while it builds them, from any config
     "dots3_note": "the config's per-layer entries are for 42 layers, whatever the number of layers",
     "gemma3n": "its vision tower needs timm and pillow; gemma3n_text is its language model",
@@ -26,7 +24,6 @@ BUILT_BY_NOBODY = {  # transformers raises while it builds them, from any config
     "musicgen_melody": "it reads fields of its decoder's config from the whole one",
 }
 LARGE = {"gemma4_unified", "phi4_multimodal", "dots3_note_text"}  # a second each: their towers have fixed sizes
-SEVERAL_STREAMS = {"gemma3n_text", "hy_v4", "qwen4_exp", "qwen4_exp_text"}  # of hidden states, from layer to layer
 TAKEN = {
     "bailing_hybrid", "bamba", "cohere", "cohere2", "dbrx", "deepseek_v3", "doge", "falcon", "falcon_h1",
     "falcon_mamba", "gemma2", "gemma3", "gemma3n_text", "gemma4", "gemma4_text", "git", "glm4", "gpt2",
@@ -37,51 +34,15 @@ TAKEN = {
 }  # fmt: skip
 
 
-def equal_or_refused(model):
-    """The reason of a refusal; None after a tree's logits were equal to those of its paths."""
-    try:
-        target = Target(model)
-    except InputError as error:
-        return str(error)
-    cache = target.new_cache(capacity=4)
-    text = prefix(length=PREFIX)
-    tree = random_tree()
-    for part in text.split(7, 1):
-        target.prefill(cache, part)
-    logits = target.forward_tree(cache, tree).logits
-    for leaf in set(range(len(tree.tokens))) - set(tree.parents.tolist()):
-        path = tree.ancestors[leaf].nonzero().flatten()
-        plain = plain_logits(model, text[0].tolist() + tree.tokens[path].tolist())[-len(path) :]
-        close(logits[path], plain, TOLERANCE, TOLERANCE)
-    drafts_with(random_head(target), target)
-    if model.config.model_type in SEVERAL_STREAMS:
-        with complains(f"{type(model).__name__} .* several streams"):
-            random_eagle3(target)
-    else:
-        drafts_with(random_eagle3(target), target)
-    return None
-
-
-def drafts_with(head, target):
-    """A head takes the target's own features, those of a prefill and those of training alike."""
-    text = prefix(length=9)
-    features = target.features(text, head.aux_layers)
-    close(target.prefill(target.new_cache(), text, head.aux_layers), features, TOLERANCE, TOLERANCE)
-    hidden = head.step(text, head.fuse(features), torch.arange(9))
-    logits = head.logits(hidden, target)
-    assert logits.shape == (1, 9, target.vocab_size)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - BUILT_BY_NOBODY.keys() - LARGE))
-def test_a_tree_is_scored_as_its_paths_or_the_model_is_refused_by_name(name):
+def test_a_tree_scores_as_its_paths_or_the_model_is_refused(name):
     try:
         model = random_model(tiny(MODELS[name]))
     except Exception as error:
         if hf.__version__.startswith(LISTED_FOR):
             raise
         pytest.skip(f"transformers {hf.__version__} builds it from another config: {error}")
-    reason = equal_or_refused(model)
+    reason = check_tree_logits(model)
     if name in TAKEN:
         assert reason is None
     elif reason is not None:
@@ -94,7 +55,7 @@ def test_a_tree_is_scored_as_its_paths_or_the_model_is_refused_by_name(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LARGE & MODELS.keys()))
 def test_a_model_with_large_towers_is_no_exception(name):
-    assert equal_or_refused(random_model(tiny(MODELS[name]))) is None or name == "dots3_note_text"
+    assert check_tree_logits(random_model(tiny(MODELS[name]))) is None or name == "dots3_note_text"
 
 
 def test_a_window_that_the_model_does_not_use_is_not_applied():
@@ -129,4 +90,4 @@ def test_a_window_of_any_size_stays_as_the_config_says(window):
     model = random_model(hf.MistralConfig(**tiny(MODELS["mistral"]).to_dict() | {"sliding_window": window}))
     assert Target(model).windows == {"sliding_attention": window}
     assert model.config.sliding_window == window
-    assert equal_or_refused(model) is None
+    assert check_tree_logits(model) is None

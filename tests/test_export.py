@@ -7,122 +7,119 @@ from functools import partial
 
 import pytest
 import torch
-from commands import treespec
-from drafting import source_of
+from commands import complains, treespec
+from drafters import DRAFT_VOCAB, EIGHT_LAYERS, build_eagle, build_eagle3, source_of
 from gguf import GGUFReader
+from head_files import (
+    LAYER_IDS_KEY,
+    SERVED_CONFIG,
+    YARN_ROPE,
+    build_biased_eagle,
+    build_dflash_of_eight,
+    build_medusa,
+    build_p_eagle_of_eight,
+    build_unbiased_eagle,
+    build_whole_eagle3,
+    depth_heads,
+    save_with,
+)
 from huggingface_hub import HfApi
 from models import GROUPED, as_undrafted, random_eagle3, random_model
-from refusals import complains
 from safetensors.torch import load_file
-from test_formats import DRAFTED, EIGHT, IDS, depth_heads, one, three
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
 from treespec.cli.make import ENGINES
-from treespec.draft.heads.loading import new_head
 from treespec.draft.vocabulary import save_vocabulary
-from treespec.heads.checkpoint import load_head, save_head
-from treespec.heads.eagle import EagleHead
+from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.export import command, compare, export, outputs
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
 
-SERVED = LlamaConfig(**GROUPED | {"num_hidden_layers": 8, "max_position_embeddings": 4096}, name_or_path="some/target")
-YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def saved(head, folder, **config):
-    """config: fields of its config.json that are said otherwise."""
-    head.config = head.config | config
-    save_head(head, folder)
-    return str(folder)
-
-
-whole = partial(three, drafted=None)
-unbiased = partial(one, bias=False)
-medusa = depth_heads("medusa")
-
-
-def biased():
-    """With biases on queries, keys and values, as for a Qwen2."""
-    torch.manual_seed(0)
-    head = EagleHead(one().config | {"qkv_bias": True, "bias": False}).eval()
-    torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
-    return head
-
-
-def p_eagle():
-    return new_head("p-eagle", EIGHT, levels=4).eval()
-
-
-def dflash(**changes):
-    return new_head("dflash", EIGHT, levels=5, **changes).eval()
-
-
 ABSENT = object()
-IDS_OF_EAGLE3 = {"draft_vocab_size": 32, IDS: [2, 4, 5], "norm_before_residual": False}
+IDS_OF_EAGLE3 = {"draft_vocab_size": 32, LAYER_IDS_KEY: [2, 4, 5], "norm_before_residual": False}
 WRITTEN = {  # (format, head): fields of config.json, tensors that are there, and tensors that are not
-    ("sglang", one): ({"architectures": ["LlamaForCausalLMEagle"], "bias": ABSENT}, "fc.bias", ""),
-    ("sglang", three): (
-        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "eagle_config": {IDS: [1, 3, 4]}},
+    ("sglang", build_eagle): ({"architectures": ["LlamaForCausalLMEagle"], "bias": ABSENT}, "fc.bias", ""),
+    ("sglang", build_eagle3): (
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": 32,
+            "eagle_config": {LAYER_IDS_KEY: [1, 3, 4]},
+        },
         "d2t midlayer.hidden_norm.weight lm_head.weight",
         "",
     ),
-    ("sglang", whole): ({"draft_vocab_size": 64}, "midlayer.hidden_norm.weight", "d2t t2d"),
-    ("vllm", unbiased): ({"architectures": ["LlamaForCausalLM"], "bias": False}, "", "fc.bias lm_head.weight"),
-    ("vllm", biased): ({"qkv_bias": True}, "", ""),
-    ("vllm", three): (IDS_OF_EAGLE3 | {"target_hidden_size": 32}, "d2t embed_tokens.weight", ""),
-    ("vllm", whole): ({"draft_vocab_size": 64}, "norm.weight", "d2t t2d"),
-    ("vllm", medusa): (
+    ("sglang", build_whole_eagle3): ({"draft_vocab_size": 64}, "midlayer.hidden_norm.weight", "d2t t2d"),
+    ("vllm", build_unbiased_eagle): (
+        {"architectures": ["LlamaForCausalLM"], "bias": False},
+        "",
+        "fc.bias lm_head.weight",
+    ),
+    ("vllm", build_biased_eagle): ({"qkv_bias": True}, "", ""),
+    ("vllm", build_eagle3): (IDS_OF_EAGLE3 | {"target_hidden_size": 32}, "d2t embed_tokens.weight", ""),
+    ("vllm", build_whole_eagle3): ({"draft_vocab_size": 64}, "norm.weight", "d2t t2d"),
+    ("vllm", build_medusa): (
         {"architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": 4, "medusa_fc_bias": True},
         "blocks.3.layers.0.weight blocks.3.layers.0.bias lm_heads.3.weight",
         "0.0.linear.weight",
     ),
-    ("eagle", one): ({"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": False}, "fc.bias", ""),
-    ("eagle", biased): ({"qkv_bias": True}, "", ""),
-    ("eagle", three): ({"draft_vocab_size": 32, "target_hidden_size": ABSENT}, "d2t t2d", ""),
-    ("eagle", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
-    ("speculators", three): (
+    ("eagle", build_eagle): ({"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": False}, "fc.bias", ""),
+    ("eagle", build_biased_eagle): ({"qkv_bias": True}, "", ""),
+    ("eagle", build_eagle3): ({"draft_vocab_size": 32, "target_hidden_size": ABSENT}, "d2t t2d", ""),
+    ("eagle", build_whole_eagle3): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+    ("speculators", build_eagle3): (
         IDS_OF_EAGLE3
         | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
         | {"speculators_config": {"verifier": {"name_or_path": "some/target", "architectures": []}}},
         "layers.0.hidden_norm.weight d2t",
         "midlayer.hidden_norm.weight",
     ),
-    ("speculators", whole): ({"draft_vocab_size": 64}, "", "d2t t2d"),
-    ("speculators", p_eagle): ({"speculators_model_type": "peagle", "mask_token_id": 63}, "mask_hidden", ""),
-    ("speculators", dflash): (
+    ("speculators", build_whole_eagle3): ({"draft_vocab_size": 64}, "", "d2t t2d"),
+    ("speculators", build_p_eagle_of_eight): (
+        {"speculators_model_type": "peagle", "mask_token_id": 63},
+        "mask_hidden",
+        "",
+    ),
+    ("speculators", build_dflash_of_eight): (
         {"speculators_model_type": "dflash", "block_size": 6, "aux_hidden_state_layer_ids": [2, 4, 5]},
         "hidden_norm.weight lm_head.weight d2t t2d",
         "",
     ),
-    ("tensorrt-llm", three): ({"eagle_config": {"norm_before_fc": False}}, "d2t layers.0.hidden_norm.weight", ""),
-    ("mlx", three): (
+    ("tensorrt-llm", build_eagle3): (
+        {"eagle_config": {"norm_before_fc": False}},
+        "d2t layers.0.hidden_norm.weight",
+        "",
+    ),
+    ("mlx", build_eagle3): (
         {"speculators_model_type": "eagle3"} | IDS_OF_EAGLE3,
         "layers.0.hidden_norm.weight embed_tokens.weight",
         "",
     ),
-    ("gguf", three): (
+    ("gguf", build_eagle3): (
         IDS_OF_EAGLE3,
         "blk.0.attn_norm_2.weight d2t",
         "midlayer.hidden_norm.weight t2d rope_freqs.weight",
     ),
-    ("gguf", whole): ({"draft_vocab_size": 64}, "output.weight", "d2t"),
-    ("gguf", dflash): ({"block_size": 6}, "enc.output_norm.weight blk.0.attn_q_norm.weight output.weight", "d2t"),
+    ("gguf", build_whole_eagle3): ({"draft_vocab_size": 64}, "output.weight", "d2t"),
+    ("gguf", build_dflash_of_eight): (
+        {"block_size": 6},
+        "enc.output_norm.weight blk.0.attn_q_norm.weight output.weight",
+        "d2t",
+    ),
 }
 
 
 @pytest.mark.parametrize("to, make", WRITTEN)
-def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_same_head(to, make, tmp_path):
+def test_exports_have_the_engines_fields_and_load_as_the_same_head(to, make, tmp_path):
     # 1. Read back.
     head = make()
     out = tmp_path / "out"
-    exported = export(saved(head, tmp_path / "head"), to, out, SERVED)
+    exported = export(save_with(head, tmp_path / "head"), to, out, SERVED_CONFIG)
     loaded = load_head(out)
     kept = torch.arange(outputs(head).shape[1])
     assert exported.head.kind == loaded.kind == head.kind
     assert loaded.aux_layers == head.aux_layers
-    if to == "speculators" and make is dflash:
+    if to == "speculators" and make is build_dflash_of_eight:
         assert exported.left_out == head.mask_token == 63
         kept = loaded.vocabulary
         assert kept.tolist() == list(range(63))
@@ -141,7 +138,7 @@ def test_what_is_written_has_what_the_engine_asks_for_and_is_read_back_to_the_sa
     names = {one.name for one in GGUFReader(file).tensors} if to == "gguf" else load_file(file).keys()
     assert {*there.split()} <= names
     assert not {*absent.split()} & names
-    if make is not medusa:
+    if make is not build_medusa:
         llama = config.get("transformer_layer_config", config)
         assert llama["max_position_embeddings"] == 4096
         assert llama["tie_word_embeddings"] is False
@@ -154,14 +151,16 @@ def test_every_writer_is_in_the_table():
     assert {to for to, _ in written} == set(ENGINES)
 
 
-def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_path):
+def test_rotary_settings_are_equal_in_their_three_spellings(tmp_path):
     def exported(to, **fields):
-        export(saved(three(), tmp_path / "head", **fields), to, tmp_path / f"{to}-{len(fields)}", SERVED)
+        export(
+            save_with(build_eagle3(), tmp_path / "head", **fields), to, tmp_path / f"{to}-{len(fields)}", SERVED_CONFIG
+        )
         return json.loads((tmp_path / f"{to}-{len(fields)}" / "config.json").read_text())
 
-    config = exported("vllm", rope_parameters=YARN, rope_theta=5e5)
+    config = exported("vllm", rope_parameters=YARN_ROPE, rope_theta=5e5)
     older = LlamaConfig(rope_theta=config["rope_theta"], rope_scaling=config["rope_scaling"])
-    for name, value in YARN.items():
+    for name, value in YARN_ROPE.items():
         assert config["rope_parameters"][name] == older.rope_parameters[name] == value
     config = exported("sglang", partial_rotary_factor=0.5)
     assert config["partial_rotary_factor"] == config["rope_parameters"]["partial_rotary_factor"] == 0.5
@@ -172,8 +171,8 @@ def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_
 
 def reading(*aux_layers):
     def make():
-        head = random_eagle3(EIGHT, drafted=DRAFTED)
-        head.aux_layers, head.config = aux_layers, head.config | {IDS: list(aux_layers)}
+        head = random_eagle3(EIGHT_LAYERS, drafted=DRAFT_VOCAB)
+        head.aux_layers, head.config = aux_layers, head.config | {LAYER_IDS_KEY: list(aux_layers)}
         return head
 
     return make
@@ -182,95 +181,120 @@ def reading(*aux_layers):
 @pytest.mark.parametrize(
     "to, make, config, complaint",
     [
-        ("speculators", one, {}, "heads of these kinds: eagle3, dflash, p-eagle; .*head is of kind eagle"),
-        ("sglang", medusa, {}, "sglang takes heads of these kinds: eagle, eagle3; .* is of kind medusa"),
+        ("speculators", build_eagle, {}, "heads of these kinds: eagle3, dflash, p-eagle; .*head is of kind eagle"),
+        ("sglang", build_medusa, {}, "sglang takes heads of these kinds: eagle, eagle3; .* is of kind medusa"),
         ("vllm", depth_heads("hydra"), {}, "is of kind hydra"),
-        ("vllm", one, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
-        ("sglang", biased, {}, "its queries, keys and values have biases"),
+        ("vllm", build_eagle, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
+        ("sglang", build_biased_eagle, {}, "its queries, keys and values have biases"),
         ("sglang", reading(0, 4, 5), {}, "reads the target's embedding, which SGLang cannot: export it to vllm"),
         ("eagle", reading(1, 4, 5), {}, r"reads layers 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
         ("vllm", reading(2, 4, 9), {}, "reads layer 9, the target has 8"),
-        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm, speculators, gguf and mlx"),
-        ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
-        ("speculators", partial(dflash, own_output=False), {}, "no output layer of its own"),
-        ("gguf", partial(dflash, sample_from_anchor=True), {}, "sample_from_anchor, for which llama.cpp has no place"),
-        ("gguf", three, {"norm_output": True}, "norm_output, which only sglang, tensorrt-llm, vllm and speculators"),
-        ("gguf", three, {"rope_parameters": YARN, "rope_theta": 5e5}, r"rotary positions \(yarn\) have no place"),
-        ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
-        ("eagle", three, {"rope_parameters": YARN, "rope_theta": 5e5}, "rotary positions are of type 'yarn'"),
-        ("eagle", three, {"partial_rotary_factor": 0.5}, r"its partial_rotary_factor is 0\.5"),
+        (
+            "sglang",
+            build_eagle3,
+            {"norm_before_residual": True},
+            "norm_before_residual.*only vllm, speculators, gguf and mlx",
+        ),
+        ("vllm", build_eagle3, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
+        ("speculators", partial(build_dflash_of_eight, own_output=False), {}, "no output layer of its own"),
+        (
+            "gguf",
+            partial(build_dflash_of_eight, sample_from_anchor=True),
+            {},
+            "sample_from_anchor, for which llama.cpp has no place",
+        ),
+        (
+            "gguf",
+            build_eagle3,
+            {"norm_output": True},
+            "norm_output, which only sglang, tensorrt-llm, vllm and speculators",
+        ),
+        (
+            "gguf",
+            build_eagle3,
+            {"rope_parameters": YARN_ROPE, "rope_theta": 5e5},
+            r"rotary positions \(yarn\) have no place",
+        ),
+        ("vllm", build_eagle3, {"hidden_act": "gelu"}, "its activation is gelu"),
+        (
+            "eagle",
+            build_eagle3,
+            {"rope_parameters": YARN_ROPE, "rope_theta": 5e5},
+            "rotary positions are of type 'yarn'",
+        ),
+        ("eagle", build_eagle3, {"partial_rotary_factor": 0.5}, r"its partial_rotary_factor is 0\.5"),
     ],
 )
 def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, complaint, tmp_path):
-    head = saved(make(), tmp_path / "head", **config)
+    head = save_with(make(), tmp_path / "head", **config)
     with complains(complaint):
-        export(head, to, tmp_path / "out", SERVED)
+        export(head, to, tmp_path / "out", SERVED_CONFIG)
     assert os.listdir(tmp_path) == ["head"]
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):
-    head = saved(three(), tmp_path / "head")
+    head = save_with(build_eagle3(), tmp_path / "head")
     complaints = {"vocab_size": "vocabulary of 64, the target's are 128", "hidden_size": "width 96"}
     for field, complaint in complaints.items():
-        other = LlamaConfig(**SERVED.to_dict() | {field: 2 * getattr(SERVED, field)})
+        other = LlamaConfig(**SERVED_CONFIG.to_dict() | {field: 2 * getattr(SERVED_CONFIG, field)})
         with complains(complaint):
             export(head, "vllm", tmp_path / "out", other)
 
 
 def test_an_out_that_is_there_or_cannot_be_written_is_left_alone(tmp_path):
-    head = saved(three(), tmp_path / "head")
+    head = save_with(build_eagle3(), tmp_path / "head")
     (tmp_path / "out").mkdir()
-    export(head, "vllm", tmp_path / "out", SERVED)  # an empty folder is as good as none
+    export(head, "vllm", tmp_path / "out", SERVED_CONFIG)  # an empty folder is as good as none
     before = (tmp_path / "out" / "config.json").read_bytes()
     with complains("out exists already: name a new folder"):
-        export(head, "sglang", tmp_path / "out", SERVED)
+        export(head, "sglang", tmp_path / "out", SERVED_CONFIG)
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     with complains(r"cannot write .*config\.json/out: Not a directory"):
-        export(head, "sglang", tmp_path / "out" / "config.json" / "out", SERVED)
+        export(head, "sglang", tmp_path / "out" / "config.json" / "out", SERVED_CONFIG)
 
 
 @torch.no_grad()
 def test_one_number_that_differs_is_found():
-    head = three()
-    other = three()
+    head = build_eagle3()
+    other = build_eagle3()
     assert compare(head, other) == (8 + 7) * 32
     other.midlayer.mlp.up_proj.weight[3, 5] += 0.01
     with pytest.raises(ValueError, match="read back its logits differ by up to"):
         compare(head, other)
     other = reading(1, 4, 5)()
     with pytest.raises(ValueError, match=r"read back it reads layers \(1, 4, 5\), the head \(2, 4, 5\)"):
-        compare(three(), other)
+        compare(build_eagle3(), other)
 
 
 COMMANDS = {
-    ("vllm", three): "vllm serve {t} --speculative-config "
+    ("vllm", build_eagle3): "vllm serve {t} --speculative-config "
     '\'{{"method":"eagle3","model":"{d}","num_speculative_tokens":3}}\'',
-    ("vllm", medusa): "vllm serve {t} --speculative-config "
+    ("vllm", build_medusa): "vllm serve {t} --speculative-config "
     '\'{{"method":"medusa","model":"{d}","num_speculative_tokens":4}}\'',
-    ("speculators", three): "vllm serve {d}",
-    ("sglang", one): "python -m sglang.launch_server --model-path {t} --speculative-algorithm EAGLE "
+    ("speculators", build_eagle3): "vllm serve {d}",
+    ("sglang", build_eagle): "python -m sglang.launch_server --model-path {t} --speculative-algorithm EAGLE "
     "--speculative-draft-model-path {d} --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4",
-    ("tensorrt-llm", three): "trtllm-serve {t} --config <(echo "
+    ("tensorrt-llm", build_eagle3): "trtllm-serve {t} --config <(echo "
     '\'{{"speculative_config":{{"decoding_type":"Eagle3","max_draft_len":3,"speculative_model":"{d}",'
     '"eagle3_layers_to_capture":[1,3,4]}}}}\')',
-    ("gguf", three): "llama-server --model TARGET.gguf --model-draft {d}/model.gguf --spec-type draft-eagle3 "
+    ("gguf", build_eagle3): "llama-server --model TARGET.gguf --model-draft {d}/model.gguf --spec-type draft-eagle3 "
     "--spec-draft-n-max 3",
-    ("eagle", three): "python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {t} "
+    ("eagle", build_eagle3): "python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {t} "
     "--ea-model-path {d} --use_eagle3",
 }
 
 
 @pytest.mark.parametrize("to, make", COMMANDS)
 def test_the_command_names_the_target_and_the_folder(to, make, tmp_path):
-    assert command(to, make(), SERVED, tmp_path) == COMMANDS[to, make].format(t="some/target", d=tmp_path)
+    assert command(to, make(), SERVED_CONFIG, tmp_path) == COMMANDS[to, make].format(t="some/target", d=tmp_path)
 
 
 def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     model = random_model(LlamaConfig(**GROUPED))
     model.save_pretrained(tmp_path / "target")
     target = Target(model)
-    head = saved(random_eagle3(target, drafted=DRAFTED), tmp_path / "head")
+    head = save_with(random_eagle3(target, drafted=DRAFT_VOCAB), tmp_path / "head")
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
 
     out = f"{tmp_path}/my out"
@@ -285,7 +309,7 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
 
 def test_a_head_goes_to_the_hub_with_its_card_and_a_licence(tmp_path, capsys, monkeypatch):
     random_model(LlamaConfig(**GROUPED)).save_pretrained(tmp_path / "target")
-    head = saved(random_eagle3(Target.load(tmp_path / "target")), tmp_path / "head")
+    head = save_with(random_eagle3(Target.load(tmp_path / "target")), tmp_path / "head")
     card = tmp_path / "head" / "README.md"
     there = tmp_path / "out" / "README.md"
     told = []

@@ -5,19 +5,30 @@ from functools import partial
 
 import pytest
 import torch
-from refusals import complains
+from commands import complains
+from drafters import build_eagle, build_eagle3
+from head_files import (
+    SERVED_CONFIG,
+    YARN_ROPE,
+    build_biased_eagle,
+    build_dflash_of_eight,
+    build_eagle31,
+    build_medusa,
+    build_p_eagle_of_eight,
+    build_unbiased_eagle,
+    build_whole_eagle3,
+    save_with,
+)
 from safetensors.torch import load_file, save_file
-from test_eagle31 import made
-from test_export import SERVED, YARN, biased, dflash, medusa, one, p_eagle, saved, three, unbiased, whole
 
 from treespec.heads.formats.export import compare, ends_of, export
 from treespec.heads.formats.rules import RULES
 from treespec.heads.formats.upstream import read_as
 from treespec.heads.registry import HEADS
 
-RESIDUAL = partial(made, {"norm_before_residual": True})
-NORMED = partial(made, {"norm_before_fc": True})
-NEW = partial(made, {"fc_norm": True, "norm_output": True})
+RESIDUAL = partial(build_eagle31, {"norm_before_residual": True})
+NORMED = partial(build_eagle31, {"norm_before_fc": True})
+NEW = partial(build_eagle31, {"fc_norm": True, "norm_output": True})
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -51,45 +62,45 @@ def turn_over(tensors):
 
 LATER = [3, 5, 6]
 WRONG = [  # a project, a head, what is written otherwise, and what its rule then finds
-    ("vllm", three, {IDS: LATER}, "reads layers"),
-    ("speculators", three, {IDS: LATER}, "reads layers"),
-    ("sglang", three, {f"eagle_config__{IDS}": [2, 4, 5]}, "reads layers"),
-    ("tensorrt-llm", three, {f"eagle_config__{IDS}": [2, 4, 5]}, "reads layers"),
-    ("mlx", three, {IDS: LATER}, "reads layers"),
-    ("speculators", dflash, {"aux_hidden_state_layer_ids": LATER}, "reads layers"),
+    ("vllm", build_eagle3, {IDS: LATER}, "reads layers"),
+    ("speculators", build_eagle3, {IDS: LATER}, "reads layers"),
+    ("sglang", build_eagle3, {f"eagle_config__{IDS}": [2, 4, 5]}, "reads layers"),
+    ("tensorrt-llm", build_eagle3, {f"eagle_config__{IDS}": [2, 4, 5]}, "reads layers"),
+    ("mlx", build_eagle3, {IDS: LATER}, "reads layers"),
+    ("speculators", build_dflash_of_eight, {"aux_hidden_state_layer_ids": LATER}, "reads layers"),
     ("vllm", RESIDUAL, {"norm_before_residual": None}, "logits differ"),
     ("mlx", RESIDUAL, {"norm_before_residual": None}, "logits differ"),
     ("speculators", RESIDUAL, {"norm_before_residual": None}, "norm_before_residual is missing"),
-    ("speculators", three, {"norm_before_residual": None}, "norm_before_residual is missing"),
+    ("speculators", build_eagle3, {"norm_before_residual": None}, "norm_before_residual is missing"),
     ("vllm", NORMED, {"norm_before_fc": None}, r"unknown tensors input_norm\.weight"),
     ("tensorrt-llm", NORMED, {"eagle_config__norm_before_fc": None}, r"unknown tensors input_norm\.weight"),
     ("sglang", NEW, {"norm_output": None}, "logits differ"),
     ("vllm", NEW, {"fc_norm": None}, r"unknown tensors fc_norm"),
-    ("sglang", three, {"draft_vocab_size": None}, "draft_vocab_size is missing"),
-    ("vllm", three, {"draft_vocab_size": None}, r"lm_head\.weight is \[32, 32\], .* says \[64, 32\]"),
-    ("speculators", whole, {"draft_vocab_size": None}, "draft_vocab_size is 32000"),
-    ("vllm", three, {"rope_theta": 77.0}, "logits differ"),
-    ("sglang", three, {"rope_scaling": YARN | {"factor": 32.0}}, "logits differ"),
-    ("speculators", three, {"transformer_layer_config__rope_parameters__rope_theta": 77.0}, "logits differ"),
-    ("speculators", three, {"transformer_layer_config__model_type": None}, r"lacks midlayer\.self_attn\.k_norm"),
-    ("sglang", one, {"bias": True}, r"lacks layers\.0\.self_attn\.k_proj\.bias"),
-    ("eagle", one, {"bias": False}, r"unknown tensors fc\.bias"),
-    ("vllm", unbiased, {"bias": True, "qkv_bias": None}, r"lacks layers\.0\.self_attn\.k_proj\.bias"),
-    ("vllm", biased, {"qkv_bias": None}, r"unknown tensors layers\.0\.self_attn"),
-    ("speculators", p_eagle, {"mask_token_id": 5}, "logits differ"),
-    ("speculators", dflash, {"sample_from_anchor": True}, "logits differ|drafts"),
-    ("speculators", dflash, {"block_size": None}, "drafts"),
-    ("vllm", medusa, {"medusa_fc_bias": None}, "logits differ"),
-    ("vllm", medusa, {"truncated_vocab_size": None}, "truncated_vocab_size is missing"),
-    ("vllm", three, turn_over, "leads to tokens that the target does not have"),
-    ("mlx", three, lambda tensors: tensors.pop("embed_tokens.weight"), "embed_tokens.* is missing"),
+    ("sglang", build_eagle3, {"draft_vocab_size": None}, "draft_vocab_size is missing"),
+    ("vllm", build_eagle3, {"draft_vocab_size": None}, r"lm_head\.weight is \[32, 32\], .* says \[64, 32\]"),
+    ("speculators", build_whole_eagle3, {"draft_vocab_size": None}, "draft_vocab_size is 32000"),
+    ("vllm", build_eagle3, {"rope_theta": 77.0}, "logits differ"),
+    ("sglang", build_eagle3, {"rope_scaling": YARN_ROPE | {"factor": 32.0}}, "logits differ"),
+    ("speculators", build_eagle3, {"transformer_layer_config__rope_parameters__rope_theta": 77.0}, "logits differ"),
+    ("speculators", build_eagle3, {"transformer_layer_config__model_type": None}, r"lacks midlayer\.self_attn\.k_norm"),
+    ("sglang", build_eagle, {"bias": True}, r"lacks layers\.0\.self_attn\.k_proj\.bias"),
+    ("eagle", build_eagle, {"bias": False}, r"unknown tensors fc\.bias"),
+    ("vllm", build_unbiased_eagle, {"bias": True, "qkv_bias": None}, r"lacks layers\.0\.self_attn\.k_proj\.bias"),
+    ("vllm", build_biased_eagle, {"qkv_bias": None}, r"unknown tensors layers\.0\.self_attn"),
+    ("speculators", build_p_eagle_of_eight, {"mask_token_id": 5}, "logits differ"),
+    ("speculators", build_dflash_of_eight, {"sample_from_anchor": True}, "logits differ|drafts"),
+    ("speculators", build_dflash_of_eight, {"block_size": None}, "drafts"),
+    ("vllm", build_medusa, {"medusa_fc_bias": None}, "logits differ"),
+    ("vllm", build_medusa, {"truncated_vocab_size": None}, "truncated_vocab_size is missing"),
+    ("vllm", build_eagle3, turn_over, "leads to tokens that the target does not have"),
+    ("mlx", build_eagle3, lambda tensors: tensors.pop("embed_tokens.weight"), "embed_tokens.* is missing"),
 ]
 
 
 @pytest.mark.parametrize("to, make, wrong, found", WRONG)
 def test_what_is_written_otherwise_than_a_project_reads_it_is_found(to, make, wrong, found, tmp_path):
     folder = tmp_path / "out"
-    head = export(saved(make(), tmp_path / "head"), to, folder, SERVED).head
+    head = export(save_with(make(), tmp_path / "head"), to, folder, SERVED_CONFIG).head
     ends = ends_of(head)
     assert compare(head, read_as(to, head.kind, folder, ends, 8), ends) > 0
     if callable(wrong):
@@ -106,9 +117,9 @@ def test_there_is_a_rule_for_each_project_and_kind_that_is_exported():
 
 def test_speculators_takes_the_targets_output_in_place_of_one_of_all_tokens(tmp_path):
     """So a head of all tokens goes out with all but its mask token; one that drafts some as it is."""
-    head = dflash()
+    head = build_dflash_of_eight()
     folder = tmp_path / "out"
-    exported = export(saved(head, tmp_path / "head"), "speculators", folder, SERVED)
+    exported = export(save_with(head, tmp_path / "head"), "speculators", folder, SERVED_CONFIG)
     assert exported.left_out == head.mask_token
     ends = ends_of(head)
     edit(folder, draft_vocab_size=64)
@@ -122,8 +133,8 @@ def test_speculators_takes_the_targets_output_in_place_of_one_of_all_tokens(tmp_
 
 def test_a_causality_that_a_project_does_not_compute_is_refused(tmp_path):
     """speculators' full layers see the whole block, whatever a config says."""
-    head = dflash()
-    head = saved(type(head)(head.config | {"causal": [True]}), tmp_path / "head")
+    head = build_dflash_of_eight()
+    head = save_with(type(head)(head.config | {"causal": [True]}), tmp_path / "head")
     with complains("not exported to speculators: .* its logits differ"):
-        export(head, "speculators", tmp_path / "out", SERVED)
+        export(head, "speculators", tmp_path / "out", SERVED_CONFIG)
     assert not (tmp_path / "out").exists()

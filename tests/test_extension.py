@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import save_model
+from commands import to_command
+from training import save_model
 
 from treespec.draft.heads.loading import new_head
 from treespec.heads.checkpoint import save_head
@@ -67,19 +68,26 @@ from treespec.trees.static import balanced
 ROW = Form("bush", lambda text: None if text else balanced(2, 2))
 """,
 }
-SCRIPT = """
-import contextlib, io, json, sys
-from treespec.cli import main
-said = []
-for line in json.load(sys.stdin):
-    sys.argv = ["treespec", *line]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-        try:
-            main()
-        except SystemExit as end:
-            said.append([end.code, out.getvalue(), error.getvalue(), "torch" in sys.modules])
-print(json.dumps(said))
-"""
+
+
+def run_lines() -> None:
+    """Read command lines as JSON, print [exit code, what is printed, errors, whether torch is imported] of each."""
+    import contextlib
+    import io
+    import json
+    import sys
+
+    from treespec.cli import main
+
+    answers = []
+    for line in json.load(sys.stdin):
+        sys.argv = ["treespec", *line]
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+            try:
+                main()
+            except SystemExit as end:
+                answers.append([end.code, out.getvalue(), error.getvalue(), "torch" in sys.modules])
+    print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +154,11 @@ def test_every_command_knows_its_names(site, tmp_path):
     ]
     path = f"import sys; sys.path.insert(0, {str(site)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", path + SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True
+        to_command(run_lines, path),
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     help_, train_help, no_tokens, mistyped, unpaired, plain, *drafted = json.loads(done.stdout)
     assert all(name in help_[1] for name in ("echo", "careful", "bush"))

@@ -1,14 +1,264 @@
 """Nothing mixes devices, and the waits of a cycle do not grow: on a device that counts them.
 
-As a program it prints JSON: for each set-up the waits and launches of a cycle.
+As a program it prints JSON: for each set-up the waits and launches of a cycle. The device does not exist: its tensors
+lie on the CPU, say `far`, refuse other devices and count waits. `install` lasts as long as its process.
+
+A wait: the host stops until the device has answered, as by `item`, `tolist`, a copy either way (except up from pinned
+memory with `non_blocking`), and operations whose result has a size that the device decides.
+A launch: an operation that is no view.
 """
 
 import json
-import os
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SIZED = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+ANSWERED = {"_local_scalar_dense", "equal", "is_nonzero"} | SIZED
+FREE = {"_local_scalar_dense", "detach", "alias", "_unsafe_view", "_reshape_alias"}  # launches nothing
+FREE |= {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+WHOLE = ("aten::scaled_dot_product_attention", "aten::linear", "aten::matmul")  # one launch each
+Generator = torch.Generator
+
+waits: "Counter[str]" = Counter()  # by operation and line
+launches: "Counter[str]" = Counter()
+outside: "Counter[str]" = Counter()  # launches of drafting without the head's steps
+
+
+class Far(torch.Tensor):
+    """A tensor of the device; `near` holds its numbers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, near):
+        layout = {"strides": near.stride(), "storage_offset": near.storage_offset(), "dtype": near.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, near.size(), device=torch.device("far:0"), **layout)
+
+    def __init__(self, near):
+        self.near = near
+
+    def tolist(self):
+        waits["tolist" + find_line()] += 1
+        return self.near.tolist()
+
+    def __array__(self, *args, **options):
+        raise TypeError("a tensor of the device has no array: copy it to the host first")
+
+    numpy = __array__
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), options=None):
+        return run(operation, args, options or {})
+
+
+class FarGenerator(Generator):
+    @property
+    def device(self):
+        return torch.device("far:0")
+
+
+class Either(type):
+    """The class `torch.Generator` of a process that has the device."""
+
+    def __call__(cls, device="cpu"):
+        return (FarGenerator if is_far(device) else Generator)()
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, Generator)
+
+
+class Operations(TorchDispatchMode):
+    """Takes the operations that make a tensor of the device from nothing, too."""
+
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
+        options = options or {}
+        if operation._schema.name in ("aten::pin_memory", "aten::_pin_memory"):
+            pinned = args[0].clone()
+            pinned.pinned = True
+            return pinned
+        concerned = is_far(options.get("device")) or any(map(is_far, inside((args, *options.values()))))
+        return run(operation, args, options) if concerned else operation(*args, **options)
+
+
+def is_far(value):
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, Far)
+    return value is not None and isinstance(value, str | torch.device) and torch.device(value).type == "far"
+
+
+def inside(values):
+    """All tensors of an operation's arguments."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def mapped(change, value):
+    """A value whose tensors are changed."""
+    return tree_map_only(torch.Tensor, change, value)
+
+
+def near(value):
+    return value.near if isinstance(value, Far) else value
+
+
+def find_line():
+    """The line of this repository that runs, such as ` treespec/verify/walk.py:80`."""
+    frame = sys._getframe(1)
+    while frame:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(REPOSITORY) and "site-packages" not in file.parts and file.parent.name != "tests":
+            return f" {file.relative_to(REPOSITORY)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def is_composite(operation):
+    """Whether it is made of other operations."""
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    return kernel and not operation.name().startswith(WHOLE)
+
+
+@cache
+def is_view(operation):
+    returns = operation._schema.returns
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+
+
+def run(operation, args, options):
+    """An operation on the CPU, as the device would do it."""
+    name = operation._schema.name.removeprefix("aten::")
+
+    # 1. What is made of other operations counts as these.
+    if is_composite(operation):
+        with Operations():
+            made = operation.decompose(*args, **options)
+        if made is not NotImplemented:
+            return made
+    if name == "_fused_sdp_choice":
+        return 0
+
+    # 2. Devices do not mix. A number without dimensions may come from the host.
+    tensors = list(inside((args, *options.values())))
+    far = [x for x in tensors if is_far(x)]
+    others = [x for x in tensors if not is_far(x)]
+    device = options.get("device")
+    to_far = is_far(device) if device is not None else bool(far)
+    if name in ("_to_copy", "copy_"):
+        by_itself = options.get("non_blocking") and getattr(args[0], "pinned", False)
+        if not by_itself and (bool(others) if name == "copy_" else to_far != bool(far)):
+            waits[f"copy {'up' if others else 'down'}{find_line()}"] += 1
+    elif any(x.dim() for x in others) and far:
+        raise RuntimeError(f"tensors of far and of cpu in {name}{find_line()}")
+
+    # 3. Waits and launches.
+    sized = name == "repeat_interleave" and operation._overloadname == "Tensor"
+    by_mask = name in ("index", "index_put", "index_put_") and torch.bool in {x.dtype for x in inside(args[1])}
+    if far and (name in ANSWERED or (sized and options.get("output_size") is None) or by_mask):
+        waits[name + find_line()] += 1
+    if not is_view(operation) and name not in FREE:
+        launches[name] += 1
+
+    # 4. Compute. What is written in place stays the same tensor.
+    if is_far(device):
+        options = options | {"device": torch.device("cpu")}
+    near_options = {key: False if key == "pin_memory" else mapped(near, x) for key, x in options.items()}
+    out = operation(*mapped(near, args), **near_options)
+    if name == "copy_" or not to_far:
+        return args[0] if name == "copy_" else out
+    same = {id(x.near): x for x in far}
+    is_inference = far[0].is_inference() if far and is_view(operation) else torch.is_inference_mode_enabled()
+    with torch.inference_mode(is_inference):
+        return mapped(lambda x: same[id(x)] if id(x) in same else Far(x), out)
+
+
+def count_outside(owner, name, sign):
+    """Add or take off the launches of a method where those `outside` are counted."""
+    method = getattr(owner, name)
+
+    def run_counted(*args):
+        before = launches.total()
+        out = method(*args)
+        outside[name] += sign * (launches.total() - before)
+        return out
+
+    setattr(owner, name, run_counted)
+
+
+def record_as_graph(run):
+    """A graph that is not there: it computes again, and counts as one launch (`treespec.model.cuda_graphs.Recorder`)."""
+    outputs = run()
+
+    def repeat():
+        before = [Counter(counts) for counts in (launches, waits)]
+        new = run()
+        for counts, old in zip((launches, waits), before, strict=True):
+            counts.clear()
+            counts.update(old)
+        launches["graph"] += 1
+        for own, made in zip(outputs, new, strict=True):
+            own.near.copy_(made.near)
+
+    return repeat, outputs, ()
+
+
+def check_generators(function):
+    """A source of random numbers that takes a generator of its tensor's own device alone."""
+
+    def checked(*args, **options):
+        generator = options.get("generator")
+        if generator is not None and is_far(options.get("device")) != isinstance(generator, FarGenerator):
+            raise RuntimeError(f"a generator of another device{find_line()}")
+        return function(*args, **options)
+
+    return checked
+
+
+def install():
+    """Make the device, for the whole process."""
+    _setup_privateuseone_for_python_backend("far")
+    library = torch.library.Library("aten", "IMPL")
+
+    def copy(source, to, non_blocking=False):
+        if is_far(source) != is_far(to):
+            waits[f"copy {'up' if is_far(to) else 'down'}{find_line()}"] += 1
+        near(to).copy_(near(source))
+        return to
+
+    def empty(size, stride=None, *, dtype=None, **others):
+        return Far(torch.empty(size, dtype=dtype) if stride is None else torch.empty_strided(size, stride, dtype=dtype))
+
+    for name in ("empty.memory_format", "empty_strided"):
+        library.impl(name, empty, "PrivateUse1")
+    for name in ("_copy_from", "_copy_from_and_resize"):
+        library.impl(name, copy, "PrivateUse1")
+    torch.Generator = Either("Generator", (), {})
+    for name in ("rand", "randint", "randperm"):
+        setattr(torch, name, check_generators(getattr(torch, name)))
+    Operations().__enter__()
+    return library  # which ends with it
+
+
+def move_to_far(module):
+    """A module whose weights lie on the device; weights that are shared stay shared."""
+    known = {}
+    for part in module.modules():
+        for values in (part._parameters, part._buffers):
+            for name, value in values.items():
+                if value is not None and not is_far(value):
+                    far = known.setdefault(id(value), Far(value.detach()))
+                    values[name] = torch.nn.Parameter(far, requires_grad=False) if values is part._parameters else far
+    return module
+
 
 BATCH = 4
 WARM = 8  # with graphs, cycles are counted from that one on
@@ -41,19 +291,14 @@ SETUPS = {
 
 
 def measure():
-    """{a set-up's line: [waits and launches a cycle, the places of waits, launches of drafting outside the head's
-    steps, or an error], by batch, the last two with graphs}.
-    """
-    import far_device
-    import torch
+    """{set-up: for each batch [waits and launches a cycle, lines that wait, launches outside a head's steps], error}"""
+    from drafters import source_of
     from models import CONFIGS, random_model
 
     from treespec.api.spec import Spec
     from treespec.draft.auto.cost import Cost
     from treespec.draft.heads.loading import new_head
     from treespec.draft.heads.proposers import EagleProposer
-    from treespec.draft.source import load_source
-    from treespec.draft.spec import DrafterSpec
     from treespec.draft.tree_drafter import TreeDrafter
     from treespec.heads.registry import HEADS
     from treespec.model import cuda_graphs as graphs
@@ -67,45 +312,45 @@ def measure():
     for name in {setup[0] for setup in SETUPS} & {*HEADS}:
         torch.manual_seed(0)
         heads[name] = new_head(name, plain_model).eval()
-    keep = far_device.install()
-    graphs.Recorder = lambda: far_device.again
+    _library = install()
+    graphs.Recorder = lambda: record_as_graph
     graphs.MET = 2
-    for method in ((TreeDrafter, "draft_trees", 1), (EagleProposer, "extend", -1), (EagleProposer, "pairs", -1)):
-        far_device.counted(*method)
-    target = Target(far_device.moved(random_model(CONFIGS["llama"](), spread=0)))
+    count_outside(TreeDrafter, "draft_trees", 1)
+    count_outside(EagleProposer, "extend", -1)
+    count_outside(EagleProposer, "pairs", -1)
+    target = Target(move_to_far(random_model(CONFIGS["llama"](), spread=0)))
     target.eos = plain_model.eos = frozenset()
     assert not has_equal_bits(target)
 
     def source(name):
         if name in HEADS:
-            return far_device.moved(heads[name])
-        return None if name == "none" else load_source(DrafterSpec.parse(name), target)
+            return move_to_far(heads[name])
+        return None if name == "none" else source_of(name, target)
 
     # 2. All their cycles but the first.
     found = {}
     for setup in SETUPS:
         drafter, tree, verifier, temperature = setup
-        for batch, first in ((1, 2), (BATCH, 2), (1, WARM), (BATCH, WARM)):
-            if first == WARM and setup not in GRAPHED:
-                continue
+        with_graphs = ((1, WARM), (BATCH, WARM)) if setup in GRAPHED else ()
+        for batch, first in ((1, 2), (BATCH, 2), *with_graphs):
             target.graphs = graphs.Graphs("Llama") if first == WARM else None
             spec = Spec(target, source(drafter), tree, verifier, times=Cost((1, 8), (1.0, 1.1)))
             cycles = 0
             plain = spec.decoder._cycle
 
-            def counted(plain=plain, first=first):
+            def run_cycle(plain=plain, first=first):
                 nonlocal cycles
                 cycles += 1
                 if cycles == first:
-                    far_device.waits.clear()
-                    far_device.launches.clear()
-                    far_device.outside = 0
+                    waits.clear()
+                    launches.clear()
+                    outside.clear()
                 return plain()
 
-            spec.decoder._cycle = counted
+            spec.decoder._cycle = run_cycle
             prompts = [[(7 * row + i) % 60 + 3 for i in range(20)] for row in range(batch)]
+            length = 8 if first == 2 else 24
             try:
-                length = 8 if first == 2 else 24
                 how = {"temperature": temperature, "seed": [1] * batch, "max_new_tokens": length, "batch": batch}
                 outs = spec.generate(prompts, **how)
                 if temperature == 0 or verifier in ("auto", "gumbel"):  # one text, whatever is drafted
@@ -116,23 +361,21 @@ def measure():
                 found.setdefault(str(setup), []).append(str(error))
                 continue
             since = cycles - first + 1
-            counts = [round(sum(count.values()) / since, 1) for count in (far_device.waits, far_device.launches)]
-            places = {line: round(n / since, 2) for line, n in far_device.waits.most_common()}
-            told = [*counts, places, far_device.outside // since]
+            counts = [round(count.total() / since, 1) for count in (waits, launches)]
+            told = [*counts, {line: round(n / since, 2) for line, n in waits.most_common()}, outside.total() // since]
             if (batch, first) == (BATCH, WARM):  # their texts may grow as one
                 how |= {"seed": 1, "batch": 1}
                 alone = [spec.generate(prompt, **how).stats.accepted for prompt in prompts[:2]]
                 if [out.stats.accepted for out in outs[:2]] != alone:
                     told = f"{setup}: {batch} texts are drafted for otherwise than each alone"
             found.setdefault(str(setup), []).append(told)
-    del keep
     return found
 
 
 @pytest.fixture(scope="module")
 def found():
     """In a process of its own: the device stays for good."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, env=os.environ)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

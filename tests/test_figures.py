@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluating import pair
+from commands import summary_row
 
 from treespec.eval.figures import figures
 from treespec.eval.intervals import interval, leave_one_out
@@ -102,16 +102,16 @@ def ratios(totals):
     }
 
 
-@pytest.mark.parametrize("heat", ["temperature 0", "temperature 1"])
+@pytest.mark.parametrize("temperature", ["temperature 0", "temperature 1"])
 @pytest.mark.parametrize("count", [6, 12, 24, 80])
-def test_intervals_cover_the_truth_of_a_real_run(count, heat):
+def test_intervals_cover_the_truth_of_a_real_run(count, temperature):
     """4,000 evaluations of some questions, drawn from the 80 of a run, whose own figures are the truth.
 
     93 to 97 % of the intervals hold it; the standard error of such a share is 0.34 %.
     """
     rng = np.random.default_rng(0)
     weights = leave_one_out(count)
-    questions = dict(zip(RUN["columns"], np.array(RUN[heat], dtype=float).T, strict=True))
+    questions = dict(zip(RUN["columns"], np.array(RUN[temperature], dtype=float).T, strict=True))
     truth = ratios({column: values.sum() for column, values in questions.items()})
     covered = dict.fromkeys(truth, 0)
     for chosen in rng.integers(80, size=(4000, count)):
@@ -149,7 +149,7 @@ def measured(questions, rng, speedup=1.0):
     for name in ("again", "pair"):
         base = [answers["plain"][number] for number in answers[name]]
         figure[name] = figures(list(answers[name].values()), base)["speedup"]
-    return sentences([pair("pair", figure["pair"])], questions, noise_of(figure["again"]))
+    return sentences([summary_row("pair", figure["pair"])], questions, noise_of(figure["again"]))
 
 
 def test_a_busy_machine_makes_no_winner_and_hides_no_large_one():

@@ -1,13 +1,12 @@
 """Files that survive, whole or not at all and owned by one process; and threads that take turns, in order."""
 
 import os
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 
-from refusals import complains
+from commands import complains
 from torch import nn
+from training import end_process
 
 from treespec.files.atomic import (
     check_writable,
@@ -50,7 +49,7 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
         with complains("cannot write"):
             check_writable(tmp_path / name)
     check_writable(tmp_path / "new" / "folder" / "a.json")
-    (tmp_path / f".file.{ended()}.tmp").write_text("half")
+    (tmp_path / f".file.{end_process()}.tmp").write_text("half")
     check_writable(tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
 
@@ -63,14 +62,8 @@ def test_a_second_writer_is_told_which_process_writes(tmp_path):
         pass
 
 
-def ended():
-    """The number of a process that runs no more."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        return process.pid
-
-
 def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
-    dead = ended()
+    dead = end_process()
     (tmp_path / f".a.json.{dead}.tmp").write_text("half")
     (tmp_path / f".store.{dead}.tmp").mkdir()
     (tmp_path / f".store.{dead}.tmp" / "x").write_text("half")
@@ -79,7 +72,7 @@ def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
     assert os.listdir(tmp_path) == [f".b.json.{os.getppid()}.tmp"]
 
 
-def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on():
+def test_a_waiting_thread_gets_the_next_turn_of_a_busy_one():
     """A lock that goes to whoever is awake would let the computing thread enter again and again."""
     model = nn.Linear(1, 1)
     turns = []

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from gguf_files import write_gguf
-from models import change, random_head, save_model, target
-from offline import cached, said_offline
-from refusals import complains
-from training import small_run, write_data
+from commands import cache_folder, complains, run_offline
+from head_files import write_gguf
+from models import random_head, target
+from training import change_json, save_model, small_run, write_data
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
@@ -75,21 +74,24 @@ def test_a_head_trains_on_a_file_and_on_features_that_it_stored(folder, tmp_path
     assert len(list(Path(features).iterdir())) == 2  # one for each form
 
 
-def test_a_repository_without_a_config_loads_from_the_cache_and_has_an_identity(folder, tmp_path):
-    """Its config comes from the file."""
-    snapshot = cached(tmp_path, "org/small-GGUF", "0123abc")
-    snapshot.mkdir()
-    shutil.copy(folder / "tiny.gguf", snapshot)
-    code = """if True:
+def print_identity() -> None:
+    """In a process of its own, without a network."""
     from treespec.model.identity import target_identity
-    from treespec.model.weights import load_model
     from treespec.model.placement import Placement
+    from treespec.model.weights import load_model
+
     variant = Placement("gguf:tiny.gguf")
     config = load_model("org/small-GGUF", how=variant).config
     print(target_identity("org/small-GGUF", variant))
     print(config.model_type, config.num_hidden_layers, config.num_key_value_heads)
-    """
-    identity, config = said_offline(tmp_path, code)
+
+
+def test_a_repository_without_a_config_loads_from_the_cache(folder, tmp_path):
+    """Its config comes from the file."""
+    snapshot = cache_folder(tmp_path, "org/small-GGUF", "0123abc")
+    snapshot.mkdir()
+    shutil.copy(folder / "tiny.gguf", snapshot)
+    identity, config = run_offline(tmp_path, print_identity)
     assert identity.startswith("as gguf ")
     assert config == "llama 3 1"
 
@@ -156,7 +158,7 @@ def trap(tmp_path, monkeypatch):
     witness = tmp_path / "witness"
     save_model(folder)
     (folder / "trap.py").write_text(CODE.format(witness=str(witness)))
-    change(folder, model_type="trap", auto_map=AUTO_MAP)
+    change_json(folder, model_type="trap", auto_map=AUTO_MAP)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", f"{tmp_path}/modules")
     monkeypatch.setattr(sys, "path", [*sys.path, f"{tmp_path}/modules"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
@@ -189,9 +191,9 @@ def test_a_draft_models_code_is_trusted_as_the_targets(trap, tmp_path):
 
 def test_a_tokenizers_code_does_not_run_either(trap):
     folder, witness = trap
-    change(folder, model_type="llama", auto_map=None)
+    change_json(folder, model_type="llama", auto_map=None)
     auto_map = {"AutoTokenizer": [None, "trap.TrapTokenizer"]}
-    change(folder, "tokenizer_config.json", tokenizer_class="TrapTokenizer", auto_map=auto_map)
+    change_json(folder, "tokenizer_config.json", tokenizer_class="TrapTokenizer", auto_map=auto_map)
     with complains("--trust-remote-code"):
         load_tokenizer(str(folder))
     assert not witness.exists()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from commands import complains
+from drafters import build_eagle3
 from gguf import GGUFReader
-from refusals import complains
-from test_export import SERVED, saved
-from test_formats import three
+from head_files import SERVED_CONFIG, save_with
 from torch.nn.functional import rms_norm, silu
 
 from treespec.heads.checkpoint import load_head
@@ -64,11 +64,11 @@ def as_llama_cpp(file, ids, aux):
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e4}, LLAMA3])
 @pytest.mark.parametrize("before", [False, True])
 def test_llama_cpps_arithmetic_gives_the_heads_logits(rope, before, tmp_path):
-    head = three()
-    folder = saved(
+    head = build_eagle3()
+    folder = save_with(
         head, tmp_path / "head", rope_parameters=rope, rope_theta=rope["rope_theta"], norm_before_residual=before
     )
-    export(folder, "gguf", tmp_path / "out", SERVED)
+    export(folder, "gguf", tmp_path / "out", SERVED_CONFIG)
     head = load_head(folder)
     ids = torch.randint(64, (9,))
     aux = torch.randn(9, head.feature_size)
@@ -85,7 +85,7 @@ def test_rows_turn_as_drawn_and_back():
 
 
 def test_a_damaged_file_is_refused_in_a_line(tmp_path):
-    export(saved(three(), tmp_path / "head"), "gguf", tmp_path / "out", SERVED)
+    export(save_with(build_eagle3(), tmp_path / "head"), "gguf", tmp_path / "out", SERVED_CONFIG)
     file = tmp_path / "out" / "model.gguf"
     file.write_bytes(file.read_bytes()[:-4000])
     with complains("model.gguf is damaged: .*; fetch or train the head again"):

@@ -5,12 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from drafting import source_of
-from models import plain_generate, prompt, target, what
-from refusals import complains
-from test_decode import prompts
+from commands import complains
+from drafters import build_spec, list_token_paths
+from models import plain_generate, prompt, prompts_of_lengths, what
 
-from treespec.api.spec import Spec
 from treespec.cli.chat import ChatConfig, Conversation, run
 from treespec.draft.lookup.matches import longest_match, tree_of
 from treespec.eval.certify.run import Examination
@@ -19,18 +17,8 @@ from treespec.eval.config import CertifyConfig
 DRAFTER = "suffix:tokens=0"
 
 
-def spec_of(name, drafter, **options):
-    model = target(name) if isinstance(name, str) else name
-    return Spec(model, source_of(drafter, model), **{"verifier": "topk", **options})
-
-
 def random_text(seed, length=40, vocab=4):
     return np.random.default_rng(seed).integers(vocab, size=length)
-
-
-def paths_of(tree):
-    """The tokens from the root to each node."""
-    return [tuple(tree.tokens[tree.ancestors[node]].tolist()) for node in range(len(tree.tokens))]
 
 
 def merged(root, continuations, nodes):
@@ -47,16 +35,16 @@ def test_it_keeps_the_heaviest_beginnings_and_their_parents(seed):
     for line in lines:
         total.update(tuple(line[:end]) for end in range(1, len(line) + 1))
     tree = merged(7, [line + [-1] * (4 - len(line)) for line in lines], nodes=12)
-    kept = [path[1:] for path in paths_of(tree)]
+    kept = [path[1:] for path in list_token_paths(tree)]
     assert len(set(kept)) == 12
     assert sum(total[path] for path in kept) == sum(sorted(total.values())[-11:])
     assert (tree.parents[1:] < torch.arange(1, 12)).all()
-    assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
+    assert tree.depth.tolist() == [len(path) - 1 for path in list_token_paths(tree)]
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("ngram", [1, 3, 6])
-def test_it_finds_what_a_search_of_all_places_finds(seed, ngram):
+def test_it_finds_what_a_search_of_all_positions_finds(seed, ngram):
     text = random_text(seed).tolist()
     for size in range(ngram, 0, -1):
         ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
@@ -67,16 +55,16 @@ def test_it_finds_what_a_search_of_all_places_finds(seed, ngram):
 
 def test_a_batch_equals_each_text_alone():
     """Accepted numbers too: what a drafter knows of a text is of that text."""
-    spec = spec_of("llama", DRAFTER)
+    spec = build_spec("llama", DRAFTER)
     options = {"max_new_tokens": 16, "temperature": 0.7}
-    texts = prompts((7, 40, 1, 19))
-    alone = [spec_of("llama", DRAFTER).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
+    texts = prompts_of_lengths((7, 40, 1, 19))
+    alone = [build_spec("llama", DRAFTER).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
     assert what(spec.generate(texts, batch=3, seed=5, **options)) == what(alone)
     assert what([spec.generate(texts[1], seed=6, **options)]) == what(alone[1:2])
 
 
 def test_a_later_turn_and_the_end_of_the_context_change_nothing():
-    spec = spec_of("gpt2", DRAFTER)
+    spec = build_spec("gpt2", DRAFTER)
     first = spec.generate(prompt(), max_new_tokens=12).token_ids
     longer = [*prompt(), *first, *prompt(length=5, seed=9)]
     second = spec.generate(longer, max_new_tokens=12)
@@ -87,7 +75,7 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing():
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
-    conversation = Conversation(spec_of("llama", DRAFTER), ChatConfig(target="target", drafter=DRAFTER))
+    conversation = Conversation(build_spec("llama", DRAFTER), ChatConfig(target="target", drafter=DRAFTER))
     assert run(conversation, "/verifier topk") == "suffix, verifier topk"
     with complains("makes its own tree"):
         run(conversation, "/tree eagle")
@@ -95,5 +83,5 @@ def test_chat_says_what_drafts_and_refuses_a_tree():
 
 def test_a_drafter_without_a_head_is_certified():
     config = CertifyConfig(target="target", drafter=DRAFTER, tokens=80, length=4, batch=1)
-    found = Examination(spec_of("llama", DRAFTER), [prompt(), prompt(5)], config).verdict()
+    found = Examination(build_spec("llama", DRAFTER), [prompt(), prompt(5)], config).verdict()
     assert (found["passed"], found["tree"]) == (True, DRAFTER)

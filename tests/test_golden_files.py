@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluating import save_models
+from commands import save_home
 from golden.figures import FIGURES, RUNS, TRAINING, capture, find_differences, read_rows, to_words
 from golden.http_names import list_keys
 from golden.names import LISTS, find_lost
@@ -172,7 +172,7 @@ PROGRAMS = sorted((GOLDEN / "programs").glob("*.py"))
 def pair(tmp_path_factory):
     """A tiny target and head, whose words are bytes; the target is also what `demo` names there."""
     folder = tmp_path_factory.mktemp("pair")
-    save_models(folder)
+    save_home(folder)
     (folder / "demo").symlink_to(folder / "target")
     return folder
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from drafting import source_of
+from drafters import source_of
 from models import TableConfig, TableModel, random_head
-from oracle import deviation, outcomes
+from reference import deviation, enumerate_decoding
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -50,11 +50,11 @@ def by_words(words):
 
 def law_of_answers(model, prompt, allowed, params):
     """{answer: probability}: forbidden tokens have none, and the rest are scaled to 1, token by token."""
-    laws: dict[tuple[int, ...], float] = {}
+    distributions: dict[tuple[int, ...], float] = {}
 
     def walk(answer, chance):
         if answer and answer[-1] == END:
-            laws[answer] = chance
+            distributions[answer] = chance
             return
         logits = model.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].double()
         forbidden = [token for token in range(len(TOKENS)) if token not in allowed(answer)]
@@ -64,7 +64,7 @@ def law_of_answers(model, prompt, allowed, params):
                 walk((*answer, token), chance * p)
 
     walk((), 1.0)
-    return laws
+    return distributions
 
 
 PROMPT = [0, 2, 1]
@@ -111,13 +111,13 @@ def test_answers_have_the_targets_distribution_among_what_is_allowed(letters, ve
     params = SamplingParams(2.0, top_k=2)
     allowed = by_words(WORDS) if regex == REGEX else partial(allowed_by_matcher, letters, regex)
     wanted = law_of_answers(spec.target, PROMPT, allowed, params)
-    texts, mean = outcomes(spec, PROMPT, temperature=2.0, top_k=2, regex=regex).distribution()
+    texts, mean = enumerate_decoding(spec, PROMPT, temperature=2.0, top_k=2, regex=regex).distribution()
     assert deviation(texts, wanted) < 1e-6
     assert mean == pytest.approx(cycles[verifier], abs=1e-4)
 
 
 @pytest.mark.parametrize("verifier", NAMES)
-def test_at_temperature_0_every_verifier_gives_the_likeliest_allowed_tokens(letters, verifier):
+def test_at_temperature_0_every_verifier_gives_the_most_likely_allowed_tokens(letters, verifier):
     spec = letters.configured(verifier=verifier, allow_lossy=True)
     for regex in (REGEX, FORCED):
         wanted = letters.baseline().generate(PROMPT, regex=regex).token_ids
@@ -151,7 +151,7 @@ def test_an_answer_without_a_choice_takes_one_cycle(letters):
     assert letters.baseline().generate(PROMPT, regex="cabbcab").stats.cycles == answer.stats.new_tokens
 
 
-def test_an_answer_ends_where_nothing_may_follow_and_says_when_it_was_cut(letters):
+def test_an_answer_ends_with_its_grammar_and_says_if_cut(letters):
     whole = letters.generate(PROMPT, regex="(ab){3}c")
     assert whole.text == "abababc"
     assert whole.token_ids[-1] == END

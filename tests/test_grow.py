@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from equality import seeded
-from models import TableConfig, TableModel, draft_tree, follow, random_head
+from models import TableConfig, TableModel, draft_tree, follow, random_head, seeded
 
 from treespec.draft.heads.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
@@ -46,12 +45,12 @@ def draft_logits(table, path):
     return model.output_logits(head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
 
-def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
+def test_the_dynamic_tree_is_the_most_likely_part_of_all_drafts(table):
     tree = grow(table, "dynamic:depth=3,topk=16,nodes=12")
     likelihood = {}
     for path in itertools.chain(*(itertools.product(range(4), repeat=d) for d in (1, 2, 3))):
-        laws = [draft_logits(table, path[:i]).log_softmax(-1)[path[i]] for i in range(len(path))]
-        likelihood[path] = float(sum(laws))
+        distributions = [draft_logits(table, path[:i]).log_softmax(-1)[path[i]] for i in range(len(path))]
+        likelihood[path] = float(sum(distributions))
     best = sorted(likelihood, key=likelihood.__getitem__, reverse=True)[:11]
     paths = [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
     assert set(paths) == {(), *best}
@@ -61,7 +60,7 @@ def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
     assert tree.parents[0] == -1
 
 
-def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
+def test_at_temperature_0_children_are_the_most_likely_under_any_verifier(table):
     trees = [grow(table, "3x2", verifier) for verifier in ("topk", "rrs", "greedy")]
     assert all(tree.drafts is None and torch.equal(tree.tokens, trees[0].tokens) for tree in trees)
     assert trees[0].tokens[1:4].tolist() == draft_logits(table, ()).topk(3).indices.tolist()

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from test_house import MODULES, ROOT, imported
+from reading_counts import ROOT, SOURCE_MODULES, imported_names
 
 SEAMS = {  # folders or files whose classes are asked for nowhere but in the file that defines them
     "verifiers": ["treespec/verify"],
@@ -45,7 +45,7 @@ def test_nobody_asks_for_the_class_behind_a_seam(seam):
     defined = {file: classes_in(file) for file in files_of(SEAMS[seam])}
     everything = set().union(*defined.values())
     assert everything
-    asked = {file: class_tests(file.read_text()) for file in MODULES.values()}
+    asked = {file: class_tests(file.read_text()) for file in SOURCE_MODULES.values()}
     wrong = {str(file): names & (everything - defined.get(file, set())) for file, names in asked.items()}
     assert not {file: names for file, names in wrong.items() if names}
 
@@ -74,9 +74,9 @@ CEILINGS = {
 def edges():
     """Module -> the modules that it imports, anywhere in the file, for types too."""
     found: dict[str, set[str]] = {}
-    for module, file in MODULES.items():
-        named = (name if name in MODULES else name.rpartition(".")[0] for name in imported(file))
-        found[module] = {name for name in named if name in MODULES} - {module, "treespec"}
+    for module, file in SOURCE_MODULES.items():
+        named = (name if name in SOURCE_MODULES else name.rpartition(".")[0] for name in imported_names(file))
+        found[module] = {name for name in named if name in SOURCE_MODULES} - {module, "treespec"}
     return found
 
 
@@ -101,7 +101,7 @@ def room(module):
 
 def test_rooms_stay_few_and_import_without_circles():
     graph = edges()
-    inhabited = {m for m, file in MODULES.items() if file.stat().st_size and file.name != "__main__.py"}
+    inhabited = {m for m, file in SOURCE_MODULES.items() if file.stat().st_size and file.name != "__main__.py"}
     counted = {
         "rooms": len({room(module) for module in inhabited}),
         "imports between rooms": len({(room(a), room(b)) for a in graph for b in graph[a] if room(a) != room(b)}),
@@ -116,4 +116,4 @@ def test_a_circle_of_imports_is_found():
 
 def test_the_source_says_what_the_field_says():
     words = re.compile(r"\b(in place of|anew|likeliest|phantom|laws?|company|paced|heard|taps)\b")
-    assert not [str(file) for file in MODULES.values() if words.search(file.read_text())]
+    assert not [str(file) for file in SOURCE_MODULES.values() if words.search(file.read_text())]

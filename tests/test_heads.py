@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from drafting import source_of
-from equality import same_weights, seeded
-from models import change, random_eagle3, random_head, random_model, save_model, target
-from refusals import complains
+from commands import complains
+from drafters import source_of
+from head_files import LLAMA_CONFIG, write_head
+from models import random_eagle3, random_head, random_model, same_weights, seeded, target
 from safetensors.torch import load_file, save_file
-from test_formats import LLAMA, write
+from training import change_json, save_model
 from transformers import LlamaConfig
 
 from treespec.api.load import load
@@ -27,7 +27,7 @@ HALF = torch.randperm(64, generator=seeded(1))[:32].sort().values
 
 PUBLISHED = {  # config.json, and the tensors; EAGLE-3 has no embedding and does not say its aux layers
     "eagle": (
-        LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16"},
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16"},
         """
 embed_tokens.weight=64x32 fc.weight=32x64 fc.bias=32 layers.0.self_attn.q_proj.weight=32x32
 layers.0.self_attn.k_proj.weight=16x32 layers.0.self_attn.v_proj.weight=16x32
@@ -36,7 +36,7 @@ layers.0.mlp.down_proj.weight=32x48 layers.0.post_attention_layernorm.weight=32
 """,
     ),
     "eagle3": (
-        LLAMA | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32, "tie_word_embeddings": False},
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32, "tie_word_embeddings": False},
         """
 fc.weight=32x96 norm.weight=32 lm_head.weight=32x32 midlayer.self_attn.q_proj.weight=32x64
 midlayer.self_attn.k_proj.weight=16x64 midlayer.self_attn.v_proj.weight=16x64
@@ -58,7 +58,7 @@ def publish(folder, kind):
         tensors[name] = torch.randn(*map(int, shape.split("x"))).half()
     if kind == "eagle3":
         tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
-    return write(folder, config, tensors)
+    return write_head(folder, config, tensors)
 
 
 def rewrite(folder, **changes):
@@ -95,7 +95,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(published, ind
         load_head(published)
 
 
-def test_an_index_may_name_links_out_of_its_folder_as_the_hubs_cache_has_them(published):
+def test_an_index_may_name_links_into_the_hubs_cache(published):
     (published / "model.safetensors").rename(published.parent / "blob")
     (published / "part.safetensors").symlink_to(published.parent / "blob")
     names = load_file(published.parent / "blob").keys()
@@ -106,10 +106,10 @@ def test_an_index_may_name_links_out_of_its_folder_as_the_hubs_cache_has_them(pu
 
 def test_a_config_edited_by_hand_is_refused_until_its_checksum_is_deleted(published):
     save_head(load_head(published), published)
-    change(published, max_position_embeddings=64)
+    change_json(published, max_position_embeddings=64)
     with complains(r"config\.json .* if you have edited it, delete its field 'checksum'"):
         load_head(published)
-    change(published, checksum=None)
+    change_json(published, checksum=None)
     assert load_head(published).config["max_position_embeddings"] == 64
 
 
@@ -155,7 +155,7 @@ def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
 @pytest.mark.parametrize("make", [random_head, partial(random_eagle3, drafted=HALF)], ids=["eagle", "eagle3"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "opt", "phi3", "gpt-neox"])
 @pytest.mark.parametrize("leave_out", [(), ("embed_tokens.weight",)], ids=["as of old", "without embedding"])
-def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, leave_out, make, tmp_path):
+def test_a_new_head_fits_its_target_and_is_saved_and_loaded(name, leave_out, make, tmp_path):
     model = target(name)
     head = make(model)
     save_head(head, tmp_path, leave_out=leave_out)
@@ -179,13 +179,13 @@ def third(tmp_path):
     return publish(tmp_path / "published", "eagle3")
 
 
-def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_head(third):
+def test_another_layer_name_or_a_full_token_mapping_gives_the_same_head(third):
     head = load_head(third)
     tensors = load_file(third / "model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     save_file(renamed, third / "model.safetensors")
     assert same_weights(load_head(third).state_dict(), head.state_dict())
-    change(third, draft_vocab_size=64)
+    change_json(third, draft_vocab_size=64)
     whole = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
     rewrite(third, lm_head__weight=torch.randn(64, 32).half(), **whole)
     assert load_head(third).vocabulary is None
@@ -242,7 +242,7 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(third, changes, complai
     ],
 )
 def test_a_config_that_contradicts_itself_or_its_file_is_refused(third, config, complaint):
-    change(third, **config)
+    change_json(third, **config)
     with complains(complaint):
         load_head(third)
     (third / "config.json").write_text("[]")
@@ -251,13 +251,13 @@ def test_a_config_that_contradicts_itself_or_its_file_is_refused(third, config, 
 
 
 def test_a_head_that_reads_layers_its_target_lacks_is_refused(third):
-    change(third, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
+    change_json(third, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
     with complains(r"reads layer 16, the target has 3: it is for another"):
         source_of(f"eagle3:{third}", target("llama"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_is_loaded_packed_and_drafts_the_tokens_of_a_vocabulary_beside_it(tmp_path, dtype):
+def test_a_head_loads_packed_and_drafts_its_separate_vocabulary(tmp_path, dtype):
     model = save_model(tmp_path / "model")
     loaded = Target.load(str(model))
     save_head(random_eagle3(loaded, drafted=torch.arange(90, 130)), tmp_path / "head")

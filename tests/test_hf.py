@@ -1,13 +1,14 @@
-"""`model.generate(custom_generate=Trees(head))`: generate's own tokens, and its law when it samples."""
+"""`model.generate(custom_generate=Trees(head))`: generate's own tokens, and its distribution when it samples."""
 
 from collections import Counter
 
 import pytest
 import torch
-from models import random_head, save_model
-from refusals import complains
+from commands import complains
+from models import random_head
+from reference import ERROR_PROBABILITY, chi_square
 from scipy.stats import chi2
-from test_sequence_law import ERROR, chi_square
+from training import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 
 from treespec.api.hf import Trees
@@ -89,30 +90,30 @@ def test_rows_of_unequal_length_are_decoded_together(pair, trees):
     assert all(stats.acceptance_length >= 1 for stats in trees.stats)
 
 
-def next_law(model, ids, options):
-    """[V] the law of generate's next token, by the scores that it samples from."""
+def next_probs(model, ids, options):
+    """[V] the distribution of generate's next token, by the scores that it samples from."""
     told = {"output_scores": True, "return_dict_in_generate": True}
     out = model.generate(torch.tensor([ids]), max_new_tokens=1, do_sample=True, pad_token_id=0, **options, **told)
     return out.scores[0][0].double().softmax(-1).tolist()
 
 
-def test_sampled_tokens_have_generates_law(pair, trees):
-    """Two tokens by χ² against the law that generate samples them from."""
+def test_sampled_tokens_have_the_distribution_of_generate(pair, trees):
+    """Two tokens by χ² against the distribution that generate samples them from."""
     options = {"top_k": 4, "typical_p": 0.9, "repetition_penalty": 1.5}
-    law = {}
-    for first, p in enumerate(next_law(pair[0], PROMPT[0].tolist(), options)):
+    distribution = {}
+    for first, p in enumerate(next_probs(pair[0], PROMPT[0].tolist(), options)):
         if p:
-            following = next_law(pair[0], [*PROMPT[0].tolist(), first], options)
-            law |= {(first, second): p * q for second, q in enumerate(following) if q}
+            following = next_probs(pair[0], [*PROMPT[0].tolist(), first], options)
+            distribution |= {(first, second): p * q for second, q in enumerate(following) if q}
     torch.manual_seed(0)
     out = pair[1].generate(
         PROMPT.expand(100, -1), max_new_tokens=2, do_sample=True, pad_token_id=0, custom_generate=trees, **options
     )
     seen = Counter(map(tuple, out[:, PROMPT.shape[1] :].tolist()))
-    assert seen.keys() <= law.keys()
-    statistic, freedom = chi_square([seen[pair] for pair in law], list(law.values()))
+    assert seen.keys() <= distribution.keys()
+    statistic, freedom = chi_square([seen[pair] for pair in distribution], list(distribution.values()))
     assert freedom > 3
-    assert statistic < chi2.isf(ERROR, freedom)
+    assert statistic < chi2.isf(ERROR_PROBABILITY, freedom)
 
 
 def test_the_same_torch_seed_gives_the_same_text(pair, trees):

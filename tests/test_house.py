@@ -7,14 +7,12 @@ import sys
 import tomllib
 import zipfile
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from reading_counts import PACKAGE_FOLDERS, ROOT, SOURCE_MODULES, imported_names, list_sources
 
 from treespec.old_paths import NEW_PATHS
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = {"treespec": "treespec"} | {f"treespec.{name}": name for name in ("heads", "trees", "train", "eval")}
 FLOORS = (  # from the ground up: a room imports those of floors below its own; train and eval are one floor
     "errors",
     "old_paths",
@@ -35,29 +33,6 @@ FLOORS = (  # from the ground up: a room imports those of floors below its own; 
     "train eval",
     "cli",
 )
-
-
-def sources():
-    for package, folder in FOLDERS.items():
-        for file in (ROOT / folder).rglob("*.py"):
-            yield package, folder, file
-
-
-def module_of(package, folder, file):
-    inner = file.relative_to(ROOT / folder).with_suffix("").parts
-    return ".".join([package, *(part for part in inner if part != "__init__")])
-
-
-MODULES = {module_of(*source): source[2] for source in sources()}
-
-
-def imported(file):
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
 
 
 def string_constants(tree):
@@ -103,18 +78,20 @@ def imported_when_run(file):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and ast.unparse(node) not in unread:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name if name in MODULES else node.module for name in names if name.startswith("treespec."))
+            yield from (
+                name if name in SOURCE_MODULES else node.module for name in names if name.startswith("treespec.")
+            )
 
 
 def test_the_package_list_is_what_lies_on_the_disk():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     on_disk = set()
-    for package, folder in FOLDERS.items():
+    for package, folder in PACKAGE_FOLDERS.items():
         for init in (ROOT / folder).rglob("__init__.py"):
             inner = init.parent.relative_to(ROOT / folder).parts
             on_disk.add(".".join([package, *inner]))
     assert set(tool["packages"]) == on_disk
-    assert tool["package-dir"] == {package: folder for package, folder in FOLDERS.items() if package != folder}
+    assert tool["package-dir"] == {package: folder for package, folder in PACKAGE_FOLDERS.items() if package != folder}
     for folder in ("heads", "trees", "train", "eval"):
         assert not (ROOT / "treespec" / folder).exists()
 
@@ -157,25 +134,29 @@ def is_upward(module, other):
 def test_a_room_imports_the_floors_below_its_own():
     """Types too."""
     upward = set()
-    for module, file in MODULES.items():
+    for module, file in SOURCE_MODULES.items():
         if (file.name in ("__init__.py", "__main__.py") and not file.read_text().count("\ndef ")) or not place_of(
             module
         ):
             continue  # the entries: `python -m`, and the names that treespec itself offers
         assert place_of(module) in " ".join(FLOORS).split(), f"{module} lies in no room: name its floor in FLOORS"
-        upward |= {module for name in imported(file) if is_upward(module, name)}
+        upward |= {module for name in imported_names(file) if is_upward(module, name)}
     assert not upward
 
 
 def test_no_string_names_a_module_of_a_floor_above():
-    named = {(module, name) for module, file in MODULES.items() for name in named_in_strings(file)}
-    assert {name for _, name in named} <= MODULES.keys()
+    named = {(module, name) for module, file in SOURCE_MODULES.items() for name in named_in_strings(file)}
+    assert {name for _, name in named} <= SOURCE_MODULES.keys()
     assert not {pair for pair in named if is_upward(*pair)}
 
 
 def test_only_the_command_line_changes_the_allocator():
     """A program that imports treespec keeps its own."""
-    setters = {place_of(name) for name in MODULES if "treespec.kernels.allocator" in imported_when_run(MODULES[name])}
+    setters = {
+        place_of(name)
+        for name in SOURCE_MODULES
+        if "treespec.kernels.allocator" in imported_when_run(SOURCE_MODULES[name])
+    }
     assert setters == {"cli"}
 
 
@@ -188,6 +169,21 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_no_source_file_is_over_400_lines():
-    files = [*(file for _, _, file in sources()), *(ROOT / "tests").rglob("*.py")]
+    files = [*(file for _, _, file in list_sources()), *(ROOT / "tests").rglob("*.py")]
     long = {file.name: n for file in files if (n := len(file.read_text().splitlines())) > 400}
     assert not long
+
+
+MAX_HELPER_MODULES = 8
+
+
+def test_tests_share_eight_helper_modules_and_import_no_test():
+    """conftest.py holds fixtures, and tests/golden is a program of its own."""
+    files = sorted((ROOT / "tests").glob("*.py"))
+    helpers = [file.stem for file in files if not file.stem.startswith("test_") and file.stem != "conftest"]
+    assert len(helpers) <= MAX_HELPER_MODULES, helpers
+    importers = set()
+    for file in files:
+        names = [name for name in imported_names(file) if re.match(r"(tests\.)?test_", name)]
+        importers |= {(file.name, name) for name in names}
+    assert not importers

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import interrupt_call
 from models import random_head, target
-from serving import interrupted
 
 from treespec.api.spec import Spec
 from treespec.draft.tree_drafter import TreeDrafter
@@ -147,7 +147,7 @@ def test_an_interrupt_amid_a_batch_leaves_the_object_usable(monkeypatch, owner, 
     spec = Spec(target("llama"), random_head(target("llama")), "2x2")
     wanted = [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS]
     with monkeypatch.context() as patch:
-        patch.setattr(*owner, interrupted(getattr(*owner), call))
+        patch.setattr(*owner, interrupt_call(getattr(*owner), call))
         with pytest.raises(KeyboardInterrupt):
             spec.generate(PROMPTS, max_new_tokens=5, batch=2)
     assert [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS] == wanted

@@ -1,16 +1,14 @@
-"""The kernels compute what torch computes, and a row has the same bits in every company."""
+"""The kernels compute what torch computes, and a row has the same bits in every batch."""
 
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import close, seeded
-from models import CONFIGS, random_model, target
-from tiny_configs import MODELS, tiny
+from commands import to_command
+from models import CONFIGS, MODELS, close, random_model, seeded, target, tiny
 from torch import nn
 
 from treespec.api.load import load
@@ -35,7 +33,7 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # 
 @pytest.mark.parametrize("weights", DTYPES)
 @pytest.mark.parametrize("rows", DTYPES)
 @pytest.mark.parametrize("sizes", [(1, 1), (33, 17), (64, 48), (576, 200), (1536, 65)])
-def test_a_product_is_the_exact_one_up_to_rounding_and_a_row_has_its_bits_alone(sizes, rows, weights):
+def test_a_product_is_exact_up_to_rounding_and_rows_are_independent(sizes, rows, weights):
     torch.manual_seed(0)
     plain = nn.Linear(*sizes, dtype=weights)
     x = torch.randn(40, sizes[0]).to(rows)
@@ -94,7 +92,7 @@ def test_hidden_columns_change_no_bit_of_attention():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_is_the_models_own_up_to_a_rounding_and_others_stay(dtype):
+def test_a_known_norm_is_equal_up_to_rounding_and_others_stay(dtype):
     model = target("llama").model
     norm = type(model.model.norm)(40).to(dtype)
     norm.weight.data = torch.rand(40).to(dtype) + 0.5
@@ -227,9 +225,20 @@ def test_a_fused_layer_of_a_head_is_its_own_up_to_rounding(kind):
     close(*outputs, 1e-4)
 
 
+def print_library() -> None:
+    from treespec.kernels import ops as kernels
+
+    print(kernels.library())
+
+
 def test_without_a_compiler_torch_computes_and_a_line_says_so():
-    code = "from treespec.kernels import ops as kernels; print(kernels.library())"
-    said = subprocess.run([sys.executable, "-c", code], env={"CC": "false"}, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        to_command(print_library),
+        env={"CC": "false"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert said.stdout == "None\n"
     assert "torch's own" in said.stderr
 
@@ -282,3 +291,19 @@ def test_a_mask_of_another_shape_and_training_are_left_to_torch(shape):
     x = torch.randn(1, 2, 9, 16)
     assert kernels.attention(x, x, x, torch.zeros(shape), 1.0) is None
     assert kernels.attention(x.requires_grad_(), x, x, torch.zeros(1, 1, 9, 9), 1.0) is None
+
+
+def test_keys_normed_by_the_weight_of_the_queries_are_found(monkeypatch, tmp_path):
+    """A fault in layer.c."""
+    old = "norm = key ? OF_KEYS : OF_QUERIES;"
+    new = "norm = OF_QUERIES;"
+    assert sum(source.read_text().count(old) for source in kernels.SOURCES) == 1
+    for source in kernels.SOURCES:
+        (tmp_path / source.name).write_text(source.read_text().replace(old, new))
+    monkeypatch.setattr(kernels, "SOURCES", [tmp_path / source.name for source in kernels.SOURCES])
+    kernels.library.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_a_fused_layer_has_the_output_of_its_modules("qwen3", 3, torch.float32)
+    finally:
+        kernels.library.cache_clear()

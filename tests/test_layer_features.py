@@ -3,12 +3,9 @@
 import pytest
 import torch
 import transformers as hf
-from equality import close
-from models import random_eagle3, random_model, target, tokenizer
-from refusals import complains
-from test_target import prefix
-from tiny_configs import MODELS, tiny
-from training import refused, small_run, write_data
+from commands import complains
+from models import MODELS, close, random_eagle3, random_model, random_prefix, target, tiny
+from training import read_refusal, small_run, tokenizer, write_data
 
 from treespec import load
 from treespec.heads.checkpoint import save_head
@@ -36,14 +33,14 @@ def test_training_a_head_on_several_streams_is_refused_before_it_runs(stored, tm
     folder = save_target(tmp_path / "target", "gemma3n_text")
     config = small_run(folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
     features = f"{tmp_path}/features" if stored else None
-    assert "several streams" in refused(config, head="eagle3", features=features)
+    assert "several streams" in read_refusal(config, head="eagle3", features=features)
     assert not (tmp_path / "head" / "model.safetensors").exists()
 
 
-def test_layers_of_a_vision_tower_in_front_are_not_those_of_the_text():
+def test_layers_of_a_vision_tower_are_not_those_of_the_text():
     """GIT's two stacks have equally many layers, and the vision tower's comes first."""
     model = random_model(tiny(MODELS["git"]))
-    text = prefix()
+    text = random_prefix()
     found = Target(model).features(text, (0, 1, 2))
     with torch.inference_mode():
         states = model(input_ids=text, output_hidden_states=True).hidden_states

@@ -1,22 +1,142 @@
 """What training learns: the very tokens that a model generated, in the context that it generated them in."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import transformers as hf
-from family_parts import Said, family_tokenizer
-from family_templates import FAMILIES
-from learning import examples_of, learnt_answers
 from models import GROUPED, random_model
+from training import family_template, family_tokenizer, list_learnt_answers, read_examples
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target
 from treespec.text import templates
 from treespec.text.turns import split_thought
 
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer consists of. call: the argument of a call of `look`. thinks: whether the model does at all."""
+
+    thought: str = ""
+    content: str = ""
+    call: str = ""
+    thinks: bool = False
+
+
+def write_phi(said):
+    call = f'<|tool_call|>{{"name": "look", "arguments": {{"at": "{said.call}"}}}}<|/tool_call|>'
+    return said.content + call * bool(said.call) + "<|end|>"
+
+
+def write_llama(said):
+    called = f'{{"name": "look", "parameters": {{"at": "{said.call}"}}}}'
+    return (called if said.call else said.content) + "<|eot_id|>"
+
+
+def write_mistral(said):
+    call = f'[TOOL_CALLS] [{{"name": "look", "arguments": {{"at": "{said.call}"}}, "id": "call00001"}}]'
+    return (call if said.call else f" {said.content}") + "</s>"
+
+
+def hermes_call(said):
+    if not said.call:
+        return ""
+    call = f'<tool_call>\n{{"name": "look", "arguments": {{"at": "{said.call}"}}}}\n</tool_call>'
+    return "\n" * bool(said.content) + call
+
+
+def write_lfm(said):
+    thought = f"<think>{said.thought}</think>" * bool(said.thought)
+    call = f"<|tool_call_start|>[look(at='{said.call}')]<|tool_call_end|>" * bool(said.call)
+    return thought + said.content + call + "<|im_end|>"
+
+
+def write_qwen_3(said):
+    thought = f"<think>\n{said.thought}\n</think>\n\n" * bool(said.thought)
+    return thought + said.content + hermes_call(said) + "<|im_end|>"
+
+
+def write_qwen_3_5(said):
+    thought = f"<think>\n{said.thought}\n</think>\n\n" * bool(said.thought)
+    call = f"<tool_call>\n<function=look>\n<parameter=at>\n{said.call}\n</parameter>\n</function>\n</tool_call>"
+    return thought + said.content + call * bool(said.call) + "<|im_end|>"
+
+
+def write_glm(said):
+    thought = f"\n<think>{said.thought}</think>" * bool(said.thought)
+    words = f"\n{said.content}" * bool(said.content)
+    call = f"\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>{said.call}</arg_value>\n</tool_call>"
+    return thought + words + (call + "<|observation|>" if said.call else "<|user|>")
+
+
+def write_gpt_oss(said):
+    channel = "<|start|>assistant<|channel|>"
+    thought = f"{channel}analysis<|message|>{said.thought}<|end|>" * bool(said.thought)
+    final = f"{channel}final<|message|>{said.content}<|return|>"
+    call = f'<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{{"at": "{said.call}"}}<|call|>'
+    return (thought + (call if said.call else final)).removeprefix("<|start|>assistant")
+
+
+def write_gemma_4(said):
+    thought = f"<|channel>thought\n{said.thought}\n<channel|>" * bool(said.thought)
+    call = f'<|tool_call>call:look{{at:<|"|>{said.call}<|"|>}}<tool_call|><|tool_response>'
+    return thought + (call if said.call else said.content + "<turn|>")
+
+
+def closed_by(end: str) -> Callable[[Said], str]:
+    """A model that neither thinks nor calls."""
+    return lambda said: said.content + end
+
+
+@dataclass(frozen=True)
+class Family:
+    """write: what the model adds to a prompt. kinds: of conversations beside plain ones that it has.
+
+    Both after the published formats, and apart from each other: a template (tests/families) is what training renders.
+    """
+
+    write: Callable[[Said], str]
+    kinds: tuple[str, ...] = ()
+
+    def written(self, said, before):
+        """What the model writes behind a prompt, which may have opened its thought."""
+        text = self.write(said)
+        opened = max((o for o in ("<think>\n", "<|channel>thought\n") if before.endswith(o)), key=len, default="")
+        return text.removeprefix(opened)
+
+
+CALLS = ("calls",)
+BOTH = ("thoughts", "calls", "thoughts and calls")
+FAMILIES = {
+    "Llama 2": Family(lambda said: f" {said.content} </s>"),
+    "Llama 3": Family(closed_by("<|eot_id|>")),
+    "Llama 3.1": Family(write_llama, CALLS),
+    "Qwen 2.5": Family(lambda said: said.content + hermes_call(said) + "<|im_end|>", CALLS),
+    "Qwen 3": Family(write_qwen_3, BOTH),
+    "Qwen 3.5": Family(write_qwen_3_5, BOTH),
+    "gpt-oss": Family(write_gpt_oss, BOTH),
+    "Gemma 2": Family(closed_by("<end_of_turn>")),
+    "Gemma 3": Family(closed_by("<end_of_turn>")),
+    "Gemma 4": Family(write_gemma_4, BOTH),
+    "Gemma 4, empty thought": Family(write_gemma_4, BOTH),
+    "Phi 3": Family(closed_by("<|end|>")),
+    "Phi 4": Family(closed_by("<|im_end|>")),
+    "Phi 4 mini": Family(write_phi, CALLS),
+    "Mistral": Family(write_mistral, CALLS),
+    "DeepSeek-R1": Family(
+        lambda said: f"<think>\n{said.thought}\n</think>\n\n{said.content}<｜end▁of▁sentence｜>", ("raw thoughts",)
+    ),
+    "GLM 4.5": Family(write_glm, BOTH),
+    "Granite": Family(lambda said: said.content + hermes_call(said) + "<|end_of_text|>", CALLS),
+    "LFM2": Family(write_lfm, BOTH),
+    "Zephyr": Family(closed_by("</s>")),
+    "ChatML": Family(closed_by("<|im_end|>")),
+}
 PUBLISHED = {  # templates that trl ships, by family
     "Llama 3": ("llama3",),
     "Llama 3.1": ("llama3_1", "llama3_2"),
@@ -108,10 +228,10 @@ def generated_conversation(family, tokenizer, kind):
 @pytest.mark.parametrize("name, kind", CASES)
 def test_what_a_model_generates_is_exactly_what_is_learnt(name, kind, tmp_path):
     family = FAMILIES[name]
-    tokenizer = family_tokenizer(FAMILIES[name].template)
+    tokenizer = family_tokenizer(family_template(name))
     messages, answers = generated_conversation(family, tokenizer, kind)
-    examples, report = examples_of(tmp_path, tokenizer, {"messages": messages})
-    assert sorted(learnt_answers(examples)) == sorted(answers)
+    examples, report = read_examples(tmp_path, tokenizer, {"messages": messages})
+    assert sorted(list_learnt_answers(examples)) == sorted(answers)
     assert (report.used, report.left_out, report.thoughtless) == (1, {}, 0)
 
 
@@ -127,14 +247,14 @@ def test_published_templates_are_learnt_as_exactly_where_they_are_installed(name
         if name == "Phi 3":
             tokenizer.eos_token = "<|endoftext|>"
         messages, answers = generated_conversation(FAMILIES[name], tokenizer, kind)
-        examples, _ = examples_of(tmp_path, tokenizer, {"messages": messages})
-        assert sorted(learnt_answers(examples)) == sorted(answers), file
+        examples, _ = read_examples(tmp_path, tokenizer, {"messages": messages})
+        assert sorted(list_learnt_answers(examples)) == sorted(answers), file
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "thoughts" in family.kinds])
 def test_what_a_model_wrote_is_split_into_thoughts_and_words(name):
     family = FAMILIES[name]
-    tokenizer = family_tokenizer(FAMILIES[name].template)
+    tokenizer = family_tokenizer(family_template(name))
     before = [{"role": "user", "content": QUESTIONS[0]}]
     if name == "Gemma 4, empty thought":  # its prompt ends the thought, unless it is asked to think
         assert split_thought(tokenizer, None, before, "abc<turn|>") is None
@@ -147,12 +267,12 @@ def test_what_a_model_wrote_is_split_into_thoughts_and_words(name):
 
 @pytest.mark.parametrize("name, kind", [case for case in CASES if "raw" not in case[1]])
 def test_formatted_text_learns_answers_and_no_words_of_others(name, kind, tmp_path):
-    tokenizer = family_tokenizer(FAMILIES[name].template)
+    tokenizer = family_tokenizer(family_template(name))
     messages, _ = generated_conversation(FAMILIES[name], tokenizer, kind)
     shown = [as_template_takes_it(message) for message in messages]
     text = templates.render(tokenizer, shown, add_generation_prompt=False)
-    examples, _ = examples_of(tmp_path, tokenizer, {"text": text})
-    learnt = [tokenizer.decode(answer) for _, answer in learnt_answers(examples)]
+    examples, _ = read_examples(tmp_path, tokenizer, {"text": text})
+    learnt = [tokenizer.decode(answer) for _, answer in list_learnt_answers(examples)]
     plain = [message["content"] for message in messages if message["role"] == "assistant" and message["content"]]
     if "calls" not in kind:  # an answer behind a tool's result has no header under Gemma 4 and Mistral
         assert [words in part for words, part in zip(plain, learnt, strict=True)] == [True, True]

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-from family_parts import family_tokenizer
-from family_templates import FAMILIES
-from http_serving import tiny_spec
-from learning import examples_of, learnt_answers
-from refusals import says
+from commands import says, tiny_spec
+from training import family_template, family_tokenizer, list_learnt_answers, read_examples
 
 from treespec.serve.messages import encoded
 from treespec.text import templates
@@ -27,9 +24,9 @@ def calling(*places, content=None, **more):
 
 def learnt_of(tmp_path, name, *rows):
     """(texts learnt, report) under a family's template."""
-    tokenizer = family_tokenizer(FAMILIES[name].template)
-    examples, report = examples_of(tmp_path, tokenizer, *rows)
-    return [tokenizer.decode(answer) for _, answer in learnt_answers(examples)], report
+    tokenizer = family_tokenizer(family_template(name))
+    examples, report = read_examples(tmp_path, tokenizer, *rows)
+    return [tokenizer.decode(answer) for _, answer in list_learnt_answers(examples)], report
 
 
 @pytest.mark.parametrize("name", ["ChatML", "Phi 3", "Zephyr", "Llama 3"])
@@ -74,7 +71,7 @@ def test_training_and_server_take_a_developers_message_alike(tmp_path):
         tokenizer = spec.target.tokenizer
         assert tokenizer.decode(served).startswith(first)
         row = {"messages": [*messages, {"role": "assistant", "content": "the answer"}]}
-        (example,), _ = examples_of(tmp_path, tokenizer, row)
+        (example,), _ = read_examples(tmp_path, tokenizer, row)
         assert example.input_ids[: len(served)].tolist() == served == templates.encode(tokenizer, messages)
 
 
@@ -86,7 +83,7 @@ def test_thoughts_under_any_name_reach_gpt_oss(tmp_path):
         ]
 
 
-def test_a_thought_that_says_the_same_as_its_answer_is_not_taken_for_shown(tmp_path):
+def test_a_thought_equal_to_its_answer_does_not_count_as_shown(tmp_path):
     with says("rows.jsonl:1", "the chat template drops the thoughts of its answers"):
         learnt_of(tmp_path, "ChatML", {"messages": [QUESTION, ANSWER | {"reasoning_content": "So."}]})
 
@@ -102,7 +99,7 @@ def test_an_answer_that_a_limit_cut_is_learnt_without_its_end(tmp_path):
 
 def test_the_rows_of_a_conversation_are_held_out_together(tmp_path):
     rows = [{"messages": [QUESTION, ANSWER, {"role": "user", "content": f"{i}?"}, ANSWER]} for i in range(9)]
-    examples, report = examples_of(tmp_path, family_tokenizer(FAMILIES["gpt-oss"].template), *rows)
+    examples, report = read_examples(tmp_path, family_tokenizer(family_template("gpt-oss")), *rows)
     train, held_out = split(examples, 0.3, 0)
     assert (report.used, len(examples), len(held_out)) == (9, 18, 6)
     assert not {one.key for one in train} & {one.key for one in held_out}

@@ -5,13 +5,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from evaluating import config_in, counting, tokens_of
+from commands import complains, config_in, to_command, tokens_of, write_counting
 from models import random_head
-from refusals import complains
 from training import Killed, files_of_at_most
 
 from treespec.cli.measure import evaluate as command
@@ -39,7 +37,7 @@ def options(home, out, **changes):
     return config_in(home, out, **{"verifier": "topk", "max_new_tokens": 4, "warm_up": 0} | changes)
 
 
-def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp_path):
+def test_a_killed_evaluation_resumes_and_a_finished_one_stays_unchanged(home, tmp_path):
     whole = evaluate(options(home, tmp_path / "whole"))
     config = options(home, tmp_path / "out")
     file = tmp_path / "out" / "ledger.jsonl"
@@ -58,8 +56,8 @@ def test_a_killed_evaluation_goes_on_and_a_finished_one_stays_as_it_is(home, tmp
 
 
 def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, tmp_path, monkeypatch):
-    config = begun(options(home, tmp_path / "out", questions=counting(tmp_path / "q.jsonl", 3)))
-    questions = counting(tmp_path / "questions.jsonl", 3)
+    config = begun(options(home, tmp_path / "out", questions=write_counting(tmp_path / "q.jsonl", 3)))
+    questions = write_counting(tmp_path / "questions.jsonl", 3)
     monkeypatch.setattr("treespec.eval.benchmark.describe", lambda target: {"device": "abacus"})
     with complains(r"device was .*, now abacus"):
         evaluate(config)
@@ -72,7 +70,7 @@ def test_another_evaluation_is_refused_in_a_line_that_names_what_differs(home, t
         ({}, "the questions changed"),
     ):
         if not change:
-            counting(tmp_path / "q.jsonl", 4)
+            write_counting(tmp_path / "q.jsonl", 4)
         with complains(words):
             evaluate(replace(config, **change))
 
@@ -144,7 +142,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(home, tmp_path, size)
     assert tokens_of(tmp_path / "out").items() >= there.items()
 
 
-def test_a_folder_that_another_writes_or_that_cannot_be_written_is_told_before_anything_is_loaded(home, tmp_path):
+def test_a_folder_that_is_locked_or_read_only_is_reported_before_loading(home, tmp_path):
     steps = []
     with locked(tmp_path / "out"), complains("out is being written by process"):
         evaluate(options(home, tmp_path / "out"), steps.append)
@@ -170,7 +168,7 @@ def kept(folder, numbers=()):
     return [entry["number"] for entry in Ledger(folder).of("checked")]
 
 
-def test_a_line_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_path):
+def test_a_line_cut_anywhere_is_dropped_and_replaced(tmp_path):
     assert kept(tmp_path) == []
     assert kept(tmp_path, [None, "Zürich 🎵\u2028", 2]) == ["Zürich 🎵\u2028", 2]
     whole = (tmp_path / "ledger.jsonl").read_bytes()
@@ -186,7 +184,7 @@ def test_a_line_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_pat
 NO_ENTRIES = (b"{", b"[]", b"7", b'{"kind": "checked"}', b"\xff", b"[" * 9999, b'{"kind": [[]]}', b"")
 
 
-def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_number(tmp_path):
+def test_only_a_damaged_last_line_is_dropped_others_are_errors_with_numbers(tmp_path):
     kept(tmp_path, [None, 1, 2])
     file = tmp_path / "ledger.jsonl"
     head, first, second, _ = file.read_bytes().split(b"\n")
@@ -199,15 +197,23 @@ def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_numbe
         assert kept(tmp_path, [2]) == [1, 2]
 
 
+def append_for_ever() -> None:
+    """To the ledger in the folder that the command line names, until the process is killed."""
+    import itertools
+    import sys
+    from pathlib import Path
+
+    from treespec.eval.ledger import Ledger
+
+    ledger = Ledger(Path(sys.argv[1]))
+    ledger.append("head", {"format": 3})
+    for i in itertools.count():
+        ledger.append("checked", {"number": i, "words": "x" * 50_000})
+        print(i, flush=True)
+
+
 def test_a_kill_loses_no_entry_whose_append_returned(tmp_path):
-    writer = (
-        "import itertools, sys, pathlib; from treespec.eval.ledger import Ledger\n"
-        "ledger = Ledger(pathlib.Path(sys.argv[1])); ledger.append('head', {'format': 3})\n"
-        "for i in itertools.count():\n"
-        "    ledger.append('checked', {'number': i, 'words': 'x' * 50_000})\n"
-        "    print(i, flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", writer, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*to_command(append_for_ever), str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(20):
         process.stdout.readline()

@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, change, random_head, random_model, target, tokenizer
-from offline import cached, said_offline
-from refusals import complains
+from commands import cache_folder, complains, run_offline
+from models import CONFIGS, random_head, random_model, target
 from safetensors.torch import load_file, save_file
+from training import change_json, tokenizer
 
 from treespec.errors import InputError
 from treespec.files.hub import mistyped
@@ -52,8 +52,8 @@ def refusal(folder):
         "unheard-of": {"model_type": "unheard-of"},
     }.items(),
 )
-def test_a_config_that_its_weights_do_not_fit_is_told_in_one_line(folder, fields, told, capfd):
-    change(folder, **fields)
+def test_a_config_that_does_not_fit_its_weights_is_one_line(folder, fields, told, capfd):
+    change_json(folder, **fields)
     assert told in refusal(folder)
     assert "REPORT" not in capfd.readouterr().err  # transformers' own table of twenty lines
 
@@ -69,7 +69,7 @@ def test_weights_that_are_not_numbers_are_named(folder):
 def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(folder, tmp_path):
     """Rotary buffers, masks, and the layers of multi-token prediction, which no forward of ours runs."""
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
-    change(folder, num_nextn_predict_layers=1)
+    change_json(folder, num_nextn_predict_layers=1)
     add_tensors(folder, **buffers, **{"model.layers.3.mlp.up_proj.weight": torch.ones(2), "mtp.norm": torch.ones(2)})
     Target.load(str(folder))
     random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path / "gpt2")
@@ -93,7 +93,7 @@ def test_a_format_that_transformers_does_not_load_is_named(folder, form, parts, 
     up = "model.layers.0.mlp.up_proj"
     add_tensors(folder, **{f"{up}.weight": torch.zeros(48, 16, dtype=torch.uint8)})
     add_tensors(folder, **{f"{up}.{part}": torch.ones(48, 2) for part in parts})
-    change(folder, **fields)
+    change_json(folder, **fields)
     assert f"in the format {form}, which transformers does not load" in refusal(folder)
 
 
@@ -131,14 +131,13 @@ def test_flipped_bytes_are_one_line_or_a_model(folder, name):
     assert "damaged" in refusal(folder)
 
 
-def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_seconds(folder, tmp_path):
-    tokenizer().save_pretrained(folder)
-    folder.rename(cached(tmp_path, "org/small", "0123abc"))
-    code = """if True:
+def print_loads() -> None:
+    """In a process of its own, without a network."""
     import time
-    from treespec.errors import InputError
+
     from treespec.heads.checkpoint import load_head
     from treespec.model.target import Target
+
     print(Target.load("org/small").layers)
     for load in (Target.load, load_head):
         started = time.perf_counter()
@@ -146,8 +145,12 @@ def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_se
             load("org/absent")
         except ValueError as error:
             print(error, time.perf_counter() - started < 5)
-    """
-    layers, *lines = said_offline(tmp_path, code)
+
+
+def test_without_a_network_the_cache_serves_and_other_names_fail_fast(folder, tmp_path):
+    tokenizer().save_pretrained(folder)
+    folder.rename(cache_folder(tmp_path, "org/small", "0123abc"))
+    layers, *lines = run_offline(tmp_path, print_loads)
     assert (layers, len(lines)) == ("3", 2)
     for line in lines:
         assert "not in the cache, and the hub cannot be reached True" in line

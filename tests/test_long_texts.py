@@ -1,22 +1,138 @@
-"""Where a model has other rotary factors for long texts (longrope), a text that becomes long is the model's own."""
+"""Long texts: rotary factors that change once with the length (longrope), and ones that end the context."""
+
+import logging
 
 import pytest
 import torch
 import transformers as hf
-from equality import close
-from models import as_undrafted, random_eagle3, random_head, random_model
-from test_enumerated import EXACT, enumerate_texts
-from test_rotary import LONGROPE, ORIGINAL, ROPE, assert_equal_to_the_plain_model
-from test_target import TOLERANCE, plain_logits, prefix, random_tree
-from tiny_pairs import spec_of
+from commands import complains
+from drafters import spec_of
+from models import (
+    GROUPED,
+    LOGITS_TOLERANCE,
+    MODELS,
+    as_undrafted,
+    close,
+    plain_logits,
+    random_eagle3,
+    random_head,
+    random_model,
+    random_prefix,
+    random_tree,
+    tiny,
+)
+from reference import TEXT_PROB_TOLERANCE, enumerate_texts
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.heads.checkpoint import save_head
+from treespec.heads.layers import Attention, Rotary
 from treespec.model.rotary import longest_short_text
+from treespec.model.support import context_length
 from treespec.model.target import Target
 from treespec.trees.tree import Drafts, Draws, TokenTree, cut_below, root_only
 
-PROMPTS = {length: prefix(seed=length, length=length)[0].tolist() for length in (20, 30, 31, 32, 33, 34, 60)}
+ORIGINAL = 32  # positions; 128 by the configs
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+LONGROPE = {
+    "phi3": lambda: hf.Phi3Config(
+        **GROUPED,
+        pad_token_id=0,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters=ROPE | FACTORS | {"rope_type": "longrope"},
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **GROUPED,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters=ROPE | FACTORS | {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 1.3},
+    ),
+    "llama": lambda: hf.LlamaConfig(**GROUPED, rope_parameters=ROPE | FACTORS | {"rope_type": "longrope"}),
+}
+LENGTH_DEPENDENT = {
+    "llama-dynamic": lambda: hf.LlamaConfig(
+        **GROUPED | {"max_position_embeddings": ORIGINAL},
+        rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+    ),
+}
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"]  # attention by an index of 32 columns
+ENDING = {name: (make, "rotary") for name, make in LENGTH_DEPENDENT.items()}
+ENDING |= {name: (lambda name=name: tiny(MODELS[name]), "by an index") for name in INDEXED}
+FIXED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+def assert_equal_to_the_plain_model(target, length):
+    """A tree behind so many tokens, prefilled in chunks, beside a shorter text."""
+    text = random_prefix(length=length)
+    tree = random_tree()
+    cache = target.new_cache()
+    beside = target.new_cache()
+    for part in text.split(10, 1):
+        target.prefill(cache, part)
+    target.prefill(beside, text[:, :5])
+    cache.join([beside])
+    long, short = target.forward_trees(cache, [tree, tree])
+    exact = target.deepest(cache) or [length] * 2
+    for out, before, deepest in ((long, text[0], exact[0]), (short, text[0, :5], exact[1])):
+        for node in (tree.depth <= deepest).nonzero().flatten():
+            path = tree.tokens[tree.ancestors[node]]
+            plain = plain_logits(target.model, [*before.tolist(), *path.tolist()])[-1]
+            close(out.logits[node], plain, LOGITS_TOLERANCE, LOGITS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_line_says_where_the_context_ends_by_changing_rotary_factors(name, caplog):
+    make, reason = ENDING[name]
+    with caplog.at_level(logging.WARNING):
+        target = Target(random_model(make()))
+    assert target.context_length == ORIGINAL
+    assert f"texts end at {ORIGINAL} tokens" in caplog.text
+    assert reason in caplog.text
+    assert_equal_to_the_plain_model(target, ORIGINAL - 5)  # the tree's leaves end at the last position
+    spec = Spec(target, None)
+    prompt = random_prefix(length=ORIGINAL - 6)[0].tolist()
+    answer = spec.generate(prompt, max_new_tokens=100)
+    assert len(prompt) + len(answer.token_ids) <= ORIGINAL
+    with complains(f"context holds {ORIGINAL}"):
+        spec.generate(random_prefix(length=ORIGINAL)[0].tolist())
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_fixed_rotary_factors_keep_the_whole_context(kind, caplog):
+    config = hf.LlamaConfig(**GROUPED, rope_parameters=ROPE | FIXED[kind] | {"rope_type": kind})
+    target = Target(random_model(config))
+    assert target.context_length == 128
+    assert "texts end" not in caplog.text
+    assert_equal_to_the_plain_model(target, 100)
+
+
+def test_llama_4_ends_where_its_attention_scales_by_column():
+    length, why = context_length(hf.Llama4TextConfig(max_position_embeddings=1 << 20))
+    assert length == 8192 - 1 - 1024
+    assert "column" in why
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
+def test_a_partial_rotary_factor_of_a_head_rotates_as_in_transformers(rope):
+    rope = rope | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = random_model(hf.NemotronConfig(**GROUPED, head_dim=8, rope_parameters=rope)).model
+    theirs = model.layers[0].self_attn
+    config = hf.LlamaConfig(**GROUPED, rope_parameters=rope)
+    own = Attention(config, qkv_bias=False, in_features=32)
+    own.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 5, 32)
+    places = torch.arange(5)
+    causal = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    expected = theirs(x, model.rotary_emb(x, places[None]), causal)[0]
+    torch.testing.assert_close(own(x, Rotary(config)(places, x.dtype), None, None), expected)
+
+
+PROMPTS = {length: random_prefix(seed=length, length=length)[0].tolist() for length in (20, 30, 31, 32, 33, 34, 60)}
 
 
 @pytest.fixture(scope="module", params=LONGROPE)
@@ -25,20 +141,25 @@ def target(request):
 
 
 @pytest.mark.parametrize("length", [ORIGINAL - 9, ORIGINAL - 2, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 100])
-def test_a_tree_around_the_change_has_the_plain_models_logits_beside_a_short_text(target, length):
+def test_a_tree_around_the_change_has_the_plain_models_logits(target, length):
     assert target.context_length == 128
     assert_equal_to_the_plain_model(target, length)
 
 
-def test_one_token_at_a_time_is_the_plain_forward_over_each_whole_text(target):
-    text = prefix(length=ORIGINAL + 6)[0]
+def test_one_token_at_a_time_equals_a_forward_over_all_tokens(target):
+    text = random_prefix(length=ORIGINAL + 6)[0]
     cache = target.new_cache()
     features = target.features(text[None])[0]
     for place, token in enumerate(text):
         out = target.forward_tree(cache, root_only(token[None]))
         cache.commit([[0]])
-        close(out.logits[0], plain_logits(target.model, text[: place + 1].tolist())[-1], TOLERANCE, TOLERANCE)
-        close(out.features[0], features[place], TOLERANCE, TOLERANCE)
+        close(
+            out.logits[0],
+            plain_logits(target.model, text[: place + 1].tolist())[-1],
+            LOGITS_TOLERANCE,
+            LOGITS_TOLERANCE,
+        )
+        close(out.features[0], features[place], LOGITS_TOLERANCE, LOGITS_TOLERANCE)
 
 
 def text_of_whole_forwards(model, prompt, new):
@@ -80,19 +201,19 @@ def test_texts_of_all_lengths_side_by_side_do_not_notice_each_other(target):
     as_undrafted(spec, [*PROMPTS.values()], 14, batch=4)
 
 
-def test_a_text_that_is_cut_back_to_a_short_one_has_short_factors_again(target):
-    text = prefix(length=ORIGINAL + 8)
+def test_a_text_that_is_cut_short_has_short_factors_again(target):
+    text = random_prefix(length=ORIGINAL + 8)
     cache = target.new_cache()
     target.prefill(cache, text)
     cache.rewind([10])
     target.prefill(cache, text[:, 10:15])
     out = target.forward_tree(cache, root_only(text[0, 15:16]))
-    close(out.logits[0], plain_logits(target.model, text[0, :16].tolist())[-1], TOLERANCE, TOLERANCE)
+    close(out.logits[0], plain_logits(target.model, text[0, :16].tolist())[-1], LOGITS_TOLERANCE, LOGITS_TOLERANCE)
 
 
-def test_the_parts_of_a_long_prompt_are_computed_once_if_more_is_known_to_come():
+def test_chunks_of_a_long_prompt_are_computed_once_if_more_follow():
     target = Target(random_model(LONGROPE["phi3"]()))
-    text = prefix(length=ORIGINAL + 8)
+    text = random_prefix(length=ORIGINAL + 8)
     cache = target.new_cache()
     forwarded = []
     target.decoder.register_forward_pre_hook(
@@ -130,7 +251,7 @@ def test_a_tree_without_its_deepest_nodes_keeps_the_others_and_their_draws():
     assert cut_below(whole, 0)[0].drafts is None
 
 
-def test_nodes_out_of_order_are_numbered_anew():
+def test_nodes_out_of_order_are_renumbered():
     """A deep branch comes first: 0 - 1 - 2 - 3 and 0 - 4 - 5."""
     parents = torch.tensor([-1, 0, 1, 2, 0, 4])
     depth = torch.tensor([0, 1, 2, 3, 1, 2])
@@ -144,7 +265,7 @@ def test_nodes_out_of_order_are_numbered_anew():
     assert torch.equal(cut.ancestors, ancestors[numbers][:, numbers])
 
 
-def test_a_rotary_module_that_is_not_understood_ends_texts_as_a_line_says(caplog):
+def test_an_unknown_rotary_module_ends_texts_early_and_says_so(caplog):
     model = random_model(LONGROPE["phi3"]())
     plain = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: tuple(
@@ -168,4 +289,4 @@ def test_cut_trees_leave_the_distribution_of_texts_as_it_is(verifier, monkeypatc
     spec = spec_of("model", "2x1" if verifier == "rrs" else "2x2", verifier)
     monkeypatch.setattr(spec.target, "deepest", lambda cache: [length % 3 for length in cache.lengths], raising=False)
     deviation, _ = enumerate_texts(spec)
-    assert deviation < EXACT
+    assert deviation < TEXT_PROB_TOLERANCE

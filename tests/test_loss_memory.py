@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from equality import seeded
+from models import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import options
+from training import config_without_files
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.heads.loading import new_head
@@ -67,7 +67,7 @@ def bytes_each(target, head, kind, loss):
     features = target.features(tokens, head.aux_layers, last=True)
     batch = Batch(tokens, counted, features, lengths, generator, TRAINING_BY_KIND[kind].recipe.unrolled_steps)
     with Live() as live:
-        TRAINING_BY_KIND[kind].loss()(options(head=kind, loss=loss), target, head, batch).total.backward()
+        TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind, loss=loss), target, head, batch).total.backward()
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 

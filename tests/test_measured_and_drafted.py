@@ -5,9 +5,8 @@ from copy import deepcopy
 import faults
 import pytest
 import torch
-from equality import close, seeded
-from models import CONFIGS, follow, random_model
-from training import options
+from models import CONFIGS, close, follow, random_model, seeded
+from training import config_without_files
 
 from treespec.api.spec import Spec, trace
 from treespec.draft.drafter import Frontier
@@ -148,7 +147,7 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
     features = target.features(tokens[None], head.aux_layers, last=True)
     names = head.vocabulary
     given = (tokens[None], mask[None], features, torch.tensor([14]), torch.Generator(), STEPS, names)
-    config = options(head=head.kind, loss="tv", noise=0.0)
+    config = config_without_files(head=head.kind, loss="tv", noise=0.0)
     with torch.enable_grad():
         parts = TRAINING_BY_KIND[head.kind].loss()(config, target, head, Batch(*given)).parts
 
@@ -161,9 +160,9 @@ def test_what_training_lowers_is_the_loss_of_what_drafts(name):
         inside = torch.isin(own.argmax(-1), names)[:, None]
         p = own[:, names].softmax(-1) if head.kind == "eagle" else p[:, names] * inside
     for step, logits in enumerate(drafted_along(proposer_of(head, target), tokens, inputs)):
-        law = p[step + 1 : step + 1 + len(logits)]
-        missed = 1 - torch.minimum(law, logits.softmax(-1)).sum(-1)
-        counted = missed.where(law.sum(-1) > 0, 0.0)[mask[step + 2 :]]
+        distribution = p[step + 1 : step + 1 + len(logits)]
+        missed = 1 - torch.minimum(distribution, logits.softmax(-1)).sum(-1)
+        counted = missed.where(distribution.sum(-1) > 0, 0.0)[mask[step + 2 :]]
         assert len(counted) > 3
         assert float(parts[f"token_{step + 1}"]) == pytest.approx(float(counted.mean()), abs=1e-5)
 

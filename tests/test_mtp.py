@@ -1,14 +1,15 @@
 """MTP layers read from the target's own files: drafts, as the layers run plainly over a whole path."""
 
+from typing import Any
+
 import pytest
 import torch
-from drafting import source_of
-from equality import close
-from models import random_model
-from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
-from refusals import complains
+import transformers as hf
+from commands import complains
+from drafters import source_of
+from head_files import add_tensors, decoder_layer, mtp_names, mtp_tensors
+from models import GROUPED, MODELS, close, random_model, tiny
 from safetensors.torch import load_file
-from tiny_configs import MODELS, tiny
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.drafter import Frontier
@@ -16,6 +17,40 @@ from treespec.draft.heads.mtp import dequantised, joined_experts, load_mtp
 from treespec.draft.spec import DrafterSpec
 from treespec.heads.mtp_layouts import mtp_layer
 from treespec.model.target import Target
+
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_experts": 4}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+MLA |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+CONFIGS: dict[str, Any] = {
+    "deepseek": lambda: hf.DeepseekV3Config(
+        **GROUPED | {"num_key_value_heads": 4} | MOE,
+        **MLA,
+    ),
+    "glm": lambda: hf.Glm4MoeConfig(**GROUPED | MOE, head_dim=8, use_qk_norm=True, num_nextn_predict_layers=1),
+    "qwen": lambda: hf.Qwen3NextConfig(
+        **GROUPED,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "mimo": lambda: hf.Qwen2Config(**GROUPED),  # MiMo's own code makes Qwen2's layers
+}
+
+
+def save_with_mtp(folder, layout, layers=1):
+    """A random target of a family, with MTP layers in its file."""
+    model = random_model(CONFIGS[layout]())
+    model.save_pretrained(folder)
+    add_tensors(folder, mtp_tensors(model, layout, layers))
+    return folder
+
 
 MTP = DrafterSpec.parse("mtp")
 LAYOUTS = ["deepseek", "glm", "mimo", "qwen"]
@@ -29,7 +64,7 @@ class Plain:
         tensors = load_file(folder / "model.safetensors")
         config = self.model.config
         self.layout = layout
-        before, parts = names_of(layout, 0, config.num_hidden_layers)
+        before, parts = mtp_names(layout, 0, config.num_hidden_layers)
         self.layer = decoder_layer(self.model).eval()
         self.layer.load_state_dict({name: tensors[before + name] for name in self.layer.state_dict()})
         norm = type(self.layer.input_layernorm)
@@ -71,7 +106,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_drafts_of_texts_together_are_what_the_layers_give_over_each_whole_path_without_a_cache(folders, name):
+def test_drafts_of_a_batch_equal_the_layers_run_over_each_path(folders, name):
     """Texts of nine and two tokens, and one observed in two pieces; two branches of four levels each.
 
     MiMo's file has two layers, of which the first one drafts.

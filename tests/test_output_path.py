@@ -3,10 +3,19 @@
 import pytest
 import torch
 import transformers as hf
-from equality import close
-from models import CONFIGS, GROUPED, random_head, random_model
-from test_target import paths_of, plain_logits, prefix, random_tree
-from tiny_configs import MODELS, tiny
+from models import (
+    CONFIGS,
+    GROUPED,
+    MODELS,
+    close,
+    list_node_paths,
+    plain_logits,
+    random_head,
+    random_model,
+    random_prefix,
+    random_tree,
+    tiny,
+)
 
 from treespec import load
 from treespec.heads.checkpoint import save_head
@@ -35,12 +44,12 @@ def model_of(name):
 def test_a_tree_has_the_logits_of_the_models_own_code(name):
     model = model_of(name)
     tree = random_tree()
-    text = prefix()
+    text = random_prefix()
     target = Target(model)
     cache = target.new_cache()
     target.prefill(cache, text)
     logits = target.forward_tree(cache, tree).logits
-    for node, path in paths_of(tree):
+    for node, path in list_node_paths(tree):
         plain = plain_logits(model, [*text[0].tolist(), *tree.tokens[path].tolist()])[-1]
         close(logits[node], plain, TOLERANCE, TOLERANCE)
 
@@ -62,7 +71,7 @@ def test_a_model_in_16_bits_decodes_as_its_own_generate_does(tmp_path, name):
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "target", **how)
     head = random_head(Target(plain))
     save_head(head.bfloat16(), tmp_path / "head")
-    prompt = prefix(length=7)
+    prompt = random_prefix(length=7)
     wanted = plain.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, 7:].tolist()
     for drafts in ({"drafter": "suffix:tokens=4"}, {"head": tmp_path / "head"}):
         spec = load(tmp_path / "target", **how, **drafts)

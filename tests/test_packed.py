@@ -4,9 +4,9 @@ import weakref
 
 import pytest
 import torch
-from equality import close
-from models import CONFIGS, random_model, save_model
+from models import CONFIGS, close, random_model
 from torch import nn
+from training import save_model
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import new_head

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluating import save_models
-from http_serving import serving, tiny_spec
+from commands import save_home, serving, tiny_spec
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {file.read_text(encoding="utf-8"): file for file in (ROOT / "docs" / "examples").glob("*.py")}
@@ -46,7 +45,7 @@ def server():
 
 @pytest.mark.parametrize("blocks", programs())
 def test_a_block_of_a_page_runs_behind_those_before_it(blocks, server, tmp_path, monkeypatch, capsys):
-    save_models(tmp_path)
+    save_home(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     monkeypatch.setattr(sys, "argv", ["block.py", "target", "head"])

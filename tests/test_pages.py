@@ -15,8 +15,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import typer
-from evaluating import save_models
-from http_serving import serving, tiny_spec
+from commands import save_home, serving, tiny_spec
 
 from treespec.cli import app
 
@@ -100,7 +99,7 @@ def pages_script():
 def pair(tmp_path_factory):
     """A tiny target and head; the target is also what `demo` names there."""
     folder = tmp_path_factory.mktemp("pair")
-    save_models(folder)
+    save_home(folder)
     (folder / "demo").symlink_to(folder / "target")
     return folder
 

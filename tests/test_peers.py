@@ -5,11 +5,19 @@ from threading import Thread
 import pytest
 import torch
 import transformers as hf
-from evaluating import answered, config_in, options_in, page_of, run_command, save_models
-from http_serving import NAME, serving
+from commands import (
+    SERVED_NAME,
+    FakeServer,
+    complains,
+    config_in,
+    options_in,
+    page_of,
+    read_completions,
+    run_command,
+    save_home,
+    serving,
+)
 from models import GROUPED, random_head, random_model
-from refusals import complains
-from regenerating import Server as FakeServer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
@@ -60,10 +68,10 @@ def test_the_report_compares_with_peers_and_bounds(measured):
     out, summary = measured
     found = tables((out / "report.md").read_text())
     (_, _, *speed), limits = found[next(iter(found))], found["Speedup without prompts, and its bound"]
-    for row, (name, tree, heat, tau, speed_cell, *_) in zip(summary["rows"], speed, strict=True):
+    for row, (name, tree, temperature, tau, speed_cell, *_) in zip(summary["rows"], speed, strict=True):
         overall = row["overall"]
         assert name == f"{row['method']}, transformers" if row["peer"] else row["method"]
-        assert (tree, heat) == (row["tree"] or "", f"{row['temperature']:g}")
+        assert (tree, temperature) == (row["tree"] or "", f"{row['temperature']:g}")
         assert float(speed_cell.split()[0]) == pytest.approx(overall["tokens_per_second"]["value"], rel=0.05)
         assert (row["by_generate"] is None) == (row["method"] == GENERATE)
         assert (tau == "") == (overall["acceptance_length"]["value"] is None) == bool(row["peer"])
@@ -72,9 +80,9 @@ def test_the_report_compares_with_peers_and_bounds(measured):
     assert "Speedup without prompts, and its bound" in page
 
 
-def test_methods_that_are_named_say_the_same_and_those_that_cannot_say_why(home, tmp_path):
+def test_named_methods_give_equal_text_and_unavailable_ones_say_why(home, tmp_path):
     """Half of the layers draft; a model with other tokens drafts; this target has no MTP layers."""
-    save_models(tmp_path, 8)
+    save_home(tmp_path, 8)
     peers = ",".join(f"transformers,{name}" for name in (contestants.EARLY_EXIT, contestants.ASSISTED, "MTP"))
     more = {"verifier": "topk", "max_new_tokens": 6, "turns": 1, "assistant": f"{tmp_path}/target"}
     summary = evaluate(config_in(home, tmp_path / "out", peers=peers, **more))
@@ -125,7 +133,7 @@ def test_transformers_samples_from_the_whole_distribution_whatever_the_models_ow
     assert output.stats.truncated == greedy.stats.truncated
 
 
-def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, tmp_path, monkeypatch, capsys):
+def test_a_peer_that_fails_says_why_and_is_retried_later(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(contestants.METHODS, "prompt lookup 3", {"prompt_lookup_num_tokens": 0})
     options = options_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4)
     assert run_command(options) == 0
@@ -136,7 +144,7 @@ def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, t
     assert "Ledger and report are in" in printed.err
     (failed,) = {entry["why"] for entry in Ledger(tmp_path).of("failed")}
     assert f"target-prompt-lookup-3-t0 failed: {' '.join(failed.split())}." in " ".join(said.split())
-    assert "target-prompt-lookup-3-t0" not in answered(tmp_path)
+    assert "target-prompt-lookup-3-t0" not in read_completions(tmp_path)
     monkeypatch.undo()
     summary = evaluate(config_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4))
     assert summary["failed"] == {}
@@ -165,16 +173,21 @@ def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     """treespec's own: its greedy texts are the baseline's, two conversations at a time too."""
     with serving(load(f"{home}/target", drafter="suffix:tokens=0", dtype="float32")) as state:
         address = f"{state.url}/v1"
-        options = {"verifier": "topk", "max_new_tokens": 8, "batch": "1,2", "peers": f"{address},{NAME},{address}"}
+        options = {
+            "verifier": "topk",
+            "max_new_tokens": 8,
+            "batch": "1,2",
+            "peers": f"{address},{SERVED_NAME},{address}",
+        }
         summary = evaluate(config_in(home, tmp_path, **options))
     served = [row for row in summary["rows"] if row["peer"]]
     assert [(row["method"], row["batch"]) for row in served] == [
-        (NAME, 1), ("what it serves", 1), (NAME, 2), ("what it serves", 2)
+        (SERVED_NAME, 1), ("what it serves", 1), (SERVED_NAME, 2), ("what it serves", 2)
     ]  # fmt: skip
-    baseline = answered(tmp_path)["target-baseline-t0-b1"]
+    baseline = read_completions(tmp_path)["target-baseline-t0-b1"]
     for row in served:
         overall = row["overall"]
-        own = answered(tmp_path)[row["name"]]
+        own = read_completions(tmp_path)[row["name"]]
         assert (row["same"], row["turns"]) == (5, 5)
         for one, plain in zip(own, baseline, strict=True):
             for name in ("turns", "new_tokens", "prompt_tokens", "ended"):

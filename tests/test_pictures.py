@@ -6,12 +6,11 @@ from base64 import b64encode
 import pytest
 import torch
 import transformers as hf
-from http_serving import client, serving
-from models import GROUPED, random_head, tokenizer
+from commands import client, complains, serving
+from drafters import check_tree_logits
+from models import GROUPED, generate_plainly, generate_with, random_head
 from PIL import Image
-from refusals import complains
-from test_adapters import decoded, greedy
-from test_every_model import equal_or_refused
+from training import tokenizer
 
 from treespec import load
 from treespec.api.spec import Spec
@@ -75,12 +74,14 @@ def answers(model, inputs):
 def test_a_model_with_pictures_answers_as_its_own_generate_does(tmp_path, name, monkeypatch):
     model = seeing(name)
     model.save_pretrained(tmp_path)
-    assert decoded(load(tmp_path, device_map="cpu", dtype="float32", drafter="suffix:tokens=0")) == greedy(model)
-    assert equal_or_refused(model) is None
+    assert generate_with(
+        load(tmp_path, device_map="cpu", dtype="float32", drafter="suffix:tokens=0")
+    ) == generate_plainly(model)
+    assert check_tree_logits(model) is None
 
     # Two pictures with the same token ids, and a text between them; a picture's tokens in stretches.
     prompts = [prompt_with(name, 1), [3, 4, 5, 6], prompt_with(name, 2)]
-    wanted = [answers(model, prompts[0]), greedy(model), answers(model, prompts[2])]
+    wanted = [answers(model, prompts[0]), generate_plainly(model), answers(model, prompts[2])]
     assert wanted[0] != wanted[2]
     monkeypatch.setattr(batch, "STRETCH", 3)
     target = Target(model)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from http_serving import tiny_spec
+from commands import complains, tiny_spec
 from models import target
-from refusals import complains
 
 from treespec.api.spec import Spec
 
@@ -73,14 +72,14 @@ def test_rows_are_prompts_each_as_alone(spec, given):
             one_at_a_time(given)
 
 
-def test_a_list_of_conversations_is_several_prompts_and_a_list_of_messages_one(spec):
+def test_a_list_of_conversations_is_several_prompts_one_of_messages_one(spec):
     wanted = [answer(spec, MESSAGES), answer(spec, MESSAGES[1:])]
     assert answers(spec, [MESSAGES, MESSAGES[1:]]) == wanted
     assert answers(spec, [MESSAGES]) == wanted[:1]
 
 
 @pytest.mark.parametrize("row", ROW.values(), ids=ROW)
-def test_one_row_is_one_prompt_where_one_is_taken_and_a_list_of_one_from_generate(spec, row):
+def test_one_row_is_one_prompt_and_from_generate_a_list(spec, row):
     assert spec.encode(row) == IDS
     stream = spec.stream(row, max_new_tokens=NEW)
     list(stream)

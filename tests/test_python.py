@@ -7,10 +7,9 @@ from inspect import signature
 import pytest
 import torch
 import transformers as hf
-from drafting import source_of
-from equality import same_weights
-from models import CONFIGS, as_undrafted, random_head, random_model, target
-from refusals import complains
+from commands import complains
+from drafters import source_of
+from models import CONFIGS, as_undrafted, random_head, random_model, same_weights, target
 
 import treespec
 from treespec import load
@@ -131,7 +130,7 @@ class NoDrafts(Drafter):
     def __init__(self):
         self.counts = [0]
 
-    def draft_trees(self, roots, laws, generators, cache, now=None):
+    def draft_trees(self, roots, distributions, generators, cache, now=None):
         assert self.counts == cache.lengths
         return [root_only(root) for root in roots.split(1)]
 
@@ -290,7 +289,7 @@ def test_a_name_joins_a_memory_and_a_drafter(name, members):
 
 
 @pytest.mark.parametrize("prompts, n, answers", [([5, 6], 2, 2), ([[5], [6]], None, 2), ([[5], [6], [7]], 4, 12)])
-def test_seeds_that_leave_their_range_are_told_by_the_one_that_was_given(prompts, n, answers):
+def test_seeds_out_of_range_are_refused_by_the_given_one(prompts, n, answers):
     spec = Spec(target("llama"), None)
     last = 2**64 - answers
     outputs = spec.generate(prompts, n=n, seed=last, temperature=1.0, max_new_tokens=1)

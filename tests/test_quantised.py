@@ -5,13 +5,11 @@ import shutil
 import pytest
 import torch
 import transformers as hf
-from equality import close, seeded
-from gguf_files import write_gguf
-from models import as_undrafted, change, random_model, save_model
-from offline import cached, said_offline
-from refusals import complains
-from test_recurrent import save
+from commands import cache_folder, complains, run_offline
+from head_files import write_gguf
+from models import as_undrafted, close, random_model, seeded
 from torch import nn
+from training import change_json, save_model, save_tiny_model
 
 from treespec.api.load import load
 from treespec.draft.auto.measure import dependencies
@@ -62,7 +60,7 @@ def wide(tmp_path_factory):
         ("gguf:tiny.gguf", "gguf"),
     ],
 )
-def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form, package, wide, caplog):
+def test_trees_of_quantised_targets_give_the_tokens_of_plain_decoding(form, package, wide, caplog):
     """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
     pytest.importorskip(package)
     spec = load(f"{wide}/target", wide / "head", "4x2", load_in=form, dtype="float32")
@@ -141,16 +139,13 @@ def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above
     assert "above" not in str(caught.value)
 
 
-def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
-    """From the hub's cache, without a network: weights and identity are those of the named state."""
-    for revision, commit in (("main", "0123abc"), ("other", "4567def")):
-        place = shutil.copytree(folder, cached(tmp_path, "org/small", commit, revision))
-    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(place)
-    code = """if True:
+def print_revisions() -> None:
+    """In a process of its own, without a network."""
     from treespec.errors import InputError
     from treespec.model.identity import target_identity
-    from treespec.model.target import Target
     from treespec.model.placement import Placement
+    from treespec.model.target import Target
+
     for revision in (None, "other", "absent"):
         try:
             print(target_identity("org/small", Placement(revision=revision)))
@@ -158,8 +153,14 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
             print(float(target.model.lm_head.weight[0, 0]))
         except InputError as error:
             print(error)
-    """
-    first, of_first, second, of_second, absent = said_offline(tmp_path, code)
+
+
+def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
+    """From the hub's cache, without a network: weights and identity are those of the named state."""
+    for revision, commit in (("main", "0123abc"), ("other", "4567def")):
+        place = shutil.copytree(folder, cache_folder(tmp_path, "org/small", commit, revision))
+    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(place)
+    first, of_first, second, of_second, absent = run_offline(tmp_path, print_revisions)
     assert (first, second) == ("commit 0123abc", "commit 4567def")
     assert of_first != of_second
     assert "revision absent of it is not in the cache" in absent
@@ -168,7 +169,7 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
 def test_a_quantised_checkpoint_without_its_package_is_told_in_a_line(folder, tmp_path):
     """In the words of transformers."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    change(tmp_path, quantization_config={"quant_method": "aqlm"})
+    change_json(tmp_path, quantization_config={"quant_method": "aqlm"})
     with complains(r"cannot load the target.*pip install aqlm[^\n]*$"):
         load(str(tmp_path))
 
@@ -227,7 +228,7 @@ def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
 
 
 def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):
-    own = compress(save("lfm2", tmp_path / "plain"), tmp_path / "own", 8)
+    own = compress(save_tiny_model("lfm2", tmp_path / "plain"), tmp_path / "own", 8)
     spec = load(str(own), drafter="suffix:tokens=0", dtype="float32")
     assert spec.target.recurrent
     as_undrafted(spec, [PROMPT * 3], 16)

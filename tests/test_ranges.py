@@ -6,7 +6,7 @@ import math
 from importlib import import_module
 
 import pytest
-from refusals import complains, says
+from commands import complains, says
 
 from treespec.errors import InputError
 from treespec.options import check, numbers_in, option, range_of

@@ -6,12 +6,8 @@ import random
 
 import pytest
 import torch
-from chat_templates import (
-    CHATML,
-    encode_conversation,
-    turns,
-)
-from refusals import complains
+from commands import complains
+from training import CHATML, encode_conversation, to_messages
 
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import Example, split
@@ -31,8 +27,8 @@ SHAREGPT = [
     },
 ]
 MESSAGES = [
-    {"messages": turns(["u Hi", "a Hello"])},
-    {"messages": turns(["s Be kind.", "u Äh?", "a \u2028Ja.\n"])},
+    {"messages": to_messages(["u Hi", "a Hello"])},
+    {"messages": to_messages(["s Be kind.", "u Äh?", "a \u2028Ja.\n"])},
 ]
 
 
@@ -99,7 +95,7 @@ def test_a_slow_tokenizer_is_refused():
 
     tokenizer = Slow(chat_template=CHATML)
     with complains("Slow does not say which characters"):
-        encode_conversation(tokenizer, turns(["u Hi", "a Hello"]))
+        encode_conversation(tokenizer, to_messages(["u Hi", "a Hello"]))
 
 
 def test_the_split_depends_on_the_conversations_alone():

@@ -5,13 +5,23 @@ from functools import cache
 
 import pytest
 import torch
-from equality import close, seeded
-from models import as_undrafted, plain_generate, prompt, random_model, tokenizer
-from refusals import complains
-from test_every_model import TOLERANCE
-from test_target import paths_of, plain_logits, prefix, random_tree
-from tiny_configs import MODELS, tiny
-from training import small_run, write_data
+from commands import complains
+from drafters import ARCHITECTURE_TOLERANCE
+from models import (
+    MODELS,
+    as_undrafted,
+    close,
+    list_node_paths,
+    plain_generate,
+    plain_logits,
+    prompt,
+    random_model,
+    random_prefix,
+    random_tree,
+    seeded,
+    tiny,
+)
+from training import save_tiny_model, small_run, write_data
 
 from treespec import load
 from treespec.api.spec import Spec
@@ -71,11 +81,11 @@ def alone(name, ids):
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
+def test_a_tree_scores_as_its_paths_and_commit_equals_a_prefill(name):
     """The path 0 1 5 8 is no chain: the layers compute its states again."""
     model = target(name)
     tree = random_tree()
-    text = prefix(length=9)
+    text = random_prefix(length=9)
     path = [0, 1, 5, 8]
     assert model.recurrent.continues == RECURRENT[name]
     cache = model.new_cache(capacity=4)
@@ -83,15 +93,15 @@ def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
     for part in text.split(4, 1):
         model.prefill(cache, part)
     logits = model.forward_tree(cache, tree).logits
-    for node, nodes in paths_of(tree):
+    for node, nodes in list_node_paths(tree):
         alone = plain_logits(model.model, text[0].tolist() + tree.tokens[nodes].tolist())[-1]
-        close(logits[node], alone, TOLERANCE, TOLERANCE)
+        close(logits[node], alone, ARCHITECTURE_TOLERANCE, ARCHITECTURE_TOLERANCE)
     cache.commit([path])
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
     following = random_tree(seed=7)
     ours = model.forward_tree(cache, following)
     fresh = model.forward_tree(again, following)
-    close(ours.logits, fresh.logits, TOLERANCE, TOLERANCE)
+    close(ours.logits, fresh.logits, ARCHITECTURE_TOLERANCE, ARCHITECTURE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in RECURRENT])
@@ -117,7 +127,7 @@ def test_commit_reads_no_weights_of_linear_layers(name):
     """The states of the path 0 1 5 8 from what the forward computed: the weights are gone by then."""
     model = Target(random_model(tiny(MODELS[name])))
     tree = random_tree()
-    text = prefix(length=9)
+    text = random_prefix(length=9)
     path = [0, 1, 5, 8]
     cache = model.new_cache()
     again = model.new_cache()
@@ -130,7 +140,7 @@ def test_commit_reads_no_weights_of_linear_layers(name):
     cache.commit([path])
     for ours, fresh in zip(cache.states[0], again.states[0], strict=True):
         for key, wanted in fresh.items():
-            close(ours[key], wanted, TOLERANCE, TOLERANCE)
+            close(ours[key], wanted, ARCHITECTURE_TOLERANCE, ARCHITECTURE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
@@ -176,21 +186,9 @@ def test_what_keeps_its_state_elsewhere_is_refused_by_name(name, reason):
     assert type(model).__name__ in str(caught.value)
 
 
-def save(name, folder):
-    """A tiny target with sharp laws, and the tests' tokenizer."""
-    words = tokenizer()
-    sizes = {"vocab_size": len(words), "eos_token_id": 2, "max_position_embeddings": 512}
-    model = random_model(tiny(MODELS[name], sizes))
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(3)
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
-def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token(name, tmp_path):
-    folder = save(name, tmp_path / "target")
+def test_a_head_trains_on_a_recurrent_target_and_changes_no_token(name, tmp_path):
+    folder = save_tiny_model(name, tmp_path / "target")
     config = small_run(folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", max_steps=2)
     train(config)
     spec = load(str(folder), f"{tmp_path}/head", tree="2x2", dtype="float32")
@@ -207,7 +205,7 @@ def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token
 
 
 def test_trees_from_the_text_go_through_recurrent_layers(tmp_path):
-    folder = save("lfm2", tmp_path / "target")
+    folder = save_tiny_model("lfm2", tmp_path / "target")
     spec = load(str(folder), drafter="suffix", dtype="float32")
     prompts = ["the user asks and the user asks and the user", "the assistant answers"]
     as_undrafted(spec, prompts, 16, batch=2)

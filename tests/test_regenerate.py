@@ -1,15 +1,18 @@
 """Regeneration: every row is answered once, whatever happens on the way; so are questions that the target writes."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from commands import treespec
-from learning import learnt_answers
-from models import TableConfig, TableModel
-from refusals import complains
-from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, words_tokenizer, write_questions
+import transformers as hf
+from commands import complains, treespec
+from models import GROUPED, TableConfig, TableModel, random_model
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from training import CHAT_TEMPLATE, list_learnt_answers, read_lines, read_rows, regenerate_config, write_question_data
 
 from treespec import load
 from treespec.api.engine import Engine
@@ -26,6 +29,34 @@ from treespec.train.regenerate.magpie import normal, problem_of, user_turn
 from treespec.train.regenerate.questions import drawn, passes
 from treespec.train.regenerate.run import LEFT_OUT, OUT, regenerate
 
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "why", "is", "the", "sky", "sea", "blue"]
+
+
+def words_tokenizer():
+    """One token a word; a user's turn begins with `<s> user :` and ends with `<s>`, an answer with `</s>`."""
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def save_words_model(folder, seed=3):
+    """A random Llama over these words, which ends an answer of its own accord after some tokens."""
+    changes = {"vocab_size": len(WORDS), "max_position_embeddings": 256}
+    random_model(hf.LlamaConfig(**GROUPED | changes), seed=seed).save_pretrained(folder)
+    words_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def killed_after(config, rows):
+    """Run in a process of its own that SIGKILLs itself once so many rows are done."""
+    child = os.fork()
+    if child == 0:
+        regenerate(config, lambda done, *_: os.kill(os.getpid(), signal.SIGKILL) if done >= rows else None)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -34,13 +65,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return write_questions(tmp_path_factory.mktemp("regenerate") / "data.jsonl")
+    return write_question_data(tmp_path_factory.mktemp("regenerate") / "data.jsonl")
 
 
 @pytest.fixture(scope="module")
 def whole(model, data, tmp_path_factory):
     """A run that nothing disturbed."""
-    config = config_for(model, data, tmp_path_factory.mktemp("regenerate") / "whole")
+    config = regenerate_config(model, data, tmp_path_factory.mktemp("regenerate") / "whole")
     regenerate(config)
     return config
 
@@ -48,7 +79,7 @@ def whole(model, data, tmp_path_factory):
 def test_every_question_is_answered_by_generate_with_its_own_seed(whole, model, data):
     spec = load(model, dtype="float32")
     asked = {one.source: one.messages for one in read_conversations(data)[0]}
-    rows = by_row(whole)
+    rows = read_rows(whole)
     assert {line["id"] for line in rows.values()} == asked.keys()
     assert {line["temperature"] for line in rows.values()} == {0.0, 1.0}
     assert {end for line in rows.values() for end in line["ended"]} == {"model", "max_new_tokens"}
@@ -66,15 +97,15 @@ def test_what_was_asked_and_generated_is_what_training_reads(whole, model):
     conversations, _ = read_conversations(f"{whole.out}/{OUT}")
     examples, report = encode_conversations(spec.target.tokenizer, conversations, None, 1000)
     expected = []
-    for line in lines_of(whole):
+    for line in read_lines(whole):
         for turn in range(len(line["tokens"])):
             prompt = line["messages"][: 2 * turn + 1]
             options = {"temperature": line["temperature"]}
             seed = drawn(whole.seed, line["row"], turn)
             answer = spec.generate(prompt, seed=seed, max_new_tokens=whole.max_new_tokens, **options)
             expected.append((spec.encode(prompt), answer.token_ids))
-    assert sorted(learnt_answers(examples)) == sorted(expected)
-    assert len(by_row(whole)) == report.used <= len(examples) < len(expected)
+    assert sorted(list_learnt_answers(examples)) == sorted(expected)
+    assert len(read_rows(whole)) == report.used <= len(examples) < len(expected)
 
 
 def test_thoughts_of_the_target_stand_apart_from_its_words():
@@ -94,7 +125,7 @@ def test_thoughts_of_the_target_stand_apart_from_its_words():
         for before, last, following in zip(said, said[1:], said[2:], strict=False):
             model.model.table[before, last, following] = 99.0
     spec = Spec(Target(model, tokenizer), None)
-    config = config_for("m", "d", "o")
+    config = regenerate_config("m", "d", "o")
     with Engine(spec) as engine:
         messages = [{"role": "user", "content": "why"}]
         answer = of_target(engine, config)(messages, 0, True)
@@ -104,8 +135,8 @@ def test_thoughts_of_the_target_stand_apart_from_its_words():
     assert [*answer.prompt_ids] == spec.encode(messages)
 
 
-def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_messages(whole, tmp_path):
-    lines = lines_of(whole)
+def test_rows_of_older_versions_or_other_tokenizers_are_read_by_messages(whole, tmp_path):
+    lines = read_lines(whole)
     earlier = [
         {name: value for name, value in line.items() if name not in ("input_ids", "loss_mask")} for line in lines
     ]
@@ -123,22 +154,22 @@ def test_rows_of_an_earlier_version_or_another_tokenizer_are_read_from_their_mes
 def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_path):
     backwards = tmp_path / "backwards.jsonl"
     backwards.write_text("\n".join(reversed(data.read_text().splitlines())))
-    config = config_for(model, backwards, tmp_path / "out", batch=1)
+    config = regenerate_config(model, backwards, tmp_path / "out", batch=1)
     regenerate(config)
-    assert by_row(config) == by_row(whole)
+    assert read_rows(config) == read_rows(whole)
 
 
 def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
     config = replace(whole, out=f"{tmp_path}/out")
     for rows in (1, 4, 9):
         killed_after(config, rows)
-        assert len(by_row(config)) < 12
+        assert len(read_rows(config)) < 12
         with (tmp_path / "out" / OUT).open("a") as file:  # what a kill in the middle of a line leaves
             file.write('{"id": "talk-0", "row": "4')
     regenerate(config)
-    assert by_row(config) == by_row(whole)
+    assert read_rows(config) == read_rows(whole)
     before = (tmp_path / "out" / OUT).read_bytes()
-    assert regenerate(config).conversations == len(by_row(whole))
+    assert regenerate(config).conversations == len(read_rows(whole))
     assert (tmp_path / "out" / OUT).read_bytes() == before
 
 
@@ -161,7 +192,7 @@ def test_models_and_data_are_known_by_content(whole, data, tmp_path):
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(data.read_bytes())
     regenerate(replace(config, data=str(moved)))
-    other = write_questions(tmp_path / "other.jsonl", count=5)
+    other = write_question_data(tmp_path / "other.jsonl", count=5)
     with complains("another content of data"):
         regenerate(replace(config, data=str(other)))
     with complains("another content of target"):
@@ -171,24 +202,26 @@ def test_models_and_data_are_known_by_content(whole, data, tmp_path):
 def test_a_head_changes_no_greedy_answer(model, data, tmp_path):
     head = tmp_path / "head"
     save_head(new_head("eagle", Target.load(str(model), dtype="float32")), head)
-    plain = config_for(model, data, tmp_path / "plain", greedy=1.0)
-    drafted = config_for(model, data, tmp_path / "drafted", greedy=1.0, head=str(head), tree="2x2", verifier="greedy")
+    plain = regenerate_config(model, data, tmp_path / "plain", greedy=1.0)
+    drafted = regenerate_config(
+        model, data, tmp_path / "drafted", greedy=1.0, head=str(head), tree="2x2", verifier="greedy"
+    )
     regenerate(plain)
     regenerate(drafted)
-    assert by_row(drafted) == by_row(plain)
-    assert {line["temperature"] for line in lines_of(plain)} == {0.0}
+    assert read_rows(drafted) == read_rows(plain)
+    assert {line["temperature"] for line in read_lines(plain)} == {0.0}
 
 
 def test_what_cannot_be_asked_is_left_out_with_its_reason_once(model, tmp_path):
     asked = ["the sky", "the " * 30, "is the sea blue", "the sky"]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in asked))
-    config = config_for(model, data, tmp_path / "out", question_tokens=20)
+    config = regenerate_config(model, data, tmp_path / "out", question_tokens=20)
     result = regenerate(config)
     assert (result.conversations, dict(result.left_out)) == (2, {"a question is too long": 1})
-    assert [line["id"] for line in lines_of(config, LEFT_OUT)] == ["2"]
+    assert [line["id"] for line in read_lines(config, LEFT_OUT)] == ["2"]
     assert regenerate(config) == result
-    assert len(lines_of(config, LEFT_OUT)) == 1
+    assert len(read_lines(config, LEFT_OUT)) == 1
 
 
 def test_english_and_code_pass_and_other_languages_do_not():
@@ -229,7 +262,7 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(model, changes, said, tmp_path):
     with complains(said):
-        regenerate(config_for(model, None, tmp_path / "out", **changes))
+        regenerate(regenerate_config(model, None, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
 
 
@@ -242,7 +275,9 @@ VICUNA = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% e
 
 @pytest.fixture(scope="module")
 def questioned(model, tmp_path_factory):
-    config = config_for(model, None, tmp_path_factory.mktemp("own") / "whole", from_template=12, question_tokens=16)
+    config = regenerate_config(
+        model, None, tmp_path_factory.mktemp("own") / "whole", from_template=12, question_tokens=16
+    )
     regenerate(config)
     return config
 
@@ -251,9 +286,9 @@ PROBLEMS = {f"question: {name}" for name in ("no end", "empty", "broken characte
 PROBLEMS.add("an answer is empty")
 
 
-def test_each_question_is_answered_or_left_out_and_no_two_are_the_same(questioned):
-    rows = by_row(questioned)
-    left_out = lines_of(questioned, LEFT_OUT)
+def test_each_question_is_answered_or_left_out_without_duplicates(questioned):
+    rows = read_rows(questioned)
+    left_out = read_lines(questioned, LEFT_OUT)
     assert len(rows) >= 4
     assert {*rows, *(line["row"] for line in left_out)} == {f"template-{number}" for number in range(12)}
     assert len({normal(line["messages"][0]["content"]) for line in rows.values()}) == len(rows)
@@ -263,7 +298,7 @@ def test_each_question_is_answered_or_left_out_and_no_two_are_the_same(questione
 def test_a_question_is_the_targets_own_continuation_of_its_template(questioned, model):
     spec = load(model, dtype="float32")
     prompt = spec.target.tokenizer("<s>user: ", add_special_tokens=False)["input_ids"]
-    for row, line in by_row(questioned).items():
+    for row, line in read_rows(questioned).items():
         options = {"seed": drawn(questioned.seed, row, "question"), "max_new_tokens": 16}
         alone = spec.generate(prompt, temperature=1.0, stop="<s>", **options)
         assert line["messages"][0]["content"] == alone.text.strip()
@@ -273,11 +308,11 @@ def test_questions_depend_on_neither_batch_nor_kill(questioned, tmp_path):
     config = replace(questioned, out=f"{tmp_path}/out", batch=3, from_template=6)
     killed_after(config, 2)
     regenerate(replace(config, from_template=12))
-    assert by_row(config) == by_row(questioned)
+    assert read_rows(config) == read_rows(questioned)
 
 
 def test_a_target_that_repeats_itself_is_asked_a_question_once(model, tmp_path):
-    config = config_for(model, None, tmp_path, from_template=9, temperature=1e-4, question_tokens=12, batch=4)
+    config = regenerate_config(model, None, tmp_path, from_template=9, temperature=1e-4, question_tokens=12, batch=4)
     result = regenerate(config)
     assert result.conversations <= 1
     assert result.left_out.total() == 9 - result.conversations

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from refusals import complains
-from regenerating import Server, by_row, capitals, config_for, lines_of, write_questions
+from commands import FakeServer, answer_in_capitals, complains
+from training import read_lines, read_rows, regenerate_config, write_question_data
 
 from treespec.train.regenerate import ask
 from treespec.train.regenerate.run import LEFT_OUT, regenerate
@@ -18,7 +18,7 @@ from treespec.train.regenerate.run import LEFT_OUT, regenerate
 def server(monkeypatch):
     monkeypatch.setattr(ask, "PAUSE", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with Server() as running:
+    with FakeServer() as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield running
@@ -28,14 +28,14 @@ def server(monkeypatch):
 
 @pytest.fixture
 def config(server, tmp_path):
-    data = write_questions(tmp_path / "data.jsonl")
-    return config_for("the-model", data, tmp_path / "out", endpoint=server.url, greedy=0.5)
+    data = write_question_data(tmp_path / "data.jsonl")
+    return regenerate_config("the-model", data, tmp_path / "out", endpoint=server.url, greedy=0.5)
 
 
 def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
     result = regenerate(config)
     assert (result.conversations, result.tokens) == (12, 3 * len(server.requests))
-    for line in lines_of(config):
+    for line in read_lines(config):
         asked = line["messages"][::2]
         answers = line["messages"][1::2]
         assert [answer["content"] for answer in answers] == [question["content"].upper() for question in asked]
@@ -48,10 +48,10 @@ def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
     assert Counter(len(body["messages"]) for _, _, body in server.requests) == {1: 12, 3: 8}
 
 
-def test_what_fails_for_a_while_is_asked_again_and_the_key_is_written_nowhere(server, config):
+def test_temporary_failures_are_retried_and_the_key_is_written_nowhere(server, config):
     server.troubles = {0: 503, 2: 429, 4: "hang up", 6: "hang up"}
     regenerate(config)
-    assert len(by_row(config)) == 12
+    assert len(read_rows(config)) == 12
     for file in Path(config.out).iterdir():
         assert b"secret" not in file.read_bytes(), file
     with complains("answers_by = 'a server', not 'the target'"):
@@ -62,7 +62,7 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
     server.troubles = {1: 400}
     result = regenerate(replace(config, batch=1))
     assert result.conversations == 11
-    (line,) = lines_of(config, LEFT_OUT)
+    (line,) = read_lines(config, LEFT_OUT)
     assert line["problem"].startswith("refused: the server refuses with HTTP 400")
 
 
@@ -75,18 +75,18 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
         "refuses with HTTP 500.*repeat the command": dict.fromkeys(range(6, 99), 500),
     }.items(),
 )
-def test_a_server_that_fails_for_good_ends_the_run_and_keeps_its_rows(server, config, trouble, said):
+def test_a_server_that_keeps_failing_ends_the_run_with_its_rows(server, config, trouble, said):
     server.troubles = trouble
     with complains(said):
         regenerate(replace(config, batch=1))
-    before = by_row(config)
+    before = read_rows(config)
     assert 0 < len(before) < 12
     server.troubles, count = {}, len(server.requests)
     regenerate(config)
     ended = [line["messages"][0] for line in before.values()]
     assert not any(body["messages"][0] in ended for _, _, body in server.requests[count:])
-    assert len(by_row(config)) == 12
-    assert before.items() <= by_row(config).items()
+    assert len(read_rows(config)) == 12
+    assert before.items() <= read_rows(config).items()
 
 
 def thinking(body, **more):
@@ -112,7 +112,7 @@ def test_thoughts_that_a_server_tells_apart_are_kept_and_not_sent_back(server, c
     server.answer = without_ids
     regenerate(config)
     answer = {"role": "assistant", "content": "THE SEA", "reasoning_content": "why not"}
-    for line in lines_of(config):
+    for line in read_lines(config):
         assert line["messages"][1::2] == [answer] * len(line["tokens"])
         assert "input_ids" not in line
     assert {tuple(message) for _, _, body in server.requests for message in body["messages"]} == {("role", "content")}
@@ -122,7 +122,7 @@ def test_token_ids_that_a_server_tells_are_the_row_of_an_answer(server, config):
     server.answer = thinking
     regenerate(config)
     assert all(body["return_token_ids"] for _, _, body in server.requests)
-    for line in lines_of(config):
+    for line in read_lines(config):
         count = len(line["tokens"])
         assert line["input_ids"] == [[1, 4, 5, 6, 7, 8, 2]] * count
         assert line["loss_mask"] == [[0, 0, 1, 1, 1, 1, 1]] * count
@@ -131,12 +131,12 @@ def test_token_ids_that_a_server_tells_are_the_row_of_an_answer(server, config):
 def test_token_ids_that_are_not_all_of_an_answers_are_left_out(server, config):
     server.answer = lambda body: thinking(body, completion_tokens=6)
     regenerate(config)
-    assert not any("input_ids" in line for line in lines_of(config))
+    assert not any("input_ids" in line for line in read_lines(config))
 
 
-def test_a_server_that_refuses_the_field_for_token_ids_is_asked_without_it(server, config):
+def test_a_server_that_refuses_token_ids_is_asked_without_them(server, config):
     def strict(body):
-        return (400, "unknown field return_token_ids") if "return_token_ids" in body else capitals(body)
+        return (400, "unknown field return_token_ids") if "return_token_ids" in body else answer_in_capitals(body)
 
     server.answer = strict
     assert regenerate(replace(config, batch=1)).conversations == 12
@@ -146,7 +146,7 @@ def test_a_server_that_refuses_the_field_for_token_ids_is_asked_without_it(serve
 
 def test_an_answer_whose_thoughts_the_server_hides_is_left_out(server, config):
     hidden = {"completion_tokens_details": {"reasoning_tokens": 40}}
-    server.answer = lambda body: [chunk | {"usage": hidden} for chunk in capitals(body)]
+    server.answer = lambda body: [chunk | {"usage": hidden} for chunk in answer_in_capitals(body)]
     assert regenerate(config).left_out == {"the server does not tell the thoughts of an answer": 12}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evaluating import config_in, pair
+from commands import config_in, summary_row
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -89,13 +89,13 @@ def figure(value, low=None, high=None):
     return {"value": value, "low": low, "high": high}
 
 
-def test_the_verdict_names_what_is_faster_the_fastest_first_and_what_is_slower():
+def test_the_verdict_names_the_faster_ones_first_then_the_slower():
     pairs = [
-        pair("topk", figure(0.7, 0.65, 0.75), 50.0),
-        pair("kseq", figure(1.05, 0.97, 1.12), 80.0),
-        pair("rrs", figure(1.2, 1.1, 1.3), 90.0),
-        pair("typical (lossy)", figure(1.3, 1.2, 1.4), 99.0),
-        pair("single", figure(0.9), 60.0),
+        summary_row("topk", figure(0.7, 0.65, 0.75), 50.0),
+        summary_row("kseq", figure(1.05, 0.97, 1.12), 80.0),
+        summary_row("rrs", figure(1.2, 1.1, 1.3), 90.0),
+        summary_row("typical (lossy)", figure(1.3, 1.2, 1.4), 99.0),
+        summary_row("single", figure(0.9), 60.0),
     ]
     assert sentences(pairs, FEW, 0.02) == [
         "these are faster than plain decoding, the fastest first: "
@@ -108,18 +108,18 @@ def test_the_verdict_names_what_is_faster_the_fastest_first_and_what_is_slower()
 @pytest.mark.parametrize(
     "measured, questions, noise, said",
     [
-        (pair("auto", figure(1.13, 1.07, 1.2), tau=1.0), 80, 0.01, "as drafts brought nothing (τ 1.000)."),
-        (pair("auto", figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), inside the clock's noise of ±5.0 %."),
-        (pair("auto", figure(2.0, 1.9, 2.1)), 9, 0.01, f"9 questions are {FEW_SAID}"),
-        (pair("auto", None), 80, None, "not measured twice, so the clock's noise is unknown."),
+        (summary_row("auto", figure(1.13, 1.07, 1.2), tau=1.0), 80, 0.01, "as drafts brought nothing (τ 1.000)."),
+        (summary_row("auto", figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), inside the clock's noise of ±5.0 %."),
+        (summary_row("auto", figure(2.0, 1.9, 2.1)), 9, 0.01, f"9 questions are {FEW_SAID}"),
+        (summary_row("auto", None), 80, None, "not measured twice, so the clock's noise is unknown."),
     ],
 )
-def test_what_the_clock_or_chance_may_have_made_is_called_neither_faster_nor_slower(measured, questions, noise, said):
+def test_differences_within_noise_are_called_neither_faster_nor_slower(measured, questions, noise, said):
     (line,) = sentences([measured], questions, noise)
     assert line.endswith(said)
 
 
-def test_the_clocks_noise_is_how_far_the_interval_of_the_baseline_over_itself_reaches_from_1():
+def test_clock_noise_is_the_interval_of_the_baseline_over_itself():
     assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
     assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
     assert noise_of(figure(1.0)) is noise_of(None) is None
@@ -231,7 +231,7 @@ def test_through_a_pipe_every_step_is_a_line_of_standard_error(capsys):
     assert not {"\x1b", "\x07", "\u202e"} & set(printed.err)
 
 
-def test_on_a_terminal_a_step_is_shown_as_it_is_and_does_nothing_else():
+def test_showing_a_step_on_a_terminal_changes_nothing():
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     assert with_progress(work, None, console) == "result"
@@ -249,7 +249,7 @@ def test_a_pipe_gets_the_markdown_and_nothing_else(capsys):
     assert printed.err == "Answers are in /there\n"
 
 
-def test_figures_are_the_same_words_everywhere_and_explain_τ_where_they_are_asked_to():
+def test_figures_have_the_same_words_everywhere_and_may_explain_τ():
     stats = Stats(new_tokens=32, accepted=[1] * 16)
     stats.seconds["total"] = 0.5
     assert figures_of(stats) == figures(32, 16, 0.5) == "32 tokens · τ 2.00 · 64.0 tokens/s"

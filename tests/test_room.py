@@ -2,8 +2,7 @@
 
 import psutil
 import torch
-from models import random_model, target
-from tiny_configs import MODELS, tiny
+from models import MODELS, random_model, target, tiny
 
 from treespec.api.engine import SHARE, free_columns, free_memory, free_memory_of
 from treespec.model.target import Target
@@ -16,7 +15,7 @@ def test_a_column_counts_as_the_cache_stores_it(monkeypatch):
         assert free_columns(target("llama")) == (1 << 20) // (SHARE * 3 * 2 * 2 * 8 * 4)
 
 
-def test_a_device_that_does_not_tell_its_free_memory_has_any_number_of_columns():
+def test_a_device_of_unknown_free_memory_has_unlimited_columns():
     assert free_memory_of(torch.device("meta")) is None
 
 
@@ -32,7 +31,7 @@ def test_recurrent_states_of_a_full_batch_come_first(monkeypatch):
         assert free_columns(model, texts=3) == columns
 
 
-def test_a_container_has_what_its_limit_leaves_and_no_more_than_the_machine(tmp_path):
+def test_a_container_has_what_its_limit_and_the_machine_leave(tmp_path):
     machine = psutil.virtual_memory().total
     assert 0 < free_memory(tmp_path / "none") <= machine
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pyarrow
 import pytest
-from chat_templates import CHATML, byte_tokenizer, each, prompt, turns
+from commands import complains, says
 from pyarrow import parquet
-from refusals import complains, says
+from training import CHATML, byte_tokenizer, each_message, generation_prompt, to_messages
 
 from treespec.text import sources
 from treespec.text.answers import place_answers
@@ -20,25 +20,25 @@ from treespec.text.sources import digest
 TURNS = [["u Hi", "a Hello", "u Bye", "a So long"], ["u 1+1?", "a 2"]]
 TEXTS = [[turn[2:] for turn in talk] for talk in TURNS]
 FORMS = {
-    "messages": [{"messages": turns(talk)} for talk in TURNS],
+    "messages": [{"messages": to_messages(talk)} for talk in TURNS],
     "sharegpt": [
         {"conversations": [{"from": ["human", "gpt"][i % 2], "value": text} for i, text in enumerate(talk)]}
         for talk in TEXTS
     ],
     "ultrachat": [{"id": "7", "data": talk} for talk in TEXTS],
-    "json in a column": [{"conversations": json.dumps(turns(talk))} for talk in TURNS],
+    "json in a column": [{"conversations": json.dumps(to_messages(talk))} for talk in TURNS],
 }
 # Thoughts stand in the last answer alone, tools before all turns, as Qwen3's template does it.
 REASONING = (
     "{% if tools %}{{ '<s>tools: ' + (tools | tojson) + '</s>' }}{% endif %}"
-    + each(
+    + each_message(
         "{{ '<|im_start|>' + m['role'] + '\\n' }}"
         "{% if m['reasoning_content'] and loop.last %}{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
         "{% for call in m['tool_calls'] %}{{ call['function']['name'] + ' ' + call['function']['arguments']['city'] }}"
         "{% endfor %}"
         "{{ m['content'] + '<|im_end|>\\n' }}"
     )
-    + prompt("<|im_start|>assistant\\n")
+    + generation_prompt("<|im_start|>assistant\\n")
 )
 
 
@@ -80,7 +80,7 @@ def test_formatted_text_and_token_rows_train_the_same_tokens(tmp_path, expected)
                 "input_ids": [*ids, 0, 0],
                 "loss_mask": [*map(int, mask), 1, 1],
                 "attention_mask": [1] * len(ids) + [0, 0],
-                "messages": turns(["u another", "a text"]),
+                "messages": to_messages(["u another", "a text"]),
             }
             for ids, mask in expected
         ],
@@ -103,7 +103,7 @@ def test_labels_and_an_attention_mask_are_read_as_the_figure_draws_them(tmp_path
         "something else than token ids": {"input_ids": [1, "b"], "loss_mask": [0, 1]},
         "beyond the vocabulary: 1000000": {"input_ids": [1, 10**6], "loss_mask": [0, 1]},
         "no answer in the text: it lacks '<|im_start|>assistant": {"text": "Hi and hello"},
-        "`tools` are no list": {"messages": turns(["u a", "a b"]), "tools": {"a": 1}},
+        "`tools` are no list": {"messages": to_messages(["u a", "a b"]), "tools": {"a": 1}},
     }.items(),
 )
 def test_a_row_that_cannot_be_trained_on_is_named(row, told, tmp_path):
@@ -245,7 +245,7 @@ def test_thoughts_and_tools_reach_the_template(tmp_path):
 def test_an_answer_without_its_thoughts_does_not_count(tmp_path):
     """This template shows the first thought alone: of a row whose thoughts all go, nothing is left."""
     thought = {"role": "assistant", "content": "Yes.", "reasoning_content": "so it is"}
-    question, plain = turns(["u Is it?", "a Good."])
+    question, plain = to_messages(["u Is it?", "a Good."])
     kept = [question, thought, question, thought]
     file = lines(tmp_path / "rows.jsonl", [{"messages": kept}])
     tokenizer = byte_tokenizer(REASONING.replace("loop.last", "loop.index == 2"))
@@ -263,13 +263,13 @@ def test_an_answer_without_its_thoughts_does_not_count(tmp_path):
 
 def test_an_answer_after_a_tools_result_begins_where_the_prompt_ends():
     """Mistral's template has no header there. A call ends at the end of the turn, not at its first special token."""
-    template = "{{ '<s>' }}" + each(
+    template = "{{ '<s>' }}" + each_message(
         "{% if m['role'] == 'tool' %}{{ '<|begin|>' + m['content'] + '<|/head|>' }}"
         "{% elif m['tool_calls'] %}{{ '<|head|>' + (m['tool_calls'] | tojson) + '</s>' }}"
         "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + '</s>' }}"
         "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}"
     )
-    asked, *_, told = turns(["u Weather?", "a Sunny."])
+    asked, *_, told = to_messages(["u Weather?", "a Sunny."])
     call = {"role": "assistant", "content": "", "tool_calls": ["weather"]}
     messages = [asked, call, {"role": "tool", "content": "sun"}, told]
     (row,) = place_answers(byte_tokenizer(template), messages).rows

@@ -5,28 +5,30 @@ import json
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+import faults
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model, target
-from oracle import distribution
+from drafters import DRAFTERS, PROMPT, TABLE_VOCAB, habits, near, spec_of
+from models import CONFIGS, random_head, random_model, random_prompts, target
+from reference import ERROR_PROBABILITY, chi_square, text_probs
 from scipy.stats import chi2
-from serving import random_prompts
-from test_sequence_law import ERROR, chi_square
-from tiny_pairs import DRAFTERS, PROMPT, VOCAB, habits, near, spec_of
 
 from treespec.api.engine import Engine
 from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer, OtherVocabulary
 from treespec.draft.models.other_vocabulary import SharedVocabulary
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.kernels import ops as kernels
 from treespec.model.cpu.packing import pack
 from treespec.model.target import Target
 from treespec.sampling.noise import Noise, gumbel, signed
 from treespec.sampling.probs import SamplingParams
+from treespec.sampling.sampler import Distribution
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 WAYS = {"plain": {}, "cut": {"top_k": 3, "top_p": 0.9, "min_p": 0.05}, "habits": {"logits_processor": habits}}
@@ -56,10 +58,10 @@ def test_texts_of_many_seeds_have_the_targets_distribution():
     runs = 2000
     outputs = spec.generate([PROMPT] * runs, temperature=0.8, max_new_tokens=2, seed=list(range(runs)), batch=500)
     found = Counter(tuple(output.token_ids) for output in outputs)
-    wanted = distribution(spec.target, PROMPT, 2, SamplingParams(temperature=0.8))
+    wanted = text_probs(spec.target, PROMPT, 2, SamplingParams(temperature=0.8))
     statistic, freedom = chi_square([found[text] for text in wanted], list(wanted.values()))
     assert freedom > 8
-    assert statistic < chi2.isf(ERROR, freedom)
+    assert statistic < chi2.isf(ERROR_PROBABILITY, freedom)
 
 
 def test_a_draft_model_that_is_the_target_drafts_what_is_output():
@@ -76,14 +78,14 @@ HELD = torch.tensor([1, 3])
 def half_drafted():
     """A draft model that is the target, of which it drafts HELD alone."""
     model = near(2)
-    names = {token: bytes([97 + token]) for token in range(VOCAB)}
+    names = {token: bytes([97 + token]) for token in range(TABLE_VOCAB)}
     words = SharedVocabulary(HELD, HELD, names, {name: token for token, name in names.items()})
     return Spec(model, OtherVocabulary(model, model, words), "chain:3", "gumbel")
 
 
 def test_the_noise_of_all_levels_is_that_of_the_drafted_tokens():
     """An accelerator makes it at once, before a tree grows."""
-    noises = [Noise(seed, VOCAB, torch.device("cpu")) for seed in (5, 6)]
+    noises = [Noise(seed, TABLE_VOCAB, torch.device("cpu")) for seed in (5, 6)]
     levels = half_drafted().decoder.drafter._noise(noises)
     assert levels.shape == (2, 3, 2)
     for noise, own in zip(noises, levels, strict=True):
@@ -143,6 +145,32 @@ def test_the_text_of_a_seed_is_that_of_its_definition(seed):
     output = spec.generate(PROMPT, max_new_tokens=28, **options)
     assert output.stats.accepted == [6] * 4
     assert output.token_ids == text_by_definition(decoded, PROMPT, seed, 0.9, 28)
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        partial(test_the_text_of_a_seed_is_that_of_its_definition, 7),
+        partial(test_no_drafter_changes_the_text_of_a_seed, "model", "plain"),
+    ],
+    ids=["by definition", "by baseline"],
+)
+def test_one_noise_for_all_depths_beyond_3_is_found(monkeypatch, find):
+    faults.plant(monkeypatch, Noise, Noise.at, faults.read_noise_of_three_levels)
+    with pytest.raises(AssertionError):
+        find()
+
+
+def test_noise_of_the_first_tokens_for_half_a_vocabulary_is_found(monkeypatch):
+    faults.plant(monkeypatch, Distribution, Distribution.scores, faults.score_as_the_first_tokens)
+    with pytest.raises(AssertionError):
+        test_half_the_vocabulary_drafts_each_output_that_it_holds()
+
+
+def test_noise_of_the_first_tokens_on_an_accelerator_is_found(monkeypatch):
+    faults.plant(monkeypatch, TreeDrafter, TreeDrafter._noise, faults.draw_noise_of_the_first_tokens)
+    with pytest.raises(AssertionError):
+        test_the_noise_of_all_levels_is_that_of_the_drafted_tokens()
 
 
 def test_noise_is_splitmix_and_its_tail_that_of_the_distribution():

@@ -1,9 +1,9 @@
-"""Logits to probabilities as transformers does it, and draws that follow a law."""
+"""Logits to probabilities as transformers does it, and draws that follow a distribution."""
 
 import pytest
 import torch
 import transformers as hf
-from equality import close, seeded
+from models import close, seeded
 from scipy.stats import chi2
 
 from treespec.sampling import probs as sampling
@@ -48,20 +48,20 @@ def test_a_tiny_temperature_is_0_and_one_hot(temperature):
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e5, 1e30])
 @pytest.mark.parametrize("scale", [1e-3, 10.0, 1e4])
-def test_extreme_temperatures_give_laws(temperature, scale):
+def test_extreme_temperatures_give_distributions(temperature, scale):
     logits = scale * torch.randn(9, 30, generator=seeded(0))
     logits[:, 3] = -torch.inf
-    law = probs(logits, SamplingParams(temperature))
-    assert torch.allclose(law.sum(-1), torch.ones(9))
-    assert (law[:, 3] == 0).all()
+    distribution = probs(logits, SamplingParams(temperature))
+    assert torch.allclose(distribution.sum(-1), torch.ones(9))
+    assert (distribution[:, 3] == 0).all()
 
 
-def test_sample_follows_the_law_and_never_draws_mass_0():
-    law = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
-    drawn = sample(law.expand(20000, 6) * 7, seeded(0)).bincount(minlength=6)
-    assert drawn[law == 0].sum() == 0
-    expected = 20000 * law[law > 0]
-    assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)
+def test_sample_follows_the_distribution_and_never_draws_mass_0():
+    distribution = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    drawn = sample(distribution.expand(20000, 6) * 7, seeded(0)).bincount(minlength=6)
+    assert drawn[distribution == 0].sum() == 0
+    expected = 20000 * distribution[distribution > 0]
+    assert float(((drawn[distribution > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)
 
 
 def test_inverted_shares_are_tokens_with_mass():
@@ -91,7 +91,7 @@ def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
 
 
 @pytest.mark.parametrize("few", [0, sampling.FEW])
-def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
+def test_greedy_choice_from_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
     monkeypatch.setattr(sampling, "FEW", few)
     logits = torch.randn(3, 5000, generator=seeded(0))
     logits[1, 4321] = torch.nan

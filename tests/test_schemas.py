@@ -6,8 +6,9 @@ import re
 
 import jsonschema
 import pytest
-from models import random_head, save_model, tokenizer
-from refusals import complains
+from commands import complains
+from models import random_head
+from training import save_model, tokenizer
 
 from treespec.api.spec import Spec
 from treespec.model.target import Target

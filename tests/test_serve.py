@@ -4,8 +4,8 @@ import json
 
 import httpx
 import pytest
-from drafting import source_of
-from http_serving import MESSAGES, NAME, client, openai_client, serving, tiny_spec, until
+from commands import MESSAGES, SERVED_NAME, client, openai_client, serving, tiny_spec, wait_until
+from drafters import source_of
 
 from treespec.api.spec import Spec
 from treespec.text.conversations import read_conversations
@@ -23,7 +23,7 @@ def ai(server):
 @pytest.fixture(scope="module")
 def chat(ai):
     """An answer of the server; options may be others."""
-    return lambda **more: ai.chat.completions.create(**{"model": NAME, "messages": MESSAGES} | OPTIONS | more)
+    return lambda **more: ai.chat.completions.create(**{"model": SERVED_NAME, "messages": MESSAGES} | OPTIONS | more)
 
 
 def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(chat, ai, tiny):
@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(chat, ai, tin
     answer = chat()
     stats = wanted.stats
     assert answer.choices[0].message.content == wanted.text
-    assert (answer.choices[0].finish_reason, answer.model) == ("length", NAME)
+    assert (answer.choices[0].finish_reason, answer.model) == ("length", SERVED_NAME)
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (stats.prompt_tokens, stats.new_tokens)
     assert usage.total_tokens == stats.prompt_tokens + stats.new_tokens
@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_text_and_usage_of_the_python_call(chat, ai, tin
     }
     for prompt in ("the user asks", tiny.encode("the user asks")):
         wanted = tiny.generate(prompt, **SAME)
-        assert ai.completions.create(model=NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
+        assert ai.completions.create(model=SERVED_NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
 
 
 def test_a_stream_adds_up_to_the_whole_answer(chat, ai, tiny):
@@ -57,7 +57,7 @@ def test_a_stream_adds_up_to_the_whole_answer(chat, ai, tiny):
     assert "".join(chunk.choices[0].delta.content for chunk in begun) == wanted.text
     assert (last.choices[0].finish_reason, counts.choices) == ("length", [])
     assert len({chunk.id for chunk in chunks}) == 1
-    plain = ai.completions.create(model=NAME, prompt=tiny.encode(MESSAGES), **OPTIONS, stream=True)
+    plain = ai.completions.create(model=SERVED_NAME, prompt=tiny.encode(MESSAGES), **OPTIONS, stream=True)
     assert "".join(chunk.choices[0].text for chunk in plain) == wanted.text
 
 
@@ -71,12 +71,12 @@ def test_samples_and_prompts_take_one_seed_after_another(chat, ai, tiny):
         said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert said == wanted
     ids = tiny.encode(MESSAGES)
-    several = ai.completions.create(model=NAME, prompt=[ids, ids[:5]], n=2, **OPTIONS)
+    several = ai.completions.create(model=SERVED_NAME, prompt=[ids, ids[:5]], n=2, **OPTIONS)
     wanted = [tiny.generate(p, **SAME | {"seed": 3 + i}).text for i, p in enumerate([ids, ids, ids[:5], ids[:5]])]
     assert [choice.text for choice in several.choices] == wanted
 
 
-def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(chat, tiny):
+def test_a_continued_conversation_reports_cached_tokens_though_others_asked_between(chat, tiny):
     talks = [[{"role": "user", "content": f"{word} asks the question " * 4}] for word in ("one", "two")]
     for turn in range(2):
         for talk in talks:
@@ -88,7 +88,7 @@ def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_ask
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
 
 
-def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(chat, tiny):
+def test_a_stop_string_or_end_token_finishes_unlike_the_limit(chat, tiny):
     whole = tiny.generate(MESSAGES, **SAME)
     stop = whole.text[5:7]
     answer = chat(stop=stop).choices[0]
@@ -113,27 +113,27 @@ def test_a_client_that_leaves_frees_its_place(server, http):
     with http.stream("POST", "/v1/chat/completions", json=body | {"n": 3}) as stream:
         lines = stream.iter_lines()  # the stream ends with it
         next(lines)
-        until(lambda: server.engine.running == 3)
-    until(lambda: server.engine.running == 0)
+        wait_until(lambda: server.engine.running == 3)
+    wait_until(lambda: server.engine.running == 0)
     with pytest.raises(httpx.TimeoutException):
         http.post("/v1/chat/completions", json=body | {"stream": False}, timeout=0.2)
-    until(lambda: server.engine.running == 0)
-    until(lambda: cancelled() == before + 4)
+    wait_until(lambda: server.engine.running == 0)
+    wait_until(lambda: cancelled() == before + 4)
 
 
 def test_what_the_server_tells_of_itself(http, ai, tiny):
-    assert [model.id for model in ai.models.list()] == [NAME]
-    model = ai.models.retrieve(NAME)
+    assert [model.id for model in ai.models.list()] == [SERVED_NAME]
+    model = ai.models.retrieve(SERVED_NAME)
     assert (model.max_model_len, model.dtype, model.drafter) == (4200, "float32", tiny.source.name)
     for path in ("/", "/health"):
         head = http.head(path)
         kind = http.get(path).headers["content-type"]
         assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", kind)
-    assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
+    assert http.get("/health").json() == {"status": "ok", "model": SERVED_NAME, "running": 0, "waiting": 0}
     ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert (ids["tokens"], ids["count"]) == (tiny.encode(MESSAGES), len(tiny.encode(MESSAGES)))
     assert http.post("/tokenize", json={"prompt": "user"}).json()["tokens"] == tiny.encode("user")
-    ai.completions.create(model=NAME, prompt="a", max_tokens=8)
+    ai.completions.create(model=SERVED_NAME, prompt="a", max_tokens=8)
     lines = http.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     for name in ("completion_tokens_total", "acceptance_length_count", "cycle_seconds_count"):

@@ -12,10 +12,8 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
-from commands import treespec
-from http_serving import MESSAGES, client, serving, until
-from models import save_model
-from refusals import complains
+from commands import MESSAGES, client, complains, serving, treespec, wait_until
+from training import save_model
 
 from treespec.cli.answer import bound
 from treespec.serve.run import SPARE
@@ -40,20 +38,20 @@ def test_running_streams_finish_and_new_requests_are_refused(tiny):
             lines = stream.iter_lines()
             first = next(line for line in lines if line.startswith("data: "))
             state.server.should_exit = True
-            until(lambda: state.ending)
+            wait_until(lambda: state.ending)
             with pytest.raises(httpx.TransportError):  # it listens no more
                 httpx.post(f"{state.url}/v1/chat/completions", json=body)
             rest = [line[6:] for line in lines if line.startswith("data: ")]
     assert rest[-1] == "[DONE]"
     wanted = tiny.generate(MESSAGES, seed=5, temperature=1.0, max_new_tokens=150).text
     assert said([first[6:], *rest[:-1]]) == wanted
-    until(lambda: threading.active_count() <= before + 2)  # idle workers of the thread pool may stay
+    wait_until(lambda: threading.active_count() <= before + 2)  # idle workers of the thread pool may stay
 
 
-def test_what_runs_longer_than_the_grace_is_told_that_it_was_cut_off(tiny):
+def test_requests_longer_than_the_grace_period_are_told_of_their_end(tiny):
     path = "/v1/chat/completions"
     with serving(tiny, grace=0.2) as state, client(state) as http, http.stream("POST", path, json=LONG) as stream:
-        until(lambda: state.engine.running)
+        wait_until(lambda: state.engine.running)
         state.server.should_exit = True
         *_, last, done = events(stream)
     assert json.loads(last)["error"]["message"] == "the server shuts down"
@@ -72,12 +70,12 @@ def half(state, body=b"{"):
 @pytest.mark.parametrize("body", [b"", b"{"])
 def test_half_a_request_does_not_keep_the_server(tiny, body):
     with serving(tiny, grace=60) as state:
-        until(lambda: state.server.started)
+        wait_until(lambda: state.server.started)
         with half(state, body):
-            until(lambda: state.server.server_state.connections)
+            wait_until(lambda: state.server.server_state.connections)
             begun = time.monotonic()
             state.server.should_exit = True
-            until(lambda: state.cut_off or not state.server.server_state.connections)
+            wait_until(lambda: state.cut_off or not state.server.server_state.connections)
     assert time.monotonic() - begun < 10
 
 
@@ -85,25 +83,25 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(tiny):
     asked = {"prompt": "a", "max_tokens": 4000, "temperature": 0, "logprobs": 20, "n": 4, "stream": True}
     body = json.dumps(asked).encode()
     with serving(tiny, grace=0.2) as state:
-        until(lambda: state.server.started)
+        wait_until(lambda: state.server.started)
         small = socket.SOL_SOCKET, socket.SO_SNDBUF, 1  # as small as there is; accepted connections have it too
         state.server.servers[0].sockets[0].setsockopt(*small)
         with half(state, b"") as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             deaf.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: state.engine.running)
+            wait_until(lambda: state.engine.running)
             (connection,) = state.server.server_state.connections
-            until(lambda: connection.transport.get_write_buffer_size() > 1 << 16)  # asyncio writes no more
+            wait_until(lambda: connection.transport.get_write_buffer_size() > 1 << 16)  # asyncio writes no more
             begun = time.monotonic()
             state.server.should_exit = True
-            until(lambda: state.cut_off and not state.server.server_state.connections)
+            wait_until(lambda: state.cut_off and not state.server.server_state.connections)
     assert time.monotonic() - begun < 10
 
 
 def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
     monkeypatch.setattr("treespec.serve.run.ARRIVAL", 0.3)
     with serving(tiny) as state, client(state) as http:
-        until(lambda: state.server.started)
+        wait_until(lambda: state.server.started)
         for body in (b"", b"{"):
             with half(state, body) as made:
                 made.settimeout(20)
@@ -115,7 +113,7 @@ def test_a_request_that_does_not_arrive_is_closed(tiny, monkeypatch):
 def test_connections_that_wait_give_way_to_new_ones(tiny):
     most = 4 + 8 + SPARE
     with serving(tiny) as state, client(state) as http, ExitStack() as opened:
-        until(lambda: state.server.started)
+        wait_until(lambda: state.server.started)
         made = [opened.enter_context(half(state)) for _ in range(most + 20)]
         assert http.get("/health").status_code == 200
         assert len(state.server.server_state.connections) <= most

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from http_serving import MESSAGES, client, serving, tiny_spec, until
+from commands import MESSAGES, client, serving, tiny_spec, wait_until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -86,7 +86,7 @@ def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "context_length_exceeded", ""),
     ],
 )
-def test_codes_are_those_of_openai_and_an_unknown_field_names_the_one_that_was_meant(http, body, code, words):
+def test_error_codes_are_openais_and_unknown_fields_name_the_nearest(http, body, code, words):
     error = ask(http, **body).json()["error"]
     assert error["code"] == code
     assert words in error["message"]
@@ -114,7 +114,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(tiny):
             answer = http.post(CHAT, json=LONG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1
-        until(lambda: not state.engine.running)
+        wait_until(lambda: not state.engine.running)
         assert ask(http, max_tokens=2).status_code == 200
         assert ask(http, n=2).json()["error"]["param"] == "n"
 
@@ -129,7 +129,7 @@ def test_an_answer_that_takes_too_long_is_cut_off(tiny):
         assert "limit of 0.3 s" in json.loads(lines[-2][6:])["error"]["message"]
         assert lines[-1] == "data: [DONE]"
         assert time.monotonic() - started < 10
-        until(lambda: not state.engine.running)
+        wait_until(lambda: not state.engine.running)
 
 
 def test_a_server_of_this_machine_answers_to_its_names_alone(http):
@@ -177,7 +177,7 @@ def test_pages_of_other_origins_may_not_call_unless_told(http, tiny):
         assert allowed not in other.get("/v1/models", headers={"Origin": "http://third.example"}).headers
 
 
-def test_without_a_limit_an_answer_is_as_long_as_memory_allows_and_a_limit_of_prompts_is_told(tiny):
+def test_without_a_limit_memory_bounds_an_answer_and_prompt_limits_are_named(tiny):
     with serving(tiny, columns=40, max_prompt=16) as state, client(state) as http:
         assert ask(http).json()["usage"]["total_tokens"] == 40
         asked = ask(http, max_tokens=40)
@@ -187,7 +187,7 @@ def test_without_a_limit_an_answer_is_as_long_as_memory_allows_and_a_limit_of_pr
         assert http.post(COMPLETIONS, json={"prompt": [3] * 16, "max_tokens": 1}).status_code == 200
 
 
-def test_a_text_that_cannot_fit_is_refused_by_its_length_and_few_are_tokenised_at_a_time():
+def test_a_text_that_cannot_fit_is_refused_by_length_before_tokenizing():
     """2 MB take a second and half a gigabyte to tokenise; here one answer takes the time of its JSON."""
     with serving(tiny_spec(context=2048), timeout=1.0) as state, client(state) as http:
         text = "the user asks " * 150_000

@@ -8,10 +8,10 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from http_serving import MESSAGES, NAME, client, openai_client, serving, tiny_spec
-from models import CHAT
+from commands import MESSAGES, SERVED_NAME, client, openai_client, serving, tiny_spec
+from training import CHAT_TEMPLATE
 
-HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHAT
+HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHAT_TEMPLATE
 CITY = {"type": "object", "properties": {"city": {"enum": ["Zug", "Bern"]}}, "required": ["city"]}
 CITY |= {"additionalProperties": False}
 
@@ -24,7 +24,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "maxProperties": 0}}},
 ]
-ASK = {"model": NAME, "messages": MESSAGES, "seed": 3, "max_tokens": 60}
+ASK = {"model": SERVED_NAME, "messages": MESSAGES, "seed": 3, "max_tokens": 60}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def test_an_answer_by_schema_is_that_of_the_python_call(chat, ai, spec):
         assert (answer.message.content, answer.finish_reason) == (wanted.text, "stop")
     parsed = ai.chat.completions.parse(**ASK, response_format=City).choices[0].message.parsed
     assert parsed.city in ("Zug", "Bern")
-    pattern = ai.completions.create(model=NAME, prompt="a", seed=1, extra_body={"regex": "(ab){2,3}"})
+    pattern = ai.completions.create(model=SERVED_NAME, prompt="a", seed=1, extra_body={"regex": "(ab){2,3}"})
     assert pattern.choices[0].text in ("abab", "ababab")
-    lark = ai.completions.create(model=NAME, prompt="a", seed=1, extra_body={"grammar": 'start: "x" "y"'})
+    lark = ai.completions.create(model=SERVED_NAME, prompt="a", seed=1, extra_body={"grammar": 'start: "x" "y"'})
     assert lark.choices[0].text == "xy"
 
 
@@ -142,7 +142,9 @@ def test_log_probabilities_are_those_of_the_python_call(chat, spec):
 
 def test_completions_tell_log_probabilities_in_their_own_form(ai, spec):
     wanted = spec.generate("the user", seed=3, temperature=1.0, max_new_tokens=8)
-    first, _ = ai.completions.create(model=NAME, prompt="the user", seed=3, max_tokens=8, logprobs=2, n=2).choices
+    first, _ = ai.completions.create(
+        model=SERVED_NAME, prompt="the user", seed=3, max_tokens=8, logprobs=2, n=2
+    ).choices
     told = first.logprobs
     assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(wanted.token_ids)
     assert told.text_offset == sorted(told.text_offset)

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from http_serving import MESSAGES, client, serving, until
+from commands import MESSAGES, client, serving, wait_until
 
 
 def cycles(http, **body):
@@ -62,4 +62,4 @@ def test_the_page_chooses_among_what_it_shows(tiny, monkeypatch):
             lines = stream.iter_lines()  # the stream ends with it
             next(lines)
             assert http.post("/cycles", json=body).status_code == 429
-        until(lambda: not state.pages)
+        wait_until(lambda: not state.pages)

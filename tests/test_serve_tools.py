@@ -4,8 +4,8 @@ import json
 import random
 
 import pytest
-from http_serving import MESSAGES, client, serving, tiny_spec
-from models import CHAT, tokenizer
+from commands import MESSAGES, client, serving, tiny_spec
+from training import CHAT_TEMPLATE, tokenizer
 
 from treespec.engine.request import Piece
 from treespec.serve.messages import encoded
@@ -72,7 +72,7 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
 
 
 def test_calls_of_a_template_without_tools_are_hermes():
-    assert form_of(CHAT) is form_of(HERMES)
+    assert form_of(CHAT_TEMPLATE) is form_of(HERMES)
     assert form_of("{% if tools %}{% endif %}") is None  # it teaches a form that nobody knows
     catcher = Catcher(None, tokenizer())
     assert catcher.show(Piece("<tool_call>", [5], drafted=False)) == "<tool_call>"
@@ -107,7 +107,7 @@ def test_tools_calls_and_variables_reach_the_template():
     assert rest == "system:be\nbrief;assistant:weather=Zug;tool:rain;thinks"
 
 
-def test_tools_calls_and_results_are_written_where_the_template_has_no_place_for_them():
+def test_tools_calls_and_results_are_written_for_templates_without_them():
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     messages = [
         {"role": "system", "content": "be brief"},
@@ -122,18 +122,18 @@ def test_tools_calls_and_results_are_written_where_the_template_has_no_place_for
         said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug"}}\n</tool_call>'
         result = "<tool_response>\nno\n</tool_response>"
         assert rest == ["user:rain?", f"assistant:{said}", f"user:{result}", ""]
-        assert form_of(CHAT).parse(said) == [Call("weather", '{"city": "Zug"}')]
+        assert form_of(CHAT_TEMPLATE).parse(said) == [Call("weather", '{"city": "Zug"}')]
 
 
 def test_without_parallel_calls_the_first_alone_is_told():
-    catcher = Catcher(form_of(CHAT), tokenizer(), 1)
+    catcher = Catcher(form_of(CHAT_TEMPLATE), tokenizer(), 1)
     for piece in pieces_of(tokenizer(), CASES[1][1], 0):
         catcher.show(piece)
     assert catcher.finish()[1] == [WEATHER]
 
 
 def test_a_choice_of_tools_is_kept_or_refused():
-    spec = tiny_spec(chat_template=HERMES + CHAT)
+    spec = tiny_spec(chat_template=HERMES + CHAT_TEMPLATE)
     body = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 4, "seed": 1}
     with serving(spec) as state, client(state) as http:
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from http_serving import NAME, client, serving, tiny_spec, until
-from serving import held, random_prompts
+from commands import SERVED_NAME, client, count_held, serving, tiny_spec, wait_until
+from models import random_prompts
 
 OPTIONS = {"max_new_tokens": 24}
 ROOM = 32 << 20  # bytes that the process may grow by in the second half of a long soak
@@ -30,13 +30,13 @@ def test_a_soak_over_http_gives_each_client_its_own_answer(requests):
     spec = tiny_spec()
     prompts = random_prompts(requests)
     wanted = [answer.text for answer in answers_of(spec, prompts)]
-    before = held()
+    before = count_held()
     with serving(spec, batch=8, queue=64) as server:
 
         def ask(number):
             coins = random.Random(number)
             left = coins.randrange(1, 6) if coins.random() < 0.1 else None  # events until it leaves
-            body = {"model": NAME, "prompt": prompts[number], "max_tokens": 24, "temperature": 0, "stream": True}
+            body = {"model": SERVED_NAME, "prompt": prompts[number], "max_tokens": 24, "temperature": 0, "stream": True}
             parts = []
             ended = False
             with client(server) as http, http.stream("POST", "/v1/completions", json=body) as stream:
@@ -54,10 +54,10 @@ def test_a_soak_over_http_gives_each_client_its_own_answer(requests):
             found = list(pool.map(ask, range(requests // 2)))
             middle = resident()
             found += pool.map(ask, range(requests // 2, requests))
-        until(lambda: server.engine.running == 0)
+        wait_until(lambda: server.engine.running == 0)
         assert resident() - middle < ROOM
     assert [number for number, _, _ in found] == list(range(requests))
     assert 0 < sum(not ended for _, _, ended in found) < 0.2 * requests
     for number, text, ended in found:
         assert text == wanted[number][: None if ended else len(text)]
-    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+    wait_until(lambda: all(now <= then for now, then in zip(count_held(), before, strict=True)))

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
 import pytest
-from drafting import source_of
-from models import plain_generate, prompt, random_head, small, target
-from refusals import complains
-from serving import interrupted, said
+from commands import complains, interrupt_call
+from drafters import source_of
+from models import join_tokens, plain_generate, prompt, random_head, small, target
 
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
@@ -50,8 +49,8 @@ def answer(spec, ids):
 def test_a_stream_goes_on_unless_another_text_has_begun(spec, wanted):
     """A stream that has begun is superseded by one that begins; both orders, and by `generate`."""
     first, second = (spec.stream(ids, max_new_tokens=NEW) for ids in (ONE, OTHER))
-    begun = said(itertools.islice(first, 2))
-    assert said(second) == wanted[len(OTHER)]
+    begun = join_tokens(itertools.islice(first, 2))
+    assert join_tokens(second) == wanted[len(OTHER)]
     for _ in range(2):  # and not an end, however often it is asked
         with pytest.raises(SupersededError, match=r"Finish or close .* spec.new\(\)"):
             list(first)
@@ -83,7 +82,7 @@ def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
 
     for leave in (closed, left, collected, lambda stream: None):
         stream = spec.stream(ONE, max_new_tokens=NEW)
-        begun = said(itertools.islice(stream, 1))
+        begun = join_tokens(itertools.islice(stream, 1))
         assert stream.stats.new_tokens >= len(begun) > 0
         leave(stream)
         del stream
@@ -94,7 +93,7 @@ def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
 def test_an_interrupt_anywhere_spoils_nothing(spec, wanted, monkeypatch, stage):
     """Ctrl-C within the forward of the target, of a prompt, or of a drafter that is the target itself."""
     answer(spec, OTHER)
-    monkeypatch.setattr(Target, stage, interrupted(getattr(Target, stage), 3))
+    monkeypatch.setattr(Target, stage, interrupt_call(getattr(Target, stage), 3))
     stream = spec.stream(ONE, max_new_tokens=NEW)
     with pytest.raises(KeyboardInterrupt):
         list(stream)
@@ -134,7 +133,7 @@ def test_a_thread_that_generates_ends_anothers_stream_and_waits_for_none(spec, w
     generated = Event()
 
     def streams():
-        seen = said(itertools.islice(stream, 1))
+        seen = join_tokens(itertools.islice(stream, 1))
         begun.set()
         assert generated.wait(60)
         with pytest.raises(SupersededError):

@@ -5,27 +5,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import same_weights
-from models import change
-from refusals import complains
-from test_block_formats import FORMATS, PEAGLE, Z_LAB
-from test_block_formats import SPECULATORS as SPECULATORS_DFLASH
-from test_block_heads import dflash, p_eagle
-from test_export import SERVED, saved
-from test_foreign_heads import (
-    CORE,
-    EAGLE,
-    EAGLE3,
-    HASS,
-    MODELOPT,
-    PLAIN,
+from commands import complains
+from drafters import build_dflash, build_eagle3, build_p_eagle
+from head_files import (
+    BLOCK_FORMATS,
+    CORE_TENSORS,
+    DIRECTORIES,
+    EAGLE3_CONFIG,
+    EAGLE3_TENSORS,
+    EAGLE_TENSORS,
+    HASS_CONFIG,
+    LAYER_IDS_KEY,
+    LLAMA_CONFIG,
+    MODELOPT_CONFIG,
+    NESTED_IDS,
+    PEAGLE,
+    SERVED_CONFIG,
+    SPECULATORS_CONFIG,
+    SPECULATORS_DFLASH,
+    TENSORS_WITHOUT_BIAS,
+    Z_LAB,
     as_speculators,
-    at_layer_0,
+    drop_tensors,
     in_model,
-    nested,
-    without,
+    nest_config,
+    read_config,
+    rename_midlayer,
+    save_with,
+    write_directory,
+    write_head,
 )
-from test_formats import DIRECTORIES, IDS, LLAMA, NESTED, SPECULATORS, THREE, built, layered, three, write
+from models import same_weights
+from training import change_json
 
 from treespec.draft.preflight import check_head
 from treespec.draft.spec import DrafterSpec
@@ -35,36 +46,7 @@ from treespec.heads.formats.export import export, outputs
 from treespec.heads.registry import HEADS
 
 # What transformers wrote into every config.json for years, at its defaults.
-DEFAULTS = {
-    "_name_or_path": "somewhere",
-    "transformers_version": "4.28.1",
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-    "pad_token_id": 0,
-    "initializer_range": 0.02,
-    "pretraining_tp": 1,
-    "return_dict": True,
-    "output_attentions": False,
-    "torchscript": False,
-    "pruned_heads": {},
-    "prefix": None,
-    "max_length": 20,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "id2label": {"0": "LABEL_0"},
-    "label2id": {"LABEL_0": 0},
-    "is_encoder_decoder": False,
-    "dtype": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "chunk_size_feed_forward": 0,
-}
+DEFAULTS = read_config("transformers-defaults")
 QWEN = {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "rope_scaling": None}
 TARGET = {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]}
 GREEDY = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -83,22 +65,34 @@ OF_SPECULATORS = {
 }
 DFLASH = Z_LAB | QWEN | {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "tie_word_embeddings": False}
 PUBLISHED = {  # the fields of configs that projects publish, with small sizes: config.json, tensors
-    "EAGLE of SafeAILab": (LLAMA | {"architectures": ["LlamaForCausalLM"], "max_sequence_length": 2048}, PLAIN),
-    "EAGLE for Mixtral": (LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"}, PLAIN),
-    "EAGLE of vLLM": (nested(truncated_vocab_size=64), in_model(EAGLE)),
-    "EAGLE of speculators": (HASS, as_speculators(PLAIN)),
-    "EAGLE-3 of SafeAILab": (THREE | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}, EAGLE3),
-    "EAGLE-3 of SpecForge": (THREE | QWEN | {"decoder_sparse_step": 1, "rope_theta": 1000000}, EAGLE3),
-    "EAGLE-3 of SpecForge for Phi": (THREE | {"model_type": "phi3", "rope_theta": 250000.0}, EAGLE3),
-    "EAGLE-3 of SpecForge for Gemma": (THREE | {"target_model_type": "gemma3_text", "sliding_window": 512}, EAGLE3),
+    "EAGLE of SafeAILab": (
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "max_sequence_length": 2048},
+        TENSORS_WITHOUT_BIAS,
+    ),
+    "EAGLE for Mixtral": (
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"},
+        TENSORS_WITHOUT_BIAS,
+    ),
+    "EAGLE of vLLM": (nest_config(truncated_vocab_size=64), in_model(EAGLE_TENSORS)),
+    "EAGLE of speculators": (HASS_CONFIG, as_speculators(TENSORS_WITHOUT_BIAS)),
+    "EAGLE-3 of SafeAILab": (
+        EAGLE3_CONFIG | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
+        EAGLE3_TENSORS,
+    ),
+    "EAGLE-3 of SpecForge": (EAGLE3_CONFIG | QWEN | {"decoder_sparse_step": 1, "rope_theta": 1000000}, EAGLE3_TENSORS),
+    "EAGLE-3 of SpecForge for Phi": (EAGLE3_CONFIG | {"model_type": "phi3", "rope_theta": 250000.0}, EAGLE3_TENSORS),
+    "EAGLE-3 of SpecForge for Gemma": (
+        EAGLE3_CONFIG | {"target_model_type": "gemma3_text", "sliding_window": 512},
+        EAGLE3_TENSORS,
+    ),
     "EAGLE-3 of SpecForge for Qwen2.5-VL": (
-        THREE
+        EAGLE3_CONFIG
         | QWEN
         | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "target_model_type": "qwen2_5_vl"},
-        EAGLE3,
+        EAGLE3_TENSORS,
     ),
     "EAGLE-3 of SpecForge with yarn": (
-        THREE
+        EAGLE3_CONFIG
         | {
             "rope_theta": 10000,
             "rope_scaling": {
@@ -111,12 +105,12 @@ PUBLISHED = {  # the fields of configs that projects publish, with small sizes: 
                 "mscale_all_dim": 0.707,
             },
         },
-        EAGLE3,
+        EAGLE3_TENSORS,
     ),
-    "EAGLE-3 of SGLang": (THREE | NESTED, EAGLE3),
-    "EAGLE-3 of ModelOpt": (THREE | MODELOPT, at_layer_0(without("t2d"))),
-    "EAGLE-3 of speculators": (SPECULATORS | OF_SPECULATORS, layered(EAGLE3)),
-    "P-EAGLE of SpecForge": (FORMATS["P-EAGLE of SpecForge"][0] | QWEN, None),
+    "EAGLE-3 of SGLang": (EAGLE3_CONFIG | NESTED_IDS, EAGLE3_TENSORS),
+    "EAGLE-3 of ModelOpt": (EAGLE3_CONFIG | MODELOPT_CONFIG, rename_midlayer(drop_tensors("t2d"))),
+    "EAGLE-3 of speculators": (SPECULATORS_CONFIG | OF_SPECULATORS, rename_midlayer(EAGLE3_TENSORS)),
+    "P-EAGLE of SpecForge": (BLOCK_FORMATS["P-EAGLE of SpecForge"][0] | QWEN, None),
     "P-EAGLE of speculators": (PEAGLE | OF_SPECULATORS | {"embed_requires_grad": True}, None),
     "DFlash of z-lab": (DFLASH | {"layer_types": ["full_attention"] * 2, "is_causal": False}, None),
     "DFlash of ModelOpt": (
@@ -139,13 +133,13 @@ def published(folder, name):
     """The folder of a published config, with the defaults that transformers adds."""
     config, tensors = PUBLISHED[name]
     if name in DIRECTORIES:
-        return built(folder, name)[0]
+        return write_directory(folder, name)[0]
     if name == "Medusa of FasterDecoding":
         tensors = DIRECTORIES["medusa"][0]().state_dict()
     elif tensors is None:
-        head = p_eagle() if name.startswith("P-EAGLE") else dflash()
+        head = build_p_eagle() if name.startswith("P-EAGLE") else build_dflash()
         tensors = {n.replace("midlayer.", "layers.0."): value for n, value in head.state_dict().items()}
-    return write(folder, DEFAULTS | config, tensors)
+    return write_head(folder, DEFAULTS | config, tensors)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -185,18 +179,18 @@ def test_a_field_that_nobody_knows_is_refused_by_name_wherever_it_stands(name, p
     folder = published(tmp_path / "head", name)
     config = PUBLISHED[name][0]
     for value in (True, 3, 0.5, "word", [1], {"inner": 1}):
-        change(folder, **with_field(config, path, value))
+        change_json(folder, **with_field(config, path, value))
         inside = r"\.".join(part for part, _ in path)
         with complains(rf"config\.json .*{inside}\.?novel_part is ") as told:
             load_head(folder)
         assert "train" not in str(told.value)
     for value in (None, False, 0, "", [], {}):
-        change(folder, **with_field(config, path, value))
+        change_json(folder, **with_field(config, path, value))
         assert load_head(folder).kind in HEADS
 
 
-def test_a_gguf_file_with_a_field_that_nobody_knows_is_refused_by_name(tmp_path, monkeypatch):
-    export(saved(three(), tmp_path / "head"), "gguf", tmp_path / "out", SERVED)
+def test_a_gguf_file_with_an_unknown_field_is_refused_by_name(tmp_path, monkeypatch):
+    export(save_with(build_eagle3(), tmp_path / "head"), "gguf", tmp_path / "out", SERVED_CONFIG)
     file = tmp_path / "out" / "model.gguf"
     file.write_bytes(file.read_bytes().replace(b"eagle3.norm_before_fc", b"eagle3.norm_before_gc"))
     with complains(r"model\.gguf has a field eagle3\.norm_before_gc, which treespec does not know"):
@@ -228,7 +222,7 @@ NAMED = {  # architectures as projects write them, in config.json: how the refus
 
 @pytest.mark.parametrize("architecture", NAMED)
 def test_an_architecture_that_is_not_read_is_called_by_its_name(architecture, tmp_path):
-    folder = write(tmp_path / "head", LLAMA | {"architectures": [architecture]}, PLAIN)
+    folder = write_head(tmp_path / "head", LLAMA_CONFIG | {"architectures": [architecture]}, TENSORS_WITHOUT_BIAS)
     with complains(rf"'{architecture}' is {NAMED[architecture]}.*, known, not read yet: ") as told:
         load_head(folder)
     assert "train" not in str(told.value)
@@ -237,10 +231,10 @@ def test_an_architecture_that_is_not_read_is_called_by_its_name(architecture, tm
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "domino", "jetspec", "mtp", "pard2", "dels_spec", "independent"])
-def test_a_kind_of_speculators_that_is_not_read_is_called_by_its_name(kind, tmp_path):
+def test_an_unsupported_kind_of_speculators_is_refused_by_name(kind, tmp_path):
     config = SPECULATORS_DFLASH | {"speculators_model_type": kind, "architectures": ["Speculator"]}
     with complains(f"'{kind}' is .*, known, not read yet: "):
-        load_head(write(tmp_path, config, dflash().state_dict()))
+        load_head(write_head(tmp_path, config, build_dflash().state_dict()))
 
 
 def test_the_page_has_a_row_for_every_architecture():
@@ -256,76 +250,92 @@ TWO = {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 0, 1]}}
 REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
     "no layer ids": (
         {name: value for name, value in Z_LAB.items() if name != "dflash_config"} | {"mask_token_id": 63},
-        dflash,
+        build_dflash,
         r"dflash_config\.target_layer_ids is missing: .*take it from the head's repository",
     ),
-    "a layer twice": (Z_LAB | TWO, dflash, "name a layer twice"),
+    "a layer twice": (Z_LAB | TWO, build_dflash, "name a layer twice"),
     "a causal head that is not causal": (
         Z_LAB | {"is_causal": False, "dflash_config": Z_LAB["dflash_config"] | {"causal_head": True}},
-        dflash,
+        build_dflash,
         "is_causal is False and dflash_config.causal_head is True",
     ),
     "a window of no layers": (
         Z_LAB | {"use_sliding_window": True, "sliding_window": 4},
-        dflash,
+        build_dflash,
         "layer_types does not",
     ),
-    "few tokens without an output layer": (THREE, CORE, r"lacks lm_head\.weight, the output layer"),
-    "few tokens without a mapping": (THREE, without("d2t", "t2d"), "no d2t, which names the token"),
+    "few tokens without an output layer": (EAGLE3_CONFIG, CORE_TENSORS, r"lacks lm_head\.weight, the output layer"),
+    "few tokens without a mapping": (EAGLE3_CONFIG, drop_tensors("d2t", "t2d"), "no d2t, which names the token"),
     "tied to an embedding that is not there": (
-        LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": True},
-        CORE,
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": True},
+        CORE_TENSORS,
         "tie_word_embeddings is true, and the file has neither",
     ),
-    "a mapping to one token": (THREE, without("t2d", d2t=5 - torch.arange(32)), "d2t does not lead once to each"),
-    "a mapping in floats": (THREE, without("t2d", d2t=torch.zeros(32)), "d2t is of torch.float32, must be of integers"),
+    "a mapping to one token": (
+        EAGLE3_CONFIG,
+        drop_tensors("t2d", d2t=5 - torch.arange(32)),
+        "d2t does not lead once to each",
+    ),
+    "a mapping in floats": (
+        EAGLE3_CONFIG,
+        drop_tensors("t2d", d2t=torch.zeros(32)),
+        "d2t is of torch.float32, must be of integers",
+    ),
     "norms of speculators' EAGLE-1": (
-        HASS | {"layernorms": True},
-        as_speculators(PLAIN),
+        HASS_CONFIG | {"layernorms": True},
+        as_speculators(TENSORS_WITHOUT_BIAS),
         "layernorms is True: the proj",
     ),
     "quantised weights": (
-        THREE | {"quantization_config": {"quant_method": "fp8"}},
-        EAGLE3,
+        EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}},
+        EAGLE3_TENSORS,
         "quantization_config is .*treespec reads heads in floats",
     ),
     "no aux hidden states": (
-        THREE | {"eagle_config": {"use_aux_hidden_state": False}},
-        EAGLE3,
+        EAGLE3_CONFIG | {"eagle_config": {"use_aux_hidden_state": False}},
+        EAGLE3_TENSORS,
         "eagle_config.use_aux_hidden_state is False: treespec reads True there",
     ),
     "biases that are not there": (
-        THREE | {"attention_bias": True},
-        EAGLE3,
+        EAGLE3_CONFIG | {"attention_bias": True},
+        EAGLE3_TENSORS,
         "attention_bias is true, and the file has no",
     ),
     "rotary positions of two kinds": (
-        THREE | {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        EAGLE3,
+        EAGLE3_CONFIG | {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        EAGLE3_TENSORS,
         "rope_theta is 10000.0, and rope_parameters.rope_theta is 1000000.0: delete the wrong one",
     ),
     "rotary positions by layer type": (
-        THREE | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        EAGLE3,
+        EAGLE3_CONFIG | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        EAGLE3_TENSORS,
         "rope_parameters.full_attention is",
     ),
     "rotary positions of HunYuan": (
-        THREE | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
-        EAGLE3,
+        EAGLE3_CONFIG | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+        EAGLE3_TENSORS,
         "rope_scaling.alpha is 1000.0",
     ),
-    "as many layers as it has not": (THREE | {"num_aux_hidden_states": 5}, EAGLE3, "num_aux_hidden_states is 5"),
+    "as many layers as it has not": (
+        EAGLE3_CONFIG | {"num_aux_hidden_states": 5},
+        EAGLE3_TENSORS,
+        "num_aux_hidden_states is 5",
+    ),
     "another fc": (
-        LLAMA | {"architectures": ["LlamaForCausalLM"]},
-        PLAIN | {"fc.weight": torch.zeros(32, 96)},
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"]},
+        TENSORS_WITHOUT_BIAS | {"fc.weight": torch.zeros(32, 96)},
         r"fc\.weight is \[32, 96\], and EAGLE-1's is \[H, 2 H\]: it is of an architecture that",
     ),
     "a language model": (
-        LLAMA | {"architectures": ["LlamaForCausalLM"]},
+        LLAMA_CONFIG | {"architectures": ["LlamaForCausalLM"]},
         {"model.embed_tokens.weight": torch.zeros(64, 32)},
         "holds no head that treespec knows: its architecture is 'LlamaForCausalLM'",
     ),
-    "two tensors of one name": (THREE, EAGLE3 | {"model.norm.weight": torch.ones(32)}, r"two tensors stand for norm\."),
+    "two tensors of one name": (
+        EAGLE3_CONFIG,
+        EAGLE3_TENSORS | {"model.norm.weight": torch.ones(32)},
+        r"two tensors stand for norm\.",
+    ),
     "Medusa heads of few tokens": (
         {"medusa_num_heads": 4, "vocab_size": 64, "truncated_vocab_size": 32},
         DIRECTORIES["medusa"][0],
@@ -347,19 +357,21 @@ REFUSED = {  # what cannot be read rightly: config.json, tensors, the reason
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_rightly_is_refused_with_its_reason(name, tmp_path):
     config, tensors, complaint = REFUSED[name]
-    folder = write(tmp_path / "head", config, tensors().state_dict() if callable(tensors) else tensors)
+    folder = write_head(tmp_path / "head", config, tensors().state_dict() if callable(tensors) else tensors)
     with complains(complaint) as told:
         load_head(folder)
     assert "train the head again" not in str(told.value)
 
 
-def test_a_head_with_an_output_layer_that_a_format_lacks_is_not_exported(tmp_path):
-    own = write(tmp_path / "own", nested(), in_model(EAGLE, lm_head__weight=torch.ones(64, 32)))
-    shared = write(tmp_path / "shared", THREE | {"draft_vocab_size": 64, IDS: [2, 4, 5]}, CORE)
+def test_an_output_layer_that_a_format_lacks_is_not_exported(tmp_path):
+    own = write_head(tmp_path / "own", nest_config(), in_model(EAGLE_TENSORS, lm_head__weight=torch.ones(64, 32)))
+    shared = write_head(
+        tmp_path / "shared", EAGLE3_CONFIG | {"draft_vocab_size": 64, LAYER_IDS_KEY: [2, 4, 5]}, CORE_TENSORS
+    )
     with complains("has an output layer of its own, for which the format has no place"):
-        export(str(own), "vllm", tmp_path / "out", SERVED)
+        export(str(own), "vllm", tmp_path / "out", SERVED_CONFIG)
     with complains("has the target's output layer, and the formats store"):
-        export(str(shared), "vllm", tmp_path / "out", SERVED)
+        export(str(shared), "vllm", tmp_path / "out", SERVED_CONFIG)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

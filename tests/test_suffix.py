@@ -1,24 +1,23 @@
 """Suffix decoding: what the index finds, how counts become a tree, whose answers are drafted from, and its files."""
 
 import subprocess
-import sys
 from collections import Counter
 
+import faults
 import numpy as np
 import pytest
 import torch
-from drafting import source_of
-from models import prompt, target, tokenizer
-from refusals import complains, says
-from test_given import paths_of, spec_of
-from tiny_pairs import PROMPT
-from tiny_pairs import spec_of as pair_of
+from commands import complains, says, to_command
+from drafters import PROMPT, build_spec, list_token_paths, source_of, spec_of
+from models import prompt, target
+from training import tokenizer
 
 from treespec.api.engine import Engine
 from treespec.draft.lookup.matches import longest_match, tree_of
 from treespec.draft.lookup.suffix import Suffix
 from treespec.draft.lookup.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.registry import SuffixOptions
+from treespec.engine.request import Request
 from treespec.files.atomic import read_tensors
 from treespec.model.target import Target
 
@@ -61,8 +60,8 @@ def test_the_drawn_example():
     a, b, c, d, e = range(1, 6)
     made = tree_of([[a, b, c, -1], [a, b, c], [a, d], [e]], 9, 0, lambda length: 1.0, 0.0)
     tree = made.tree(9, torch.device("cpu"))
-    assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
-    assert dict(zip(paths_of(tree)[1:], made.probabilities[1:], strict=True)) == {
+    assert set(list_token_paths(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
+    assert dict(zip(list_token_paths(tree)[1:], made.probabilities[1:], strict=True)) == {
         (9, a): 3 / 4,
         (9, e): 1 / 4,
         (9, a, b): 2 / 3,
@@ -82,7 +81,7 @@ def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out():
 
 
 def test_what_was_answered_before_is_drafted_whole():
-    spec = spec_of("llama", "suffix")
+    spec = build_spec("llama", "suffix")
     first = spec.generate(prompt(), max_new_tokens=24)
     again = spec.generate(prompt(), max_new_tokens=24)
     assert again.token_ids == first.token_ids
@@ -102,7 +101,7 @@ def test_what_was_answered_before_is_drafted_whole():
     ],
 )
 def test_a_memory_is_known_by_its_name_alone(first, second, known):
-    spec = spec_of("llama", "suffix")
+    spec = build_spec("llama", "suffix")
     cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
     spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
     assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
@@ -119,15 +118,21 @@ def test_a_memory_is_known_by_its_name_alone(first, second, known):
 )
 def test_a_sampled_answer_with_a_seed_is_drafted_from_its_text_alone(drafter, tree, verifier):
     """A memory that holds other answers, and then this one, changes neither its tokens nor its cycles."""
-    spec = pair_of(drafter, tree, verifier)
+    spec = spec_of(drafter, tree, verifier)
     options = {"temperature": 1.0, "max_new_tokens": 40}
     by_memory = [spec.generate(PROMPT, memory=name, seed=7, **options) for name in ("none yet", "texts", "texts")]
     assert len({(*output.token_ids, -1, *output.stats.accepted) for output in by_memory}) == 1
 
 
+def test_seeded_answers_that_read_the_memory_are_found(monkeypatch):
+    faults.plant(monkeypatch, Request, Request.recalled, faults.recall_with_any_seed)
+    with pytest.raises(AssertionError):
+        test_a_sampled_answer_with_a_seed_is_drafted_from_its_text_alone("suffix", None, "topk")
+
+
 @pytest.mark.parametrize("drafter, tree, verifier", [("suffix", None, "auto"), ("suffix+model", "2x2", "gumbel")])
 def test_a_seed_whose_text_no_draft_changes_is_drafted_from_the_memory(drafter, tree, verifier):
-    spec = pair_of(drafter, tree, verifier)
+    spec = spec_of(drafter, tree, verifier)
     options = {"temperature": 1.0, "max_new_tokens": 40, "seed": 7}
     first, again = (spec.generate(PROMPT, memory="texts", **options) for _ in range(2))
     assert first.token_ids == again.token_ids
@@ -135,7 +140,7 @@ def test_a_seed_whose_text_no_draft_changes_is_drafted_from_the_memory(drafter, 
 
 
 def test_callers_of_an_engine_share_by_name():
-    with Engine(spec_of("llama", "suffix"), batch=2) as engine:
+    with Engine(build_spec("llama", "suffix"), batch=2) as engine:
         cycles = [
             engine.submit(prompt(), max_new_tokens=24, memory=name).result().stats.cycles for name in ("a", "b", "a")
         ]
@@ -143,14 +148,14 @@ def test_callers_of_an_engine_share_by_name():
 
 
 def test_an_answer_that_is_cut_off_is_not_remembered():
-    spec = spec_of("llama", "suffix")
+    spec = build_spec("llama", "suffix")
     with spec.stream(prompt(), max_new_tokens=24) as stream:
         next(stream)
     assert spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist() == []
 
 
-def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens():
-    spec = spec_of("llama", "suffix")
+def test_an_answer_is_remembered_with_the_last_tokens_of_its_prompt():
+    spec = build_spec("llama", "suffix")
     output = spec.generate(prompt(12), max_new_tokens=7)
     kept = spec.decoder.drafter.states[0].drafter.caches.named("").tokens.tolist()
     assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
@@ -159,7 +164,7 @@ def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens():
 @pytest.mark.parametrize("name", [7, True, b"a"])
 def test_a_name_is_a_string(name):
     with complains(r"memory is .*, must be a string"):
-        spec_of("llama", "suffix").generate(prompt(), memory=name)
+        build_spec("llama", "suffix").generate(prompt(), memory=name)
 
 
 def test_the_oldest_answers_are_forgotten():
@@ -179,15 +184,17 @@ def test_memories_are_as_many_as_are_kept():
     assert memories.named("299").tokens.tolist() == [1, 2, -1]
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from treespec.draft.lookup.suffix_cache import SuffixCaches
-memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).named("")
-print("ready", flush=True)
-for number in range(10**6):
-    memory.add([number % 100] * 50)
-"""
+def remember_for_ever() -> None:
+    """In a memory in the folder that the command line names, until the process is killed."""
+    import sys
+    from pathlib import Path
+
+    from treespec.draft.lookup.suffix_cache import SuffixCaches
+
+    memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).named("")
+    print("ready", flush=True)
+    for number in range(10**6):
+        memory.add([number % 100] * 50)
 
 
 def caches(folder, tokens=4096, tokenizer="words", vocab_size=100):
@@ -232,7 +239,7 @@ def test_the_files_stay_within_the_bound(tmp_path):
 
 def test_a_kill_at_any_moment_leaves_whole_files(tmp_path):
     for wait in (0.05, 0.15):
-        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen([*to_command(remember_for_ever), str(tmp_path)], stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(wait)
@@ -245,7 +252,7 @@ def test_a_kill_at_any_moment_leaves_whole_files(tmp_path):
 
 def test_another_tokenizer_is_one_line(tmp_path):
     model = Target(target("llama").model, tokenizer())
-    spec = spec_of(model, f"suffix:{tmp_path}")
+    spec = build_spec(model, f"suffix:{tmp_path}")
     spec.generate(prompt(), max_new_tokens=4)
     source_of(f"suffix:{tmp_path}", model)
     others = Target(target("llama").model, tokenizer(265))
@@ -280,7 +287,7 @@ def test_a_file_in_the_folders_place_is_one_line(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_ends_no_answer(tmp_path, caplog):
-    spec = spec_of("llama", f"suffix:{tmp_path}/memory")
+    spec = build_spec("llama", f"suffix:{tmp_path}/memory")
     (tmp_path / "memory").write_text("")
     first = spec.generate(prompt(), max_new_tokens=12)
     assert "the suffix cache goes on without its folder" in caplog.text

@@ -10,8 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
-from refusals import complains
-from wheels import write_wheel
+from commands import complains, write_wheel
 
 from treespec.eval import suites
 from treespec.eval.questions import BUILTIN, Question, first_of_each, load_questions
@@ -20,7 +19,7 @@ from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
 
-def test_builtin_is_two_questions_of_two_turns_in_each_category_of_mt_bench():
+def test_builtin_has_two_questions_for_each_category_of_mt_bench():
     questions, problems = load_questions("builtin")
     assert problems == []
     assert Counter(question.category for question in questions) == dict.fromkeys(CATEGORIES, 2)

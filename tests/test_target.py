@@ -3,46 +3,45 @@
 import pytest
 import torch
 import transformers as hf
-from equality import close, seeded
-from models import CANNOT_BRANCH, CONFIGS, VOCAB, random_model, target
-from refusals import complains
-from tiny_configs import MODELS, tiny
+from commands import complains
+from models import (
+    CONFIGS,
+    LOGITS_TOLERANCE,
+    MODELS,
+    PREFIX_TOKENS,
+    VOCAB,
+    close,
+    random_model,
+    random_prefix,
+    random_tree,
+    target,
+    tiny,
+)
 
 from treespec.model.target import Target
-from treespec.trees.layout import layout
-from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree
 
-TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)))
-PREFIX = 9  # longer than the sliding window of 6
-TOLERANCE = 2e-4  # float32, logits of order 1 to 10
-
-
-def random_tree(seed=0):
-    shape = layout(TREE, torch.device("cpu"))
-    tokens = torch.randint(3, VOCAB, (TREE.size,), generator=seeded(seed))
-    return TokenTree(tokens, shape.parents, shape.depth, shape.ancestors)
-
-
-def prefix(seed=1, length=PREFIX):
-    return torch.randint(3, VOCAB, (1, length), generator=seeded(seed))
-
-
-def plain_logits(model, tokens):
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([tokens])).logits[0]
-
-
-def paths_of(tree):
-    """(node, nodes from the root to it) for every node."""
-    return [(i, tree.ancestors[i].nonzero().flatten().tolist()) for i in range(len(tree.tokens))]
+CANNOT_BRANCH = {
+    "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
+    "falcon-alibi": (
+        lambda: hf.FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+        ),
+        "ALiBi",
+    ),
+    "gpt-neo": (
+        lambda: hf.GPTNeoConfig(
+            vocab_size=VOCAB, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]]
+        ),
+        "local attention",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_commit_equals_a_fresh_prefill(name):
     model = target(name)
     tree = random_tree()
-    text = prefix()
+    text = random_prefix()
     path = [0, 1, 5, 8]  # moves keys and values
     assert tree.ancestors[8].nonzero().flatten().tolist() == path
     cache = model.new_cache(capacity=16)
@@ -51,23 +50,23 @@ def test_commit_equals_a_fresh_prefill(name):
     cache.commit([path])
     again = model.new_cache(capacity=64)
     model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
-    assert cache.lengths == again.lengths == [PREFIX + 4]
+    assert cache.lengths == again.lengths == [PREFIX_TOKENS + 4]
     following = random_tree(seed=7)
     ours = model.forward_tree(cache, following)
     fresh = model.forward_tree(again, following)
-    close(ours.logits, fresh.logits, TOLERANCE, TOLERANCE)
-    close(ours.features, fresh.features, TOLERANCE, TOLERANCE)
+    close(ours.logits, fresh.logits, LOGITS_TOLERANCE, LOGITS_TOLERANCE)
+    close(ours.features, fresh.features, LOGITS_TOLERANCE, LOGITS_TOLERANCE)
 
 
 def test_aux_layers_are_transformers_hidden_states():
     model = target("llama")
-    text = prefix()
+    text = random_prefix()
     aux_layers = (0, 1, 2)
     cache = model.new_cache()
     features = torch.cat([model.prefill(cache, part, aux_layers) for part in text.split(4, 1)], 1)
     with torch.inference_mode():
         states = model.model(input_ids=text, output_hidden_states=True).hidden_states
-    close(features, torch.cat([states[k] for k in aux_layers], dim=-1), TOLERANCE)
+    close(features, torch.cat([states[k] for k in aux_layers], dim=-1), LOGITS_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CANNOT_BRANCH)
@@ -104,10 +103,10 @@ def test_an_offloaded_target_scores_the_same_tree(tmp_path, parts):
     for device_map in ("cpu", places):
         model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
         cache = model.new_cache()
-        model.prefill(cache, prefix())
+        model.prefill(cache, random_prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
         assert model.device == model.output_device == torch.device("cpu")
-    close(*outs, TOLERANCE)
+    close(*outs, LOGITS_TOLERANCE)
 
 
 def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
@@ -117,6 +116,6 @@ def test_an_offloaded_recurrent_target_scores_the_same_tree(tmp_path):
     for device_map in ("cpu", places):
         model = Target.load(f"{tmp_path}/model", dtype="float32", device_map=device_map)
         cache = model.new_cache()
-        model.prefill(cache, prefix())
+        model.prefill(cache, random_prefix())
         outs.append(model.forward_tree(cache, random_tree()).logits)
-    close(*outs, TOLERANCE)
+    close(*outs, LOGITS_TOLERANCE)

@@ -5,18 +5,17 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from enumeration import every_pair, outcomes, scheme_by_name
-from equality import seeded
-from oracle import outcomes as decoded
-from refusals import complains
-from tiny_pairs import NEW, PROMPT, spec_of
+from commands import complains
+from drafters import NEW, PROMPT, build_tree_pair, spec_of
+from models import seeded
+from reference import enumerate_decoding, every_pair, list_draws, scheme_by_name
 from torch.nn.functional import pad
 
 from treespec.draft.auto.cost import Cost
 from treespec.eval.acceptance.acceptance_shares import FORMS, Nodes
 from treespec.eval.acceptance.config import TauConfig, drawn_by
 from treespec.eval.acceptance.decoded import Decoded
-from treespec.eval.acceptance.path_probability import Pair, followed
+from treespec.eval.acceptance.path_probability import followed
 from treespec.eval.acceptance.tau import along_text, ends, measure
 from treespec.eval.texts import Text
 from treespec.sampling.probs import SamplingParams, probs
@@ -41,7 +40,7 @@ def enumerated(scheme, p, q, k):
         tokens = draws.tokens
         chance = torch.full((4 * SAMPLED,), 1 / (4 * SAMPLED), dtype=torch.float64)
     else:
-        found = outcomes(scheme.name, q, k)
+        found = list_draws(scheme.name, q, k)
         tokens = torch.tensor([d for d, _ in found])
         chance = torch.tensor([c for _, c in found], dtype=torch.float64)
         draws = Draws(tokens)
@@ -80,17 +79,10 @@ def test_what_a_draw_carries_is_its_enumeration(name):
             assert (found - wanted).abs().max() < (NOISE if noisy else 1e-12)
 
 
-def pair_of(verifier, shape):
-    tree = policy(shape)
-    inner = {path[:-1] for path in tree.paths[1:]}
-    scheme = scheme_by_name(drawn_by(verifier))
-    return Pair(verifier, shape, scheme, tree, {path: tree.draws(path) for path in inner})
-
-
 @torch.no_grad()
 def cycles_of(verifier, shape, spec, text, samples=400):
     """The mean number of cycles for a text of the tiny pair."""
-    pair = pair_of(verifier, shape)
+    pair = build_tree_pair(verifier, shape)
     params = SamplingParams(1.0)
     text = Text(torch.tensor([*PROMPT, *text]), len(PROMPT) - 1, 0)
     generator = seeded(0)
@@ -112,7 +104,7 @@ def cycles_of(verifier, shape, spec, text, samples=400):
 def test_tau_is_that_of_the_real_loop(verifier, shape):
     """Cycles for each text, weighed by its probability, against all outcomes of decoding. Noise below 0.004."""
     spec = spec_of("eagle", shape, verifier)
-    texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
+    texts, wanted = enumerate_decoding(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
     exact = verifier in ("single", "block", SURE, "rrs", "greedy", "topk")
     samples = {"samples": 1} if exact else {}
     found = sum(prob * cycles_of(verifier, shape, spec, text, **samples) for text, prob in texts.items())
@@ -120,10 +112,10 @@ def test_tau_is_that_of_the_real_loop(verifier, shape):
 
 
 @pytest.mark.parametrize("kind, shape", [("eagle", "dynamic:depth=2,topk=2,nodes=4"), ("medusa", "ddtree:nodes=4")])
-def test_tau_of_trees_that_are_drafted_anew_is_that_of_the_real_loop(kind, shape):
+def test_tau_of_freshly_drafted_trees_is_that_of_the_real_loop(kind, shape):
     spec = spec_of(kind, shape, "topk")
     params = SamplingParams(1.0)
-    texts, wanted = decoded(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
+    texts, wanted = enumerate_decoding(spec, PROMPT, 64, max_new_tokens=NEW, temperature=1.0).distribution()
     one = Decoded("topk", shape, policy(shape))
     found = 0.0
     for text, chance in texts.items():

@@ -5,10 +5,9 @@ import json
 
 import pytest
 import torch
-from drafting import source_of
+from drafters import extrapolate, source_of
 from models import CONFIGS, random_head, random_model
 from rich.console import Console
-from test_depth_heads import extrapolated
 
 from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
@@ -61,13 +60,13 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
     target, head = models
     shown = SamplingParams(temperature or 1.0)
 
-    def target_law(tokens):
+    def target_probs(tokens):
         return probs(target.model(torch.tensor([tokens])).logits[0, -1], shown)
 
-    def draft_law(text, path):
+    def draft_probs(text, path):
         """The head over the whole text, its own features extrapolated along the path."""
         features = target.features(torch.tensor([text]))[0, :-1]
-        hidden = extrapolated(head, torch.tensor(text[1:]), features, path)[0]
+        hidden = extrapolate(head, torch.tensor(text[1:]), features, path)[0]
         return probs(whole(head.logits(hidden, target), head, target), shown)
 
     text = list(PROMPT)
@@ -84,22 +83,22 @@ def test_cycles_are_those_of_generate_with_the_probabilities_of_plain_forwards(m
         for node in range(1, len(cycle.tokens)):
             above = paths[cycle.parents[node]]
             token = cycle.tokens[node]
-            assert cycle.p[node] == pytest.approx(float(target_law(text + above)[token]), abs=1e-4)
-            assert cycle.q[node] == pytest.approx(float(draft_law(text, above)[token]), abs=1e-4)
+            assert cycle.p[node] == pytest.approx(float(target_probs(text + above)[token]), abs=1e-4)
+            assert cycle.q[node] == pytest.approx(float(draft_probs(text, above)[token]), abs=1e-4)
             paths.append([*above, token])
         links = list(zip(cycle.parents, cycle.tokens, strict=True))
         assert len(set(links)) == len(links)  # a repeated draw is no node of its own
         said = cycle.own
         path = paths[cycle.own.at]
-        assert said.p == pytest.approx(float(target_law(text + path)[said.token]), abs=1e-4)
+        assert said.p == pytest.approx(float(target_probs(text + path)[said.token]), abs=1e-4)
         if said.q is not None:
-            distribution = draft_law(text, path)
+            distribution = draft_probs(text, path)
             assert said.q == pytest.approx(float(distribution[said.token]), abs=1e-4)
             assert said.rank == 1 + int((distribution > distribution[said.token]).sum())
         text += [token for piece in cycle.answer for token in piece.token_ids]
 
 
-def test_drafts_without_a_law_have_no_q():
+def test_drafts_without_a_distribution_have_no_q():
     spec = Spec(target := pair()[0], source_of("suffix", target), verifier="topk")
     cycles = list(trace(spec, PROMPT * 3, max_new_tokens=12))
     drafted = [cycle for cycle in cycles if len(cycle.tokens) > 1]

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from equality import seeded
-from models import as_undrafted, random_head, target
-from ranks import by_two
+from commands import run_by_two, to_command
+from drafters import DEPTH_HEADS, build_head
+from models import as_undrafted, random_head, seeded, target
 from safetensors.torch import load_file
-from test_depth_heads import SEVERAL, heads_for
-from training import batch_of, beside, drafts, killed, options, refused, same_head, trained, weights
+from training import (
+    batch_of,
+    config_without_files,
+    has_drafts,
+    load_weights,
+    read_refusal,
+    same_head,
+    train_to_end,
+    train_until_killed,
+    with_folder,
+)
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import new_head, rollout
@@ -35,9 +43,9 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     tokens = torch.randint(3, 64, (60,), generator=seeded(6))
     features = model.features(tokens[None])[0]
     result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
-    law = model.output_logits(features).argmax(-1)
+    target_tokens = model.output_logits(features).argmax(-1)
     drafted = [rows.argmax(-1) for rows in rollout(head, model, tokens, features, 3)]
-    agree = [[bool(rows[t] == law[t + step]) for step, rows in enumerate(drafted, 1)] for t in range(56)]
+    agree = [[bool(rows[t] == target_tokens[t + step]) for step, rows in enumerate(drafted, 1)] for t in range(56)]
     runs = [next((i for i, good in enumerate(row) if not good), 3) for row in agree]
     assert result.positions == 56
     assert result.acceptance_length == pytest.approx(1 + sum(runs) / 56)
@@ -58,17 +66,17 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
 )
 def test_a_killed_run_goes_on_to_the_same_weights(config, changes):
     config = replace(config, **changes)
-    whole = trained(beside(config, "whole"))
+    whole = train_to_end(with_folder(config, "whole"))
     for step in (3, 5):  # after the checkpoints at 2 and 4, with steps that are done again
-        killed(config, step)
+        train_until_killed(config, step)
         assert not Path(config.out, "model.safetensors").exists()
-    assert same_head(trained(config), whole)
+    assert same_head(train_to_end(config), whole)
 
 
 def test_a_conversation_that_stands_there_twice_counts_once(config, capsys):
     text = Path(config.data).read_text()
     (twice := Path(f"{config.data}.twice.jsonl")).write_text(f"{text}\n{text}")
-    assert same_head(trained(config), trained(beside(config, "twice", data=str(twice), validate_on=2)))
+    assert same_head(train_to_end(config), train_to_end(with_folder(config, "twice", data=str(twice), validate_on=2)))
     said = capsys.readouterr().out
     assert "24 of them stand there already, and count once" in said
     assert re.search(r"held-out positions\); on conversations that it was trained on [\d.]+% ", said)
@@ -77,23 +85,29 @@ def test_a_conversation_that_stands_there_twice_counts_once(config, capsys):
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 1000, 0))
-    assert re.search(r"features need .* GiB", refused(config, features=f"{tmp_path}/features"))
+    assert re.search(r"features need .* GiB", read_refusal(config, features=f"{tmp_path}/features"))
     assert not list((tmp_path / "features").rglob("*.safetensors"))
 
 
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = trained(config, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
+    one = train_to_end(config, noise=0.0, batch_size=4, max_steps=3, validate_on=2)
     two = tmp_path / "two"
     options = f"--target {config.target} --data {config.data} --out {two} --dtype float32 --max-steps 3 --batch-size 2"
     options += " --warm-up 2 --learning-rate 1e-3 --noise 0 --held-out 0.2 --validate-every 0"
     options += f" --validate-on 2 --mixed-precision no --calibrate --features {tmp_path}/features"
-    said = by_two(f"treespec.train {options}", tmp_path)
+    said = run_by_two(f"treespec.train {options}", tmp_path)
     assert said[0].startswith("processes: 2, on cpu:0, mixed precision: no\n")
     ours = load_file(two / "model.safetensors")
-    for name, value in weights(one).items():
+    for name, value in load_weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name
     assert (two / "calibration.json").exists()
+
+
+def print_bfloat16() -> None:
+    from treespec.kernels.processor import computes_bfloat16
+
+    print(computes_bfloat16())
 
 
 @pytest.fixture
@@ -109,22 +123,21 @@ def test_training_is_in_bfloat16_where_the_cpu_multiplies_it(kernels):
     """By /proc/cpuinfo, unless torch's kernels are those of AVX2."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     made_for_it = kernels == "default" and bool({"avx512_bf16", "amx_bf16"} & set(text.split()))
-    code = "from treespec.kernels.processor import computes_bfloat16; print(computes_bfloat16())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ran = subprocess.run(to_command(print_bfloat16), env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(made_for_it)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
     train(replace(config, max_steps=2, calibrate=True, validate_on=2, mixed_precision="bf16", dtype="bfloat16"))
-    assert drafts(config, dtype="bfloat16")
+    assert has_drafts(config, dtype="bfloat16")
 
 
-def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_drafts(config, capsys):
+def test_loss_and_drafts_are_over_the_draft_vocabulary(config, capsys):
     config = replace(config, max_steps=2)
-    whole = trained(beside(config, "whole"))
-    small = trained(config, draft_vocab=20, calibrate=True, validate_on=2)
+    whole = train_to_end(with_folder(config, "whole"))
+    small = train_to_end(config, draft_vocab=20, calibrate=True, validate_on=2)
     assert not same_head(small, whole)
     said = json.loads(Path(config.out, "draft_vocab.json").read_text())
     assert f"20 tokens, {said['coverage']:.1%} of the answers" in capsys.readouterr().out
@@ -132,7 +145,7 @@ def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_draft
     assert spec.head.vocabulary.tolist() == said["tokens"]
     assert len(said["tokens"]) == 20
     assert spec.target.eos <= set(said["tokens"])
-    assert drafts(config, dtype="float32")
+    assert has_drafts(config, dtype="float32")
 
 
 def test_batches_cover_an_epoch_once_in_a_settled_order():
@@ -145,11 +158,11 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
 
 
 @pytest.mark.parametrize("loss", ["published", "tv"])
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, loss):
+@pytest.mark.parametrize("kind", DEPTH_HEADS)
+def test_the_loss_sums_each_head_at_each_position_of_its_rollout(kind, loss):
     """Against a loop over positions, in float32: 1e-4. Medusa's published one is over the text's tokens."""
     model = target("llama")
-    head = heads_for(model, kind)
+    head = build_head(model, kind)
     total = 0.0
     batch = batch_of(model, head)
     for i in range(4):
@@ -157,32 +170,32 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind, los
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
             *_, logits = rollout(head, model, tokens, features, i + 1)
             for t, row in enumerate(logits):
-                law = model.output_logits(features[t + 1 + i]).softmax(-1)
+                distribution = model.output_logits(features[t + 1 + i]).softmax(-1)
                 if (kind, loss) == ("medusa", "published"):
-                    law = torch.nn.functional.one_hot(tokens[t + 2 + i], 64).float()
-                refused = 1 - torch.minimum(law, row.softmax(-1)).sum()
+                    distribution = torch.nn.functional.one_hot(tokens[t + 2 + i], 64).float()
+                refused = 1 - torch.minimum(distribution, row.softmax(-1)).sum()
                 if mask[t + 2 + i]:
-                    losses.append(refused if loss == "tv" else -(law * row.log_softmax(-1)).sum())
+                    losses.append(refused if loss == "tv" else -(distribution * row.log_softmax(-1)).sum())
         total += float(torch.stack(losses).mean()) * (0.8**i if kind == "medusa" else 1)
-    found = TRAINING_BY_KIND[kind].loss()(options(head=kind, loss=loss), model, head, batch).total
+    found = TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind, loss=loss), model, head, batch).total
     assert float(found.detach()) == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", *SEVERAL])
-def test_a_batch_without_an_assistants_token_has_no_loss_and_zero_gradients_for_every_weight(kind):
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", *DEPTH_HEADS])
+def test_a_batch_without_answer_tokens_has_no_loss_and_zero_gradients(kind):
     model = target("llama")
     head = new_head(kind, model)
     batch = batch_of(model, head, steps=2)._replace(loss_mask=torch.zeros(2, 9, dtype=torch.bool))
-    total = TRAINING_BY_KIND[kind].loss()(options(head=kind), model, head, batch).total
+    total = TRAINING_BY_KIND[kind].loss()(config_without_files(head=kind), model, head, batch).total
     total.backward()
     slopes = [weight.grad for weight in head.parameters() if weight.requires_grad]
     assert float(total.detach()) == 0
     assert all(slope is not None and not slope.any() for slope in slopes)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", *SEVERAL])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", *DEPTH_HEADS])
 def test_training_makes_heads_agree_with_the_target(config, tmp_path, kind):
-    several = {"draft_heads": 3} if kind in SEVERAL else {}
+    several = {"draft_heads": 3} if kind in DEPTH_HEADS else {}
     options = {"head": kind, "learning_rate": 3e-3, "checkpoint_every": 500, "batch_size": 8} | several
     before = train(replace(config, out=f"{tmp_path}/untrained", max_steps=1, **options | {"learning_rate": 0.0}))
     trained = replace(config, max_steps=100, **options)
@@ -201,4 +214,4 @@ def test_training_makes_heads_agree_with_the_target(config, tmp_path, kind):
 def test_fewer_heads_than_draft_steps_are_validated_and_calibrated(config):
     config = replace(config, head="hydra", max_steps=2, draft_heads=2, calibrate=True)
     assert len(train(config).agreement) == 2
-    assert drafts(config, depth=2, dtype="float32")
+    assert has_drafts(config, depth=2, dtype="float32")

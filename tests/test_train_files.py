@@ -8,22 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import close, same_weights, seeded
-from models import CONFIGS, random_model
-from refusals import complains
+from commands import complains
+from models import CONFIGS, close, random_model, same_weights, seeded
 from safetensors import safe_open
-from test_files import ended
 from training import (
-    beside,
-    flipped,
+    end_process,
+    flip_bit,
     folder_of,
     kill_at,
-    killed,
+    load_weights,
     metrics_of,
-    refused,
+    read_refusal,
     same_head,
-    trained,
-    weights,
+    train_to_end,
+    train_until_killed,
+    with_folder,
     write_data,
 )
 from transformers import AutoConfig
@@ -45,18 +44,18 @@ def config(config, tmp_path):
 
 @pytest.mark.parametrize("name", [f"{CHECKPOINT}/model", f"{CHECKPOINT}/optimizer", "config"])
 def test_a_flipped_bit_in_what_a_run_goes_on_from_is_named(config, name):
-    killed(config)
+    train_until_killed(config)
     (file,) = folder_of(config).glob(f"{name}.*")
     for place in PLACES:
-        whole = flipped(file, place)
-        assert str(file) in refused(config), place
+        whole = flip_bit(file, place)
+        assert str(file) in read_refusal(config), place
         file.write_bytes(whole)
     train(config)
 
 
 def test_any_flipped_bit_in_stored_features_is_named(config):
     """Every fifth byte of the header, whose order of entries differs from one writing to the next; and some data."""
-    killed(config)
+    train_until_killed(config)
     (shard,) = Path(config.features).rglob("*.safetensors")
     with safe_open(shard, framework="pt") as file:
         numbers = range(len(file.keys()))
@@ -68,37 +67,37 @@ def test_any_flipped_bit_in_stored_features_is_named(config):
     header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
     size = shard.stat().st_size
     for at in (*range(0, header, 5), (header + size) // 2, size - 1):
-        whole = flipped(shard, (at + 0.5) / size)
+        whole = flip_bit(shard, (at + 0.5) / size)
         with complains(re.escape(config.features)):
             read()
         shard.write_bytes(whole)
 
 
-def test_a_damaged_result_is_named_and_a_deleted_result_or_head_is_made_again(config):
-    before = weights(trained(config))
+def test_a_damaged_result_is_named_and_deleted_files_are_recreated(config):
+    before = load_weights(train_to_end(config))
     result = folder_of(config) / "result.json"
-    flipped(result, 0.5)
-    assert str(result) in refused(config)
+    flip_bit(result, 0.5)
+    assert str(result) in read_refusal(config)
     for file in (result, Path(config.out) / "model.safetensors"):
         file.unlink()
-        assert same_weights(weights(trained(config)), before)
+        assert same_weights(load_weights(train_to_end(config)), before)
 
 
 def test_two_runs_do_not_write_into_one_folder_at_once(config):
-    trained(beside(config, "other"))
+    train_to_end(with_folder(config, "other"))
     (shard,) = Path(config.features).rglob("*.safetensors")
     with locked(shard.parent):  # all is there: it is only read
-        trained(beside(config, "third"))
+        train_to_end(with_folder(config, "third"))
     shard.unlink()
     for folder in (folder_of(config), shard.parent):
         with locked(folder):
-            assert f"{folder} is being written by process {os.getpid()}" in refused(config)
+            assert f"{folder} is being written by process {os.getpid()}" in read_refusal(config)
     train(config)
 
 
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
-    dead = ended()
-    trained(beside(config, "other"))
+    dead = end_process()
+    train_to_end(with_folder(config, "other"))
     (shard,) = Path(config.features).rglob("*.safetensors")
     shard.unlink()
     folder = shard.parent.relative_to(tmp_path)
@@ -115,36 +114,36 @@ def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
 
 
 def test_metrics_hold_each_step_once_after_a_resume(config):
-    config = killed(
+    config = train_until_killed(
         replace(config, max_steps=60, checkpoint_every=30, batch_size=1), 45
     )  # after the lines of 20 and 40
     with (folder_of(config) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')  # as a kill leaves it
-    assert [line["step"] for line in metrics_of(trained(config))] == [20, 40, 60]
+    assert [line["step"] for line in metrics_of(train_to_end(config))] == [20, 40, 60]
 
 
 def test_features_of_a_target_that_was_trained_again_are_others(config, tmp_path):
     model = shutil.copytree(config.target, tmp_path / "model")
-    config = killed(replace(config, target=str(model)))
-    trained(beside(config, "same"))
+    config = train_until_killed(replace(config, target=str(model)))
+    train_to_end(with_folder(config, "same"))
     random_model(AutoConfig.from_pretrained(model), seed=1).save_pretrained(model)
-    other = weights(trained(beside(config, "other")))
-    assert same_weights(other, weights(trained(beside(config, "live"), features=None)))
+    other = load_weights(train_to_end(with_folder(config, "other")))
+    assert same_weights(other, load_weights(train_to_end(with_folder(config, "live"), features=None)))
     assert len(list(Path(config.features).iterdir())) == 2
-    assert "holds a run with another content of target" in refused(config)
+    assert "holds a run with another content of target" in read_refusal(config)
 
 
 def test_a_run_knows_its_data_by_content(config, tmp_path):
-    killed(config)
+    train_until_killed(config)
     moved = Path(config.data).rename(tmp_path / "moved.jsonl")
     write_data(Path(config.data), name="something")
-    assert "another content of data" in refused(config)
-    trained(config, data=str(moved))
+    assert "another content of data" in read_refusal(config)
+    train_to_end(config, data=str(moved))
 
 
 def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    killed(config)
+    train_until_killed(config)
     relative = {name: os.path.relpath(getattr(config, name)) for name in ("target", "data", "out", "features")}
     train(replace(config, **relative))
     moved = Path(config.out).rename(tmp_path / "moved")
@@ -152,12 +151,12 @@ def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
 
 
 def test_records_of_another_format_and_checkpoints_without_a_record_are_refused(config):
-    killed(config)
+    train_until_killed(config)
     file = folder_of(config) / "config.json"
     write_json(file, read_json(file, "") | {"format": 9})
-    assert f"{file} has format 9, this treespec reads 3: delete " in refused(config)
+    assert f"{file} has format 9, this treespec reads 3: delete " in read_refusal(config)
     file.unlink()
-    assert f"cannot read {file}" in refused(config)
+    assert f"cannot read {file}" in read_refusal(config)
     shutil.rmtree(file.parent)
     train(config)
 
@@ -179,17 +178,17 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
         part.features(tokens[None])
 
 
-def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(config, capsys):
-    live = trained(beside(config, "live"), features=None)
-    trained(config)
+def test_with_stored_features_the_target_is_loaded_only_at_the_end(config, capsys):
+    live = train_to_end(with_folder(config, "live"), features=None)
+    train_to_end(config)
     said = capsys.readouterr().out
     assert "loading the whole target to store its features" in said
     assert "GiB, 128 bytes per token" in said  # 32 values in float32
-    again = beside(config, "again")
+    again = with_folder(config, "again")
     assert train(again).positions > 0
     said = capsys.readouterr().out
     assert said.count("loading the whole target") == 1
     assert "loading the whole target to validate and calibrate the head" in said
     assert same_head(again, config)
-    for name, value in weights(live).items():
-        close(value, weights(config)[name], 1e-5)
+    for name, value in load_weights(live).items():
+        close(value, load_weights(config)[name], 1e-5)

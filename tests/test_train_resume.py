@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import same_weights
-from models import random_head, target
-from refusals import complains
+from commands import complains
+from models import random_head, same_weights, target
 from training import (
-    beside,
     checkpoint_of,
     files_of,
     files_of_at_most,
-    flipped,
+    flip_bit,
     folder_of,
     kill_at,
-    killed,
+    load_weights,
     metrics_of,
-    refused,
+    read_refusal,
     same_head,
-    trained,
-    weights,
+    train_to_end,
+    train_until_killed,
+    with_folder,
     write_data,
 )
 from transformers import AutoTokenizer
@@ -44,15 +43,15 @@ def steps_in(config):
 
 
 def test_without_a_damaged_checkpoint_the_one_before_is_used(config):
-    whole = trained(beside(config, "whole"))
+    whole = train_to_end(with_folder(config, "whole"))
     assert steps_in(whole) == [6, 4]
-    killed(config, 5)
+    train_until_killed(config, 5)
     assert steps_in(config) == [4, 2]
     checkpoint = checkpoint_of(config, 4)
-    flipped(checkpoint / "optimizer.safetensors", 0.7)
-    assert f"delete {checkpoint}, and the same command goes on" in refused(config)
+    flip_bit(checkpoint / "optimizer.safetensors", 0.7)
+    assert f"delete {checkpoint}, and the same command goes on" in read_refusal(config)
     shutil.rmtree(checkpoint)
-    assert same_head(trained(config), whole)
+    assert same_head(train_to_end(config), whole)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -70,10 +69,10 @@ def test_processes_share_each_batch_from_any_step_on(processes):
 
 
 def test_a_run_of_other_processes_is_refused(config):
-    killed(config)
+    train_until_killed(config)
     record = folder_of(config) / "config.json"
     write_json(record, read_json(record, "") | {"processes": 2})
-    assert "holds a run with processes = 2, not 1" in refused(config)
+    assert "holds a run with processes = 2, not 1" in read_refusal(config)
 
 
 MAY_CHANGE = {
@@ -87,24 +86,24 @@ MAY_CHANGE = {
 
 
 def test_what_may_change_on_resume_does_and_the_rest_is_named(config):
-    killed(config)
+    train_until_killed(config)
     for name, value in {"learning_rate": 0.1, "noise": 0.5, "held_out": 0.3, "grow_at": 0.1}.items():
-        assert f"holds a run with {name} = " in refused(config, **{name: value})
-    trained(config, **MAY_CHANGE)
+        assert f"holds a run with {name} = " in read_refusal(config, **{name: value})
+    train_to_end(config, **MAY_CHANGE)
     assert steps_in(config) == [8, 7]
 
 
 def test_a_finished_run_goes_on_where_it_is_given_more_steps(config):
-    refused(config, data="nowhere.jsonl", learning_rate=1e-2)  # writes nothing that the next run must agree with
-    trained(config)
-    first = weights(trained(config, max_steps=7))
+    read_refusal(config, data="nowhere.jsonl", learning_rate=1e-2)  # writes nothing that the next run must agree with
+    train_to_end(config)
+    first = load_weights(train_to_end(config, max_steps=7))
     assert steps_in(config) == [7, 6]
     train(replace(config, max_steps=7, validate_on=3), kill_at(7))  # no step is left
-    assert same_weights(first, weights(config))
+    assert same_weights(first, load_weights(config))
 
 
 def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config):
-    killed(config)
+    train_until_killed(config)
     assert load_head(checkpoint_of(config)).fc.weight.dtype == torch.float32
     assert head_folder(config.out) == checkpoint_of(config)
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
@@ -115,7 +114,7 @@ def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config):
 def stored(config, tmp_path):
     """A run that has stored its features, and not begun to train."""
     config = replace(config, features=f"{tmp_path}/features")
-    killed(beside(config, "first"), 1)
+    train_until_killed(with_folder(config, "first"), 1)
     return config
 
 
@@ -133,25 +132,25 @@ def spoil(config, numbers=None):
 def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(stored):
     count = spoil(stored, [])
     spoil(stored, epoch_batches([1] * count, stored.batch_size, stored.seed, 0)[3])
-    whole = trained(beside(stored, "whole"))
-    assert all(value.isfinite().all() for value in weights(whole).values())
+    whole = train_to_end(with_folder(stored, "whole"))
+    assert all(value.isfinite().all() for value in load_weights(whole).values())
     assert [line for line in metrics_of(whole) if "skipped" in line] == [{"step": 4, "skipped": 1}]
     assert latest_step(folder_of(whole)) == 6
     for step in (3, 5):
-        killed(stored, step)
+        train_until_killed(stored, step)
         assert latest_step(folder_of(stored)) == 2  # that of step 4 would follow a bad step
-    assert same_head(trained(stored), whole)
+    assert same_head(train_to_end(stored), whole)
 
 
-def test_many_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(stored):
-    stored = killed(replace(stored, max_steps=100))
+def test_many_bad_steps_end_the_run_at_the_last_good_checkpoint(stored):
+    stored = train_until_killed(replace(stored, max_steps=100))
     kept = files_of(checkpoint_of(stored))
     spoil(stored)
     complaint = r"not finite since step 3; the checkpoint of step 2 is kept in .*training"
-    assert re.search(complaint, refused(stored))
+    assert re.search(complaint, read_refusal(stored))
     assert files_of(checkpoint_of(stored)) == kept
-    short = beside(stored, "short", max_steps=6)
-    assert "not finite since step 1; no checkpoint was written" in refused(short)
+    short = with_folder(stored, "short", max_steps=6)
+    assert "not finite since step 1; no checkpoint was written" in read_refusal(short)
     assert not checkpoint_of(short).exists()
     assert not list(Path(stored.out).parent.glob("*/model.safetensors"))
 
@@ -181,30 +180,30 @@ def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["zyx"])
     tokenizer.save_pretrained(folder)
-    config = trained(config, target=str(folder), max_steps=1)  # the token does not occur
+    config = train_to_end(config, target=str(folder), max_steps=1)  # the token does not occur
     data = write_data(tmp_path / "more.jsonl", name="zyx")
-    assert "the target has" in refused(beside(config, "other"), data=str(data))
+    assert "the target has" in read_refusal(with_folder(config, "other"), data=str(data))
 
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tmp_path):
-    killed(config, 1)
+    train_until_killed(config, 1)
     assert latest_step(folder_of(config)) is None
-    killed(config, 3)
-    third = beside(config, "3")
+    train_until_killed(config, 3)
+    third = with_folder(config, "3")
     folder_of(third).mkdir(parents=True)
     (folder_of(third) / "metrics.jsonl").write_text('{"step": 0}\n' * 1000)
     with files_of_at_most(4096):
-        assert "model.safetensors: " in refused(config)
+        assert "model.safetensors: " in read_refusal(config)
         features = f"{tmp_path}/features"
-        assert "features-00000.safetensors: " in refused(beside(config, "2", features=features))
-        assert "metrics.jsonl: " in refused(third)
+        assert "features-00000.safetensors: " in read_refusal(with_folder(config, "2", features=features))
+        assert "metrics.jsonl: " in read_refusal(third)
     assert not list(tmp_path.rglob("*.tmp"))
     assert latest_step(folder_of(config)) == 2
-    assert same_head(trained(config), trained(beside(config, "whole")))
+    assert same_head(train_to_end(config), train_to_end(with_folder(config, "whole")))
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_head(config):
     with files_of_at_most(4096):
-        refused(replace(config, checkpoint_every=100))
+        read_refusal(replace(config, checkpoint_every=100))
     assert not list(Path(config.out).glob("*.safetensors"))
     train(config)

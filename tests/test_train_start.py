@@ -8,14 +8,7 @@ import pytest
 import torch
 from models import random_head, target
 from torch import nn
-from training import (
-    beside,
-    options,
-    refused,
-    same_head,
-    trained,
-    write_data,
-)
+from training import config_without_files, read_refusal, same_head, train_to_end, with_folder, write_data
 
 from treespec.draft.vocabulary import load_vocabulary
 from treespec.heads.checkpoint import load_head, save_head
@@ -29,31 +22,31 @@ from treespec.train.machine import make_accelerator
 from treespec.train.start import RIDGE, begin, fit_feature, sides, untrained, vocabulary_size
 
 
-def test_a_run_that_goes_on_from_a_head_drafts_its_tokens_unless_others_are_asked_for(config):
-    first = trained(config, draft_vocab=40, max_steps=1)
+def test_a_warm_start_keeps_the_draft_vocabulary_unless_another_is_requested(config):
+    first = train_to_end(config, draft_vocab=40, max_steps=1)
     tokens = load_vocabulary(first.out, 290).tolist()
     assert len(tokens) == 40
     for number, count in ((None, 40), (30, 30)):
-        further = trained(beside(first, f"{number}"), from_head=first.out, draft_vocab=number)
+        further = train_to_end(with_folder(first, f"{number}"), from_head=first.out, draft_vocab=number)
         found = load_vocabulary(further.out, 290).tolist()
         assert len(found) == count
         assert number or found == tokens
-    further = trained(beside(first, "all"), from_head=first.out, draft_vocab=0)
+    further = train_to_end(with_folder(first, "all"), from_head=first.out, draft_vocab=0)
     assert load_vocabulary(further.out, 290) is None
 
 
 def test_a_head_of_another_width_is_named(config, tmp_path):
     save_head(random_head(target("llama")), tmp_path / "other")
     complaint = r"--from-head .*other is another head: its vocab_size is 64, not 290"
-    assert re.search(complaint, refused(config, from_head=f"{tmp_path}/other"))
+    assert re.search(complaint, read_refusal(config, from_head=f"{tmp_path}/other"))
 
 
 def test_a_head_without_a_bias_is_gone_on_from_without_one(config):
-    bare = trained(config, bias=False, max_steps=1)
-    assert refused(beside(config, "on"), from_head=bare.out).endswith("try --no-bias")
+    bare = train_to_end(config, bias=False, max_steps=1)
+    assert read_refusal(with_folder(config, "on"), from_head=bare.out).endswith("try --no-bias")
 
 
-def test_dropout_is_where_the_published_hydra_plus_has_it_and_ends_with_the_run(config):
+def test_dropout_is_as_in_the_published_hydra_plus_and_training_only(config):
     config = replace(config, head="hydra++", draft_heads=2, max_steps=2)
     model = Target.load(config.target, dtype="float32")
     head = untrained(config, model)
@@ -63,12 +56,12 @@ def test_dropout_is_where_the_published_hydra_plus_has_it_and_ends_with_the_run(
     assert len(drops) == head.max_depth * (head.blocks + 1)
     assert {"hydra_mlp.0.0", "hydra_lm_head.1.0"} <= set(drops)
     assert set(head.state_dict()) == names
-    assert not [part for part in load_head(trained(config).out).modules() if isinstance(part, nn.Dropout)]
+    assert not [part for part in load_head(train_to_end(config).out).modules() if isinstance(part, nn.Dropout)]
 
 
 def test_it_is_the_32000_most_frequent_where_the_target_has_more():
     def size(vocab_size=DRAFT_VOCAB + 8, head="eagle3", **changes):
-        return vocabulary_size(options(head=head, **changes), SimpleNamespace(vocab_size=vocab_size))
+        return vocabulary_size(config_without_files(head=head, **changes), SimpleNamespace(vocab_size=vocab_size))
 
     assert size() == DRAFT_VOCAB == 32000
     assert size(draft_vocab=7) == 7
@@ -78,12 +71,12 @@ def test_it_is_the_32000_most_frequent_where_the_target_has_more():
 @pytest.mark.parametrize("kind, vocabulary", [("eagle", None), ("eagle3", 40)])
 def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path, kind, vocabulary):
     """With learning rate 0 they stay what they were, in more data too, and so do an EAGLE-3 head's draft tokens."""
-    config = trained(config, max_steps=1, head=kind, draft_vocab=vocabulary)
+    config = train_to_end(config, max_steps=1, head=kind, draft_vocab=vocabulary)
     more = write_data(tmp_path / "more.jsonl", count=40, name="other")
     on = {"from_head": config.out}
-    still = trained(beside(config, "still"), draft_vocab=None, learning_rate=0.0, data=str(more), **on)
+    still = train_to_end(with_folder(config, "still"), draft_vocab=None, learning_rate=0.0, data=str(more), **on)
     assert same_head(config, still)
-    assert f"its kind is {kind}, not hydra" in refused(beside(still, "other"), head="hydra")
+    assert f"its kind is {kind}, not hydra" in read_refusal(with_folder(still, "other"), head="hydra")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -123,15 +116,15 @@ PUBLISHED = {  # of Medusa and Hydra++ the commands in the README.md of FasterDe
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind):
-    assert PUBLISHED[kind].items() <= vars(options(head=kind).recipe).items()
-    assert options(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
+    assert PUBLISHED[kind].items() <= vars(config_without_files(head=kind).recipe).items()
+    assert config_without_files(head=kind, learning_rate=0.0).recipe.learning_rate == 0.0
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
     """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""
-    recipe = options(head=kind, warm_up=warm_up).recipe
+    recipe = config_without_files(head=kind, warm_up=warm_up).recipe
     rates = []
     by_steps = Clock(1000)
     by_minutes = Clock(10**9, minutes=10)
@@ -151,6 +144,6 @@ def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
 def test_a_step_has_the_recipes_batch_in_any_number_of_processes():
     for kind, batch in (("medusa", 128), ("hydra++", 32)):
         for size, processes in ((4, 1), (4, 8), (8, 4), (1, 2)):
-            assert options(head=kind, batch_size=size).forwards(processes) * size * processes == batch
-    assert options(batch_size=2).forwards(3) == 1
-    assert options(head="medusa", accumulate=5).forwards(3) == 5
+            assert config_without_files(head=kind, batch_size=size).forwards(processes) * size * processes == batch
+    assert config_without_files(batch_size=2).forwards(3) == 1
+    assert config_without_files(head="medusa", accumulate=5).forwards(3) == 5

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
-from training import checkpoint_of, folder_of, metrics_of, trained, weights
+from training import (
+    CHATML,
+    byte_tokenizer,
+    checkpoint_of,
+    folder_of,
+    load_weights,
+    metrics_of,
+    to_messages,
+    train_to_end,
+)
 
 from treespec.api.load import load
 from treespec.draft.heads.loading import FEW, FIELD, new_head
@@ -49,13 +57,13 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     assert line["decoded_length"] >= 1
 
 
-def test_the_best_head_of_the_validations_is_kept_and_the_last_one_saved(config, monkeypatch):
+def test_the_best_validated_head_and_the_last_one_are_saved(config, monkeypatch):
     found = iter([2.0, 3.0, 1.5])
     monkeypatch.setattr(watch, "validation", lambda run: Validation([0.5], next(found), 10))
-    trained(config, max_steps=4, validate_every=1, checkpoint_every=1)
+    train_to_end(config, max_steps=4, validate_every=1, checkpoint_every=1)
     names = ("best", "checkpoint-000003", "checkpoint-000004")
     best, third, last = (load_file(folder_of(config) / name / "model.safetensors") for name in names)
-    assert all(torch.equal(value, last[name].to(value.dtype)) for name, value in weights(config).items())
+    assert all(torch.equal(value, last[name].to(value.dtype)) for name, value in load_weights(config).items())
     assert load_head(folder_of(config) / "best").kind == "eagle"
     assert not any(torch.equal(best["fc.weight"], later["fc.weight"]) for later in (third, last))
 
@@ -84,7 +92,7 @@ def test_a_line_of_metrics_has_what_a_run_is_watched_by(config):
 def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, ends):
     """Of two answers the first was cut; where it is unclear which one was, no end token is learnt."""
     tokenizer = byte_tokenizer(CHATML)
-    messages = turns(["u Hi", "a Hello", "u Bye", "a So long"])
+    messages = to_messages(["u Hi", "a Hello", "u Bye", "a So long"])
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"messages": messages, "ended": ended}))
     (whole,), _ = encode_conversations(tokenizer, [Conversation(messages)], None, 100)
@@ -97,9 +105,9 @@ def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, e
     assert (int(cut.input_ids[cut.loss_mask][-1]) == end) == bool(ends)
 
 
-def test_a_head_directory_holds_its_own_weights_alone_in_the_dtype_of_the_target(config):
-    config = trained(config, dtype="bfloat16", checkpoint_every=1, max_steps=1)
-    stored = weights(config)
+def test_a_head_directory_holds_only_its_weights_in_the_targets_dtype(config):
+    config = train_to_end(config, dtype="bfloat16", checkpoint_every=1, max_steps=1)
+    stored = load_weights(config)
     whole = load_file(checkpoint_of(config, 1) / "model.safetensors")
     assert all(torch.equal(value, whole[name].bfloat16()) for name, value in stored.items())  # rounded once
     assert "embed_tokens.weight" not in stored
@@ -109,7 +117,7 @@ def test_a_head_directory_holds_its_own_weights_alone_in_the_dtype_of_the_target
     assert len(spec.head.config[FIELD]) >= FEW
 
 
-def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(config):
+def test_a_run_writes_a_card_unless_someone_completed_the_old_one(config):
     config = replace(config, max_steps=1)
     card = Path(config.out) / "README.md"
     result = train(config)
@@ -118,13 +126,13 @@ def test_a_run_leaves_a_card_and_writes_it_anew_unless_someone_completed_it(conf
     assert f"{config.data}: 19 conversations, " in said
     assert f"{result.agreement[0]:.1%}" in said
     assert "license: FILL IN" in said
-    trained(config, max_steps=2)
+    train_to_end(config, max_steps=2)
     assert "2 optimizer steps" in card.read_text()
     card.write_text(card.read_text().replace("FILL IN", "apache-2.0"))
-    trained(config, max_steps=3)
+    train_to_end(config, max_steps=3)
     assert "2 optimizer steps" in card.read_text()
     card.unlink()
-    trained(config, max_steps=4, license="mit")
+    train_to_end(config, max_steps=4, license="mit")
     assert "license: mit\n" in card.read_text()
 
 

@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 import torch
-from enumeration import STOCHASTIC, outcomes
-from equality import seeded
-from oracle import deviation, verdict_texts
+from models import seeded
+from reference import STOCHASTIC, deviation, enumerate_runs, list_draws
 
 from treespec.sampling.probs import SamplingParams, probs
 from treespec.trees.layout import layout
@@ -21,6 +20,20 @@ from treespec.verify.registry import SCHEMES
 from treespec.verify.traversal import BLOCK, TRAVERSAL, Traversal
 from treespec.verify.walk import Walk, answered
 
+
+def verdict_texts(verifier, tree, p):
+    """{tokens of the verdict: probability}. The path must carry all of them but the last."""
+
+    def text(oracle):
+        verdict = verifier(tree, p, oracle)
+        kept = verdict.tokens[: len(verdict.path)]
+        assert tree.tokens[verdict.path].tolist() == kept
+        assert tree.parents[verdict.path].tolist() == [0, *verdict.path][: len(kept)]
+        return tuple(verdict.tokens)
+
+    return enumerate_runs(text)
+
+
 Path = tuple[int, ...]  # of draws, as in StaticTree; it has a node if the static tree has it
 Text = tuple[int, ...]  # what follows the root
 Law = list[float]
@@ -28,7 +41,7 @@ Law = list[float]
 
 @dataclass(frozen=True)
 class Tables:
-    """The target's and the draft's next-token laws after every text up to some length."""
+    """The target's and the draft's next-token distributions after every text up to some length."""
 
     p: dict[Text, Law]
     q: dict[Text, Law]
@@ -38,36 +51,36 @@ class Tables:
         return self.completed({(): 1.0}, length)
 
     def completed(self, texts, length):
-        """The law of texts that the target continues to a length."""
-        law = dict(texts)
+        """The distribution of texts that the target continues to a length."""
+        distribution = dict(texts)
         for _ in range(length):
             longer: dict[Text, float] = defaultdict(float)
-            for text, mass in law.items():
+            for text, mass in distribution.items():
                 ends = enumerate(self.p[text]) if len(text) < length else [(None, 1.0)]
                 for token, chance in ends:
                     longer[text if token is None else (*text, token)] += mass * chance
-            law = longer
-        return {text: mass for text, mass in law.items() if mass > 0}
+            distribution = longer
+        return {text: mass for text, mass in distribution.items() if mass > 0}
 
 
-def tables(depth, laws):
-    """Of 3 tokens. laws: gives the target's and the draft's after the next text."""
+def tables(depth, draw_pair):
+    """Of 3 tokens. draw_pair: gives the target's and the draft's after the next text."""
     texts = [text for length in range(depth + 1) for text in product(range(3), repeat=length)]
-    p, q = zip(*(laws() for _ in texts), strict=True)
+    p, q = zip(*(draw_pair() for _ in texts), strict=True)
     return Tables(dict(zip(texts, p, strict=True)), dict(zip(texts, q, strict=True)))
 
 
 def random_tables(seed, zeros=True):
     generator = seeded(seed)
 
-    def laws():
+    def draw_pair():
         logits, noise = torch.randn(2, 3, generator=generator, dtype=torch.float64)
         both = torch.stack([logits, logits + 1.5 * noise])
         for row in both if zeros else ():  # at most one token, half the time
             row[torch.randint(6, (1,), generator=generator) :][:1] = -torch.inf
         return both.softmax(-1).tolist()
 
-    return tables(3, laws)
+    return tables(3, draw_pair)
 
 
 @dataclass(frozen=True)
@@ -101,13 +114,13 @@ class Drawn:
     sure: bool = False
 
     def tensors(self, dtype=torch.float64):
-        """The tree as it goes to a verifier, and p [N, V]. Below an absent draw laws are uniform, tokens are 0."""
+        """The tree as it goes to a verifier, and p [N, V]. Below an absent draw p is uniform and tokens are 0."""
         paths = self.shape.nodes.paths
         fixed = layout(self.shape.nodes, torch.device("cpu"))
         inner = [i for i, path in enumerate(paths) if path in self.draws]
         uniform = [1 / 3] * 3
 
-        def laws(table, nodes):
+        def stack_rows(table, nodes):
             known = [self.texts.get(paths[node]) for node in nodes]
             return torch.tensor([uniform if text is None else table[text] for text in known], dtype=dtype)
 
@@ -116,9 +129,9 @@ class Drawn:
         table = torch.tensor([(*self.draws[paths[i]], *[-1] * width)[:width] for i in inner])
         sure = (table >= 0).flip(1).cumsum(1).flip(1) > 1 if self.sure else table < -1
         draws = Draws(table, sure, torch.full((*table.shape, 2), 0.5, dtype=torch.float64))
-        drafts = Drafts(torch.tensor(inner), laws(self.tables.q, inner), draws)
+        drafts = Drafts(torch.tensor(inner), stack_rows(self.tables.q, inner), draws)
         tree = TokenTree(torch.tensor(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
-        return tree, laws(self.tables.p, list(range(len(paths))))
+        return tree, stack_rows(self.tables.p, list(range(len(paths))))
 
 
 def trees(scheme, shape, tables):
@@ -128,7 +141,7 @@ def trees(scheme, shape, tables):
 
     @cache
     def found(text, k):
-        return outcomes(scheme, torch.tensor(tables.q[text], dtype=torch.float64), k)
+        return list_draws(scheme, torch.tensor(tables.q[text], dtype=torch.float64), k)
 
     def grow(drawn, rest, probability):
         if not rest:
@@ -188,7 +201,7 @@ def named(value):
 
 
 @pytest.mark.parametrize("verifier, shape", PAIRS, ids=named)
-def test_texts_have_the_targets_law(verifier, shape):
+def test_texts_have_the_targets_distribution(verifier, shape):
     found, _ = text_law(verifier, shape, SPARSE)
     assert deviation(found, SPARSE.of_sequences(shape.length)) < 1e-9
 
@@ -204,13 +217,13 @@ def cold_tables(temperature):
     """After every text the draft has one token far above the others, or none, and the target likes all."""
     generator = seeded(2)
 
-    def laws():
+    def draw_pair():
         both = 2 * temperature * torch.rand(2, 3, generator=generator)
         both[1, int(torch.randint(4, (1,), generator=generator)) :][:1] += 95 * temperature
         found = probs(both, SamplingParams(temperature)).double()
         return found.div(found.sum(-1, keepdim=True)).tolist()
 
-    return tables(2, laws)
+    return tables(2, draw_pair)
 
 
 @pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL.scheme)], ids=named)
@@ -233,14 +246,14 @@ def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=named)
-def test_where_the_draft_is_the_target_all_of_a_large_chain_is_kept(verifier):
+def test_a_large_chain_of_the_targets_own_drafts_is_accepted(verifier):
     """In float32, where sums of 3000 terms are not exact: a node is refused once in a million."""
     rows = torch.randn(5, 3000, generator=seeded(0)).mul(3).softmax(-1).tolist()
     ends = [tuple(range(depth)) for depth in range(5)]
-    laws = dict(zip(ends, rows, strict=True))
+    distributions = dict(zip(ends, rows, strict=True))
     draws = {(0,) * d: (d,) for d in range(4)}
     texts = {(0,) * d: ends[d] for d in range(5)}
-    tree, p = Drawn(Shape(chain(4)), Tables(laws, laws), draws, texts).tensors(torch.float32)
+    tree, p = Drawn(Shape(chain(4)), Tables(distributions, distributions), draws, texts).tensors(torch.float32)
     generator = seeded(6)
     for _ in range(50):
         verdict = verifier(tree, p, generator)

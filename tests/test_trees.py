@@ -7,11 +7,9 @@ from functools import cache
 
 import pytest
 import torch
-from commands import treespec
-from equality import close, seeded
-from models import target
-from refusals import complains
-from test_depth_heads import heads_for
+from commands import complains, treespec
+from drafters import build_head
+from models import close, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import new_head, rollout
@@ -103,7 +101,7 @@ auto:topk=0 auto:price=2 sampled ddtree:nodes ddtree:nodes=12.5 ddtree:depth=0 d
 
 
 @pytest.mark.parametrize("spec", NO_TREES.split())
-def test_a_tree_that_is_none_is_one_line_that_says_what_there_is(spec):
+def test_an_invalid_tree_is_refused_by_a_line_with_the_choices(spec):
     with pytest.raises(TreeError, match=r"choose|from \d|over 4,096|options") as caught:
         policy(spec)
     assert "\n" not in str(caught.value)
@@ -200,7 +198,7 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
         assert sequoia(rates, nodes, depth) == best_trees(rates, nodes, depth).tree(nodes, depth)
 
 
-def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
+def test_a_tree_without_room_shrinks_and_no_room_is_refused():
     assert sequoia([0.5, 0.2], 9, 2).size == 7
     assert most_likely([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
     assert sequoia([0.0, 0.0], 3, 2).size == 3
@@ -214,7 +212,7 @@ def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_accuracies_equal_counting_position_by_position(kind, temperature):
     model = target("llama")
-    head = heads_for(model, kind) if kind != "eagle" else new_head(kind, model)
+    head = build_head(model, kind) if kind != "eagle" else new_head(kind, model)
     generator = seeded(0)
     rows = []
     for length in (20, 5, 3, 1):
@@ -229,8 +227,8 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
             if counts[t + 2]:
                 positions += 1
                 for d in range(3):
-                    law = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
-                    wanted[d] += law[drafts[d][t].topk(5).indices].double()
+                    distribution = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
+                    wanted[d] += distribution[drafts[d][t].topk(5).indices].double()
     assert positions > 5
     close(found, wanted / positions, 1e-6)
     with complains("too short"):
@@ -241,7 +239,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
 def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, model_folder, tmp_path, monkeypatch, capsys):
     """0 nodes are as many as the times of this machine make worth while."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    save_head(heads_for(Target.load(str(model_folder)), "hydra"), tmp_path / "head")
+    save_head(build_head(Target.load(str(model_folder)), "hydra"), tmp_path / "head")
     (tmp_path / "text.txt").write_text("the user asks and the assistant answers the question " * 12)
     models = f"--target {model_folder} --head {tmp_path}/head --dtype float32"
     options = f"--text {tmp_path}/text.txt --kind {kind} --nodes {nodes} --temperature 1 --out {tmp_path}/tree.json"

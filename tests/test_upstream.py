@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from equality import close, seeded
-from models import random_eagle3, random_head
+from drafters import DRAFT_VOCAB, EIGHT_LAYERS
+from head_files import EAGLE31_VARIANTS, build_eagle31, save_with
+from models import close, random_eagle3, random_head, seeded
 from safetensors.torch import load_file, save_file
-from test_eagle31 import VARIANTS, made
-from test_export import saved
-from test_formats import DRAFTED, EIGHT
 from transformers import LlamaConfig
 
 from treespec.draft.heads.loading import new_head
@@ -42,11 +40,11 @@ def moved(module):
 
 def exported(head, to, folder, **fields):
     """The target's directory is beside it, as speculators loads that too. fields: of the head's config.json."""
-    EIGHT.model.save_pretrained(folder / "target")
+    EIGHT_LAYERS.model.save_pretrained(folder / "target")
     served = LlamaConfig.from_pretrained(folder / "target")
     served.name_or_path = f"{folder}/target"
-    path = saved(head, folder / "head", **fields)
-    export(path, to, folder / "out", served, lambda: EIGHT.model.get_input_embeddings().weight)
+    path = save_with(head, folder / "head", **fields)
+    export(path, to, folder / "out", served, lambda: EIGHT_LAYERS.model.get_input_embeddings().weight)
     return folder / "out"
 
 
@@ -57,9 +55,9 @@ def theirs_of(cnets, out, **options):
 
 
 SPECULATED = [
-    ({"norm_before_residual": residual}, drafted) for residual in (False, True) for drafted in (None, DRAFTED)
+    ({"norm_before_residual": residual}, drafted) for residual in (False, True) for drafted in (None, DRAFT_VOCAB)
 ]
-SPECULATED += [(parts, None) for parts in VARIANTS.values()]
+SPECULATED += [(parts, None) for parts in EAGLE31_VARIANTS.values()]
 
 
 @torch.no_grad()
@@ -67,7 +65,7 @@ SPECULATED += [(parts, None) for parts in VARIANTS.values()]
 def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     """With a window the first step alone: at later ones theirs counts pairs only, and vLLM's all positions."""
     model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
-    head = made(parts, drafted=drafted)
+    head = build_eagle31(parts, drafted=drafted)
     out = exported(head, "speculators", tmp_path, norm_before_residual=head.midlayer.norm_before_residual)
     config = model.config_class.from_pretrained(out)
     config.transformer_layer_config._attn_implementation = "eager"
@@ -75,7 +73,7 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
     rows = N - 1
     logits = []
     theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
-    features = EIGHT.features(TOKENS, head.aux_layers)[:, :rows]
+    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :rows]
     theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
     first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
     agree(logits[0], head.lm_head(first))
@@ -84,17 +82,17 @@ def test_speculators_gives_the_logits_of_two_steps(parts, drafted, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("drafted", [None, DRAFTED])
+@pytest.mark.parametrize("drafted", [None, DRAFT_VOCAB])
 def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp_path):
     """The target's embedding, and its output layer in place of one of all tokens: so none goes out with all."""
     model = pytest.importorskip("speculators.models.dflash.core", exc_type=ImportError).DFlashDraftModel
-    head = moved(new_head("dflash", EIGHT, levels=5))
+    head = moved(new_head("dflash", EIGHT_LAYERS, levels=5))
     if drafted is not None:
-        restrict(head, EIGHT, drafted)
+        restrict(head, EIGHT_LAYERS, drafted)
     out = exported(head, "speculators", tmp_path)
     kept = torch.arange(63) if drafted is None else slice(None)
     found = model.from_pretrained(out).state_dict()
-    ends = Ends(EIGHT.model.get_input_embeddings().weight, EIGHT.model.get_output_embeddings().weight)
+    ends = Ends(EIGHT_LAYERS.model.get_input_embeddings().weight, EIGHT_LAYERS.model.get_output_embeddings().weight)
     read = read_as("speculators", "dflash", out, ends, 8)
     for name, value in read.state_dict().items():
         close(found[name], value, 0)
@@ -110,16 +108,16 @@ def test_speculators_loads_the_tensors_of_dflash_that_its_rule_says(drafted, tmp
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("drafted", [None, DRAFTED])
+@pytest.mark.parametrize("drafted", [None, DRAFT_VOCAB])
 def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
     cnets = pytest.importorskip("eagle.model.cnets", exc_type=ImportError)
-    head = moved(random_eagle3(EIGHT, drafted=drafted))
+    head = moved(random_eagle3(EIGHT_LAYERS, drafted=drafted))
     out = exported(head, "eagle", tmp_path)
     theirs = theirs_of(cnets, out)
     if drafted is None:
         del theirs.d2t, theirs.t2d  # as their loader does
     theirs.load_state_dict(load_file(out / "model.safetensors"))
-    features = EIGHT.features(TOKENS, head.aux_layers)[:, :N]
+    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :N]
     tokens = TOKENS[:, 1:]
     hidden, cache = theirs(features, tokens, use_cache=True)
     ours = head.step(tokens, head.fuse(features), torch.arange(N))
@@ -132,15 +130,15 @@ def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("drafted", [None, DRAFTED])
+@pytest.mark.parametrize("drafted", [None, DRAFT_VOCAB])
 def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
     drafters = pytest.importorskip("mlx_vlm.speculative.drafters", exc_type=ImportError)
     array = pytest.importorskip("mlx.core").array
-    head = moved(random_eagle3(EIGHT, drafted=drafted))
+    head = moved(random_eagle3(EIGHT_LAYERS, drafted=drafted))
     theirs, _ = drafters.load_drafter(str(exported(head, "mlx", tmp_path)))
     assert theirs.config.capture_layer_ids == [layer - 1 for layer in head.aux_layers]
     theirs._cache = theirs.make_cache()
-    features = EIGHT.features(TOKENS, head.aux_layers)[:, :N]
+    features = EIGHT_LAYERS.features(TOKENS, head.aux_layers)[:, :N]
     tokens = TOKENS[:, 1:]
     hidden = theirs._forward_tokens(array(tokens.numpy()), array(features.numpy()), array([0]).dtype)
     ours = head.logits(head.step(tokens, head.fuse(features), torch.arange(N)))
@@ -150,9 +148,9 @@ def test_mlx_vlm_reads_a_head_and_gives_its_logits(drafted, tmp_path):
 @torch.no_grad()
 def test_safeailabs_eagle1_gives_the_features(tmp_path):
     cnets = pytest.importorskip("eagle.model.cnets1", exc_type=ImportError)
-    head = moved(random_head(EIGHT))
-    export(saved(head, tmp_path / "head"), "eagle", tmp_path / "out", EIGHT.model.config)
+    head = moved(random_head(EIGHT_LAYERS))
+    export(save_with(head, tmp_path / "head"), "eagle", tmp_path / "out", EIGHT_LAYERS.model.config)
     theirs = theirs_of(cnets, tmp_path / "out", bias=True)
     theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    features = EIGHT.features(TOKENS)[:, :N]
+    features = EIGHT_LAYERS.features(TOKENS)[:, :N]
     agree(theirs(features, TOKENS[:, 1:]), head.step(TOKENS[:, 1:], features, torch.arange(N)))

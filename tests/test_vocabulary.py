@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 import transformers as hf
-from equality import close, seeded
-from models import COMMON, CONFIGS, as_undrafted, draft_tree, follow, random_head, random_model, save_model, target
-from refusals import complains
+from commands import complains
+from models import COMMON, CONFIGS, as_undrafted, close, draft_tree, follow, random_head, random_model, seeded, target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from training import save_model
 from transformers import PhiConfig
 
 from treespec.api.calibrate import choices, drafted
@@ -164,7 +164,7 @@ def target_with(home, tokenizer):
     return target
 
 
-def test_it_names_tokens_over_the_whole_vocabulary_and_loads_for_its_own_target(home):
+def test_a_vocabulary_names_its_tokens_and_loads_for_its_target(home):
     stored = json.loads((home / "head" / "config.json").read_text())[FIELD]
     assert len(stored) == FEW
     assert max(map(int, stored)) >= SIZE * (FEW - 1) // FEW
@@ -179,7 +179,7 @@ def test_another_tokenizer_of_the_same_size_is_refused_in_one_line(home):
         trained_head(f"{home}/head", target_with(home, words(0, 100)))
 
 
-def test_some_other_tokens_an_older_head_and_a_target_without_tokenizer_are_no_error(home):
+def test_other_tokens_older_heads_and_targets_without_tokenizer_are_no_error(home):
     """As of a target that was tuned further, with names of its own for a third of its tokens."""
     tuned = words(0, 220)
     tuned.add_tokens([f"<{number}>" for number in range(100)])

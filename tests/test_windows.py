@@ -26,7 +26,7 @@ def test_dropped_columns_change_no_token_of_unequal_texts_and_of_resumed_ones(na
     assert said[0] == said[1]
 
 
-def test_five_tokens_under_a_window_of_two_leave_two_columns_and_eight_hold_any_number():
+def test_a_window_of_two_keeps_two_columns_in_storage_for_eight():
     """The drawing of the cache."""
     cache = TreeCache(1, 8, None, [2], slack=2)
     letters = torch.arange(5.0)[:, None].expand(2, 1, 5, 1)

@@ -229,7 +229,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
 
     def check_head_has(self, field: Field) -> None:
         """Raises InputError for an option that is set, but is of other kinds of head."""
-        kinds = [kind for kind, training in TRAINING_BY_KIND.items() if field.name in training.options]
+        kinds = [
+            kind for kind, training in TRAINING_BY_KIND.items() if field.name in training.options
+        ]
         if not kinds or self.head in kinds or getattr(self, field.name) == field.default:
             return
         name = field.name.replace("_", "-")

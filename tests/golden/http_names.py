@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
-from http_serving import client, serving, tiny_spec
+from commands import client, serving, tiny_spec
 
 Known = Any  # what is known of a list
 

@@ -22,14 +22,12 @@ from typing import Any
 import conftest  # noqa: F401  no network, one thread, a cache of its own
 import torch
 import transformers as hf
-from commands import treespec
-from http_serving import client, serving
-from models import CHAT
+from commands import client, serving, treespec
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
-from training import Killed, kill_at
+from training import CHAT_TEMPLATE, Killed, kill_at
 
 from golden.figures import EXPORTS, FIGURES, HEAD, OF_HEAD, PROMPTS, RUNS, capture, choose_training, find_differences
 from golden.names import LISTS, find_lost
@@ -102,7 +100,7 @@ def make_target(place: Path) -> None:
     words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    hf.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT, **special).save_pretrained(place)
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT_TEMPLATE, **special).save_pretrained(place)
     model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(vocab_size=len(WORDS), **SIZES))
     shake(model, seed=10, std=0.3)
     with torch.no_grad():

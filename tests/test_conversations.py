@@ -167,10 +167,10 @@ def decoded_answers(tokenizer, example):
     return [tokenizer.decode(run) for inside, run in runs if inside]
 
 
-FIVE_TOKENS = each(
+FIVE_TOKENS = each_message(
     "{{ '<s>' if m.role == 'user' else '<|head|>' }}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
 )
-FIVE_TOKENS += prompt("<|head|>")
+FIVE_TOKENS += generation_prompt("<|head|>")
 
 
 def test_the_figures_of_five_tokens_show_what_is_rendered_and_trained_on():

@@ -195,7 +195,7 @@ def count_outside(owner, name, sign):
 
 
 def record_as_graph(run):
-    """A graph that is not there: it computes again, and counts as one launch (`treespec.model.cuda_graphs.Recorder`)."""
+    """A graph that is not there: it computes again, as one launch (`treespec.model.cuda_graphs.Recorder`)."""
     outputs = run()
 
     def repeat():

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from equality import close, seeded
-from models import random_head, target
+from models import close, random_head, seeded, target
 
 from treespec.api.spec import Spec
 from treespec.draft.heads.loading import new_head

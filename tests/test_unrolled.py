@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from equality import close, seeded
+from models import close, seeded
 
 from treespec.heads import unrolled
 from treespec.heads.unrolled import AttentionColumns, attend

@@ -28,9 +28,10 @@ def run_experts(own: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     chosen, order = chosen.flatten().sort(stable=True)
     first, last = own.products
     counts = chosen.bincount(minlength=len(last)).tolist()
-    gate = own.act_fn
     if own.has_gate:
         gate = own._apply_gate
+    else:
+        gate = own.act_fn
     inner = gate(by_expert(first, hidden[order // k], counts))
     rows = by_expert(last, inner, counts)
 
